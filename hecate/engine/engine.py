@@ -144,7 +144,6 @@ class TokenEngine(Engine):
     takes: ClassVar[tuple[str, ...]] = ("floor",)
     counts_along: ClassVar[bool] = False  # whether a normaliser may be one more row of a matrix memory, under bias dot
     l2_norm: ClassVar[Block | None] = None  # a kernel of its own for key_norm="l2"
-    takes_narrow: ClassVar[bool] = False  # whether it is asked if it `widens` a call's tokens
 
     @abstractmethod
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -152,14 +151,9 @@ class TokenEngine(Engine):
 
         Of the call it asks for its config and its place in the chunk."""
 
-    def widens(self, call: Call) -> bool:
-        """Whether `scan` takes tokens of a narrower dtype than the state's."""
-        return False
-
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
-        narrow = self.takes_narrow and self.widens(call)
-        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm, narrow=narrow)
+        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm)
         tokens = faced(call.config, tokens, run)
         memories = call.memories
         if len(memories) > 1:

@@ -30,14 +30,29 @@ FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 
 def to_tokens(
     config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run,
-    *, l2: Block | None = None, narrow: bool = False,
+    *, l2: Block | None = None,
 ) -> Tokens:  # fmt: skip
-    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype; narrow: or in a narrower one that
-    they come in. l2: a kernel for key_norm="l2"."""
-    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run, narrow=narrow)
+    """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype. l2: a kernel for
+    key_norm="l2"."""
+    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run)
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
-    block, tensors = config.feature_map.block(params)
+    phi_k, phi_q = featured(config, k, q, params, run=run, l2=l2)
+    if config.step != "raw":
+        phi_k, v, lr = stepped(config, phi_k, v, lr, run)
+    phi_w, kept = None, None
+    if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
+        phi_k, phi_w, kept = _gated(config, phi_k, inputs, dtype, run)
+    retain, momentum = gates
+    write, reset = [None if mask is None else by_head(mask, lr.shape[2]) for mask in (inputs.write, inputs.reset)]
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
+
+
+def featured(
+    config: MemoryConfig, k: Tensor, q: Tensor, params: Params | None = None, *, run: Run, l2: Block | None = None
+) -> tuple[Tensor, Tensor]:
+    """phi, key_norm and query_scale of keys and queries."""
+    block, tensors = config.feature_map.block({"learned": {}, "frozen": {}} if params is None else params)
     if block.vjp is not None and block.program is None:
         block = by_hand(block)
     phi_k = one(run(block, k, *tensors, label="phi(k)"))
@@ -47,15 +62,8 @@ def to_tokens(
         phi_k = one(run(norm, phi_k, label="key_norm"))
         phi_q = one(run(norm, phi_q, label="key_norm"))
     if config.query_scale == "key_dim":
-        phi_q = scaled(phi_q, 1 / math.sqrt(inputs.k.shape[-1]), run, "query_scale")
-    if config.step != "raw":
-        phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    phi_w, kept = None, None
-    if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
-        phi_k, phi_w, kept = _gated(config, phi_k, inputs, dtype, run)
-    retain, momentum = gates
-    write, reset = [None if mask is None else by_head(mask, lr.shape[2]) for mask in (inputs.write, inputs.reset)]
-    return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
+        phi_q = scaled(phi_q, 1 / math.sqrt(k.shape[-1]), run, "query_scale")
+    return phi_k, phi_q
 
 
 def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:

@@ -80,6 +80,14 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
     return checked
 
 
+class MapForm(NamedTuple):
+    """How kernels compute a map of each component: `"same"`: x; `"elu"`: x + 1 for x > 0, else exp(x); `"relu"`: max(x,
+    0) + shift; `"square"`: max(x, 0)^2. [ENG-TRITON-D7]"""
+
+    name: Literal["same", "elu", "relu", "square"]
+    shift: float = 0.0
+
+
 class _Trait(Generic[Value]):
     """A trait as an attribute of a map; invisible on the class, so that a variant may have a field of its name."""
 
@@ -107,8 +115,10 @@ class FeatureMap(Variant, family="feature_map"):
 
     model_config = ConfigDict(ignored_types=(_Trait,))
     _derivatives = ("vjp",)
+    _formulas = ("forward", "vjp", "features", "value", "pull")
     _follows = MappingProxyType({"forward": ("features",), "vjp": ("features", "forward")})
     promises: ClassVar[Traits] = Traits()
+    kernel: ClassVar[MapForm | None] = None
     widening: ClassVar[int] = 1  # features for each component of x, where no field says how many; 4 where one could
     # What is asked of a map from outside, as `Traits` says it.
     non_negative = _Trait[bool]()

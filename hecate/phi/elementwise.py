@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype
+from hecate.phi.base import FeatureMap, MapForm, Params, Traits, compute_dtype
 from hecate.tape import Block
 from hecate.tape.ops import activate, activate_vjp
 
@@ -57,6 +57,7 @@ class Identity(FeatureMap):
 
     kind: Literal["identity"] = "identity"
     promises = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
+    kernel = MapForm("same")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
         return x, None
@@ -86,6 +87,7 @@ class ELU(FeatureMap):
 
     kind: Literal["elu"] = "elu"
     promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
+    kernel = MapForm("elu")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.
@@ -143,6 +145,10 @@ class ReLU(Elementwise):
     kind: Literal["relu"] = "relu"
     shift: float = Field(default=0.0, ge=0)
 
+    @property
+    def kernel(self) -> MapForm:
+        return MapForm("relu", self.shift)
+
     def traits(self) -> Traits:
         degree = 1.0 if self.shift == 0 else None
         return _POSITIVE._replace(degree=degree, rising="odd_part", bounded_slope=True)
@@ -170,6 +176,7 @@ class SquaredReLU(Elementwise):
 
     kind: Literal["squared_relu"] = "squared_relu"
     promises = _POSITIVE._replace(degree=2, rising="odd_part")
+    kernel = MapForm("square")
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()

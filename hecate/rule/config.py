@@ -14,7 +14,7 @@ from hecate.bias import L2, BiasKind, Dot, KernelForm
 from hecate.checks import Count, Depth
 from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.gating import GatingKind, Plain
-from hecate.phi import FeatureMapKind, Identity
+from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
@@ -31,7 +31,8 @@ class Forms(NamedTuple):
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
         tokens: their `token_form()`, in this order.
-        texts: the same in JSON, which a tracer could not make.
+        texts: the same in JSON, which a tracer could not make, and phi last.
+        phi: its `kernel_form()`.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         linear, transposed: as the structure says.
@@ -45,7 +46,8 @@ class Forms(NamedTuple):
     retention: StepForm | None
     algorithm: AlgorithmForm | None
     tokens: tuple[KernelForm | None, StepForm | None, AlgorithmForm | None]
-    texts: tuple[str, str, str]
+    texts: tuple[str, ...]
+    phi: MapForm | None
     identity: bool
     target: bool
     error: bool
@@ -66,7 +68,8 @@ class Forms(NamedTuple):
             retention=retention.kernel_form(),
             algorithm=algorithm.kernel_form(),
             tokens=(bias.token_form(), retention.token_form(), algorithm.token_form()),
-            texts=(bias.model_dump_json(), retention.model_dump_json(), algorithm.model_dump_json()),
+            texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
+            phi=phi.kernel_form(),
             identity=type(phi) is Identity,
             target=form is not None and form.name == "target",
             error=form is not None and form.name == "error",
@@ -167,8 +170,8 @@ class MemoryConfig(Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
-        told = ("structure", "bias", "retention", "algorithm")
-        if all(hasattr(knobs[name], "kernel_form") for name in told):  # else it is refused when it is checked
+        told = ("structure", "bias", "retention", "algorithm", "feature_map")
+        if all(hasattr(fields[name], "kernel_form") for name in told):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1

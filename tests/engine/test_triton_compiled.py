@@ -24,9 +24,11 @@ SPILT = 512  # bytes that the backward may keep outside its registers
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a card
 RULES = {
     "delta": {"retention": "decay", "key_norm": "l2"},
-    "kda": {"retention": "decay", "decay_order": "before_gradient"},
-    "huber": {"bias": "huber", "retention": "decay", "algorithm": "momentum"},
-}
+    "kda": {"retention": "decay", "decay_order": "before_gradient", "key_norm": "l2"},
+    "huber": {
+        "bias": "huber", "retention": "decay", "algorithm": "momentum", "feature_map": "elu", "key_norm": "l2",
+    },
+}  # fmt: skip
 
 
 class Noted:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
-from hecate.engine.triton import launch
+from hecate.engine.triton import engine, launch
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from studies.launches import as_on_a_device, counted
@@ -109,6 +109,27 @@ def test_retain_of_each_channel(bias: str, order: str, read: str, length: int, m
     trial(config, length=length, widths=(12, 20), masked=length > 1, general=length == 35, channels=True)
 
 
+FEATURES = [  # phi, key_norm, the ceiling of steps that its keys allow, and whether retain is one of each channel
+    ("elu", "none", 0.02, False), ("identity", "l2", 1.0, True), ({"kind": "relu", "shift": 0.1}, "sum", 1.0, False),
+    *(pytest.param(phi, norm, ceiling, channels, marks=SLOW) for phi, norm, ceiling, channels in [
+        ("elu", "l2", 1.0, True), ("elu", "sum", 1.0, False), ("squared_relu", "l2", 1.0, False),
+        ("squared_relu", "none", 1.0, True), ("relu", "none", 1.0, False), ("identity", "none", 1.0, False)]),
+]  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D7")
+@pytest.mark.parametrize(("phi", "norm", "ceiling", "channels"), FEATURES)
+def test_features_are_made_as_rows_are_read(
+    phi: Any, norm: str, ceiling: float, channels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    own = engine._raw
+    monkeypatch.setattr(engine, "_raw", lambda call: asked.append(own(call)) or asked[-1])
+    config = {"feature_map": phi, "key_norm": norm, "query_scale": "key_dim", "bias": "huber", "retention": "decay"}
+    trial(config, widths=(12, 20), masked=True, ceiling=ceiling, channels=channels)
+    assert asked and all(asked)
+
+
 @pytest.mark.parametrize("length", [1, 65, *(pytest.param(length, marks=SLOW) for length in (2, 16, 64, 131))])
 def test_blocks_and_segments(length: int) -> None:
     trial({"bias": "l2", "retention": "decay", "algorithm": "momentum"}, length=length, heads=1, masked=length > 2)
@@ -198,7 +219,8 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
                 ran.clear()
                 found = counted(call)
             assert found.launches <= most and not found.waits
-    assert ran.count("unit") == ran.count("unit_back") == 2
+    back = ["channel_tokens"] if name == "kda" else ["tokens", *["gates"] * sum(used)]
+    assert [own for own in ran if own not in back] == ["forward", "walk"] and not {"unit", "unit_back"}.intersection(ran)
 
 
 def test_heads_that_lie_apart_and_documents() -> None:

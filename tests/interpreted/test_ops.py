@@ -104,7 +104,7 @@ def arguments(momentum: bool, masked: bool, grad: bool, loop: bool = False) -> t
     if loop:
         gates[1], beside = draw(1, 20, 2, 8).sigmoid(), [draw(1, 20, 2, 8), draw(1, 20, 2, 6).sigmoid()]
         gates[1], beside[1] = (item.detach().requires_grad_(grad) for item in (gates[1], beside[1]))
-    return ops.rule_of(config, exact), exact, grad, *states, *tokens, *gates, *masks, *beside
+    return ops.rule_of(config, exact, raw=False), exact, grad, *states, *tokens, *gates, *masks, *beside
 
 
 @pytest.mark.spec("ENG-TRITON-D8")
@@ -134,6 +134,6 @@ def test_an_operator_whose_kernels_are_not_trusted_runs_torch(loop: bool, monkey
 
 def test_a_rule_is_told_to_the_last_number() -> None:
     config = MemoryConfig(bias={"kind": "huber", "delta": 1 / 3}, retention="decay", read="before")
-    told = MemoryConfig.model_validate_json(ops.rule_of(config, "tf32x3"))
+    told = MemoryConfig.model_validate_json(ops.rule_of(config, "tf32x3", raw=True))
     assert (told.bias, told.read, told.decay_order) == (config.bias, "before", "with_step")
     assert told.retention.uses_retain and not told.algorithm.slots and kernel.interpreting()

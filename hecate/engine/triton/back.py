@@ -16,6 +16,7 @@ import triton.language as tl
 
 from hecate.engine.triton.block import between, block_at, decays, gates_at, keys_at, product, row_of, rows_at, views
 from hecate.engine.triton.forms import psi, slope
+from hecate.engine.triton.maps import featured, featured_back
 
 
 @triton.jit
@@ -25,6 +26,7 @@ def walk(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+    PHI: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory and tile of values, from its last block to its first."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -48,7 +50,7 @@ def walk(
         at = n // H * T * H + n % H + (start + i) * H
         w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
             q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
-            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT,
+            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
         )  # fmt: skip
         vt, g = rows_at(v, at, w, ov, V), rows_at(gy, at, inside, ov, V)
         side, there = at[:, None] * V + ov[None, :], inside[:, None] & in_v
@@ -102,11 +104,22 @@ def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
 
 
 @triton.jit
-def keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P: tl.constexpr, APART: tl.constexpr):
+def queries_back(gq, g, q, at, inside, op, P: tl.constexpr, PHI: tl.constexpr):
+    """Stores the cotangents of queries by those of their features."""
+    there = inside[:, None] & (op < P)[None, :]
+    g = featured_back(g * PHI[3], rows_at(q, at, inside, op, P), there, PHI)
+    tl.store(gq + at[:, None] * P + op[None, :], g, mask=there)
+
+
+@triton.jit
+def keys_back(
+    gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr
+):
     """Stores the cotangents of keys, of written keys and of lr, by gbt of lr times written keys and gpt of keys."""
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
-    written = rows_at(k, at, w, op, P)
+    own, cells = rows_at(k, at, w, op, P), w[:, None] & (op < P)[None, :]
+    written, _ = featured(own, cells, PHI)
     if APART:
         written = rows_at(kw, at, w, op, P)
     gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
@@ -115,7 +128,7 @@ def keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P: tl.constex
         tl.store(gw + tile, l * gbt, mask=there)
     else:
         gpt += l * gbt
-    tl.store(gk + tile, gpt, mask=there)
+    tl.store(gk + tile, featured_back(gpt, own, cells, PHI), mask=there)
 
 
 @triton.jit
@@ -125,6 +138,7 @@ def tokens(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
+    PHI: tl.constexpr,
 ):  # fmt: skip
     """One program for each segment of C tokens of a memory: cotangents of its rows, of queries or of keys (OF), and
     what its gates are asked for. Pairs of rows come ahead of states, so that few are held at once.
@@ -160,7 +174,7 @@ def tokens(
             gL -= product(err, tl.trans(u), EXACT)
     gA = gA * Kq
     gqt, gbt, gpt = tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     if ASKS:
         gqt = product(gA, bt, EXACT)
     if WRITES:
@@ -223,7 +237,7 @@ def tokens(
                     gsf += tl.sum(x * pt, 1)
                     gpt += sf[:, None] * x
     if ASKS:
-        tl.store(gq + at[:, None] * P + op[None, :], gqt, mask=inside[:, None] & (op < P)[None, :])
+        queries_back(gq, gqt, q, at, inside, op, P, PHI)
         tl.store(sums + at, gaq, mask=inside)
         tl.store(sums + total + at, gsq, mask=inside)
         tl.store(sums + 2 * total + at, gzq, mask=inside)
@@ -238,7 +252,7 @@ def tokens(
         tl.store(sums + 5 * total + at, gzf, mask=inside)
         tl.store(sums + 6 * total + at, gk_end, mask=inside)
         tl.store(sums + 7 * total + at, gp_end, mask=inside)
-        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART)
+        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
 
 
 @triton.jit
@@ -260,6 +274,7 @@ def gates(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
+    PHI: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make. That of
     retain is found at once, or by what is "ahead" of retain and then, added to it, by "after"."""
@@ -280,7 +295,7 @@ def gates(
             gK -= product(g, tl.trans(u), EXACT)
         if BY_F:
             gF -= product(err, tl.trans(u), EXACT)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     if BY_K:
         gK = gK * product(qt, tl.trans(bt), EXACT)
     if BY_F:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hecate.engine.triton.forms import psi
+from hecate.engine.triton.maps import featured
 
 
 @triton.jit
@@ -143,9 +144,11 @@ def views(
 
 
 @triton.jit
-def keys_at(q, k, kw, lr, at, inside, w, o, P: tl.constexpr, APART: tl.constexpr):
-    """(queries, keys, lr times the keys that are written through) of the tokens of a tile."""
-    qt, pt = rows_at(q, at, inside, o, P), rows_at(k, at, w, o, P)
+def keys_at(q, k, kw, lr, at, inside, w, o, P: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr):
+    """(queries, keys, lr times the keys that are written through) of the tokens of a tile, as PHI makes them."""
+    qt, _ = featured(rows_at(q, at, inside, o, P), inside[:, None] & (o < P)[None, :], PHI)
+    pt, _ = featured(rows_at(k, at, w, o, P), w[:, None] & (o < P)[None, :], PHI)
+    qt = qt * PHI[3]
     bt = pt
     if APART:
         bt = rows_at(kw, at, w, o, P)
@@ -196,13 +199,14 @@ def block_at(
     q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P: tl.constexpr, C: tl.constexpr,
     RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     MOVES: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
+    PHI: tl.constexpr,
 ):  # fmt: skip
     """What a block's values do not change: (w, born, q, p, A, L, a q, z q, a p, z p, sq, sf, b; its factors in M and S
     of the end; a, s, e, z of the end)."""
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     if CHANNELS:
         w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
         rt = channels_at(retain, at, w, op, P)
         A, L, qa, qz, pa, pz, b, a, z = channelled(qt, pt, b, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
         at_k, sq, sf, at_p, s, e = 1.0, w, w, w, a, a  # no momentum
@@ -213,7 +217,7 @@ def block_at(
         K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
             R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
         )
-        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
         A, L = Kq * product(qt, tl.trans(b), EXACT), F
         if MOVES:
             L = F * product(pt, tl.trans(b), EXACT)
@@ -229,7 +233,7 @@ def forward(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
-    EXACT: tl.constexpr,
+    EXACT: tl.constexpr, PHI: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory and tile of values: outputs, last states and, if it KEEPS them, the predictions of
     all tokens and the states at every SEG-th."""
@@ -252,7 +256,7 @@ def forward(
         at = n // H * T * H + n % H + (start + i) * H
         w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
             q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
-            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT,
+            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
         )  # fmt: skip
         vt = rows_at(v, at, w, ov, V)
         out = product(qa, M, EXACT)

@@ -10,7 +10,7 @@ anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.back import keys_back, values_at
+from hecate.engine.triton.back import keys_back, queries_back, values_at
 from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of
 
 
@@ -19,7 +19,7 @@ def channel_tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr, PHI: tl.constexpr,
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     MOVES: tl.constexpr = FORM != "target"
@@ -28,7 +28,7 @@ def channel_tokens(
     inside = here * C + i < T
     at = n // H * T * H + n % H + (here * C + i) * H
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     rt = channels_at(retain, at, w, op, P)
     # Of the tokens before and after each.
     has, follows = inside & (i > 0), (here * C + i + 1 < T) & (i < C - 1)
@@ -108,6 +108,6 @@ def channel_tokens(
             gpt += tl.where(now, tl.sum(cL * X, 0)[None, :], 0.0)
         H_, h, j = H_ * n_t, h * n_t, j * n_t
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
-    tl.store(gq + tile, gqt, mask=there)
+    queries_back(gq, gqt, q, at, inside, op, P, PHI)
     tl.store(gr + tile, tl.where(w[:, None], grt, 0.0), mask=there)
-    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART)
+    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)

@@ -26,22 +26,23 @@ from torch import Tensor
 from hecate.algorithm import GD, Momentum
 from hecate.engine.call import GENERAL, TRACED, Call
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
+from hecate.engine.features import cast_inputs
 from hecate.engine.parallel import run_by_hand
-from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.tokens import Carry, Tokens, by_head
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PRECISION, interpreting, kernel_of, verdict
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Run
+from hecate.tape import Run, Tensors, execute
 
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
 
 
-def _widens(call: Call) -> bool:
+def _raw(call: Call) -> bool:
+    """Whether kernels read keys and queries as they lie, and make their features."""
     config = call.config
-    plain = config.step == "raw" and config.normalizer == config.query_scale == "none" and not call.general
-    same = config.forms.identity and config.key_norm in ("none", "l2")
-    return plain and same and call.values.itemsize < call.dtype.itemsize and not _loops(call)
+    plain = config.step == "raw" and config.normalizer == "none" and config.forms.phi is not None
+    return plain and not call.general and not _loops(call)
 
 
 class Triton(TokenEngine):
@@ -50,11 +51,6 @@ class Triton(TokenEngine):
     name = "triton"
     takes = GENERAL
     l2_norm = NORM.block()
-    takes_narrow = True
-
-    def widens(self, call: Call) -> bool:
-        """Where nothing but the norm comes between: kernels widen numbers as they load them."""
-        return _widens(call)
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
@@ -89,14 +85,32 @@ class Triton(TokenEngine):
         """Where the state is."""
         return "a kernel keeps the state in registers, and has passed its parity test"
 
+    def run(self, call: Call, run: Run = execute) -> Tensors:
+        """From what is given where kernels make features of it, narrow numbers as narrow as they are; else as all
+        engines for tokens."""
+        if not _raw(call):
+            return super().run(call, run)
+        inputs = call.inputs
+        q, k, *gates = cast_inputs(inputs, call.spec.dtype, run, narrow=True)
+        masks = [None if mask is None else by_head(mask, inputs.v.shape[2]) for mask in (inputs.write, inputs.reset)]
+        ((initial, carry),) = call.memories
+        y, carry = self._scan(call, Tokens(k, q, *gates, *masks), carry, initial, run, raw=True)
+        return y, *carry.flat
+
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels, heads as they lie."""
+        return self._scan(call, tokens, carry, initial, run, raw=False)
+
+    @staticmethod
+    def _scan(
+        call: Call, tokens: Tokens, carry: Carry, initial: Memory, run: Run, *, raw: bool
+    ) -> tuple[Tensor, Carry]:
         exact = None if _loops(call) else PRECISION[call.values]
         if call.traced:
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 
-            return scanned(call.config, exact, tokens, carry, initial[0])
-        return run_by_hand(kernel_of(call.config, carry, exact), tokens, carry, initial, run=run)
+            return scanned(call.config, exact, raw, tokens, carry, initial[0])
+        return run_by_hand(kernel_of(call.config, carry, exact, raw=raw), tokens, carry, initial, run=run)
 
 
 def no_step(call: Call) -> str | None:
@@ -136,6 +150,9 @@ def _trusted(call: Call, loops: bool) -> str | None:
     """Why the kernel of a call is not trusted."""
     config = call.config
     own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
+    raw = _raw(call)
+    if raw:
+        own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
     if loops:
         own |= {"retention": config.retention, "algorithm": config.algorithm}
     else:
@@ -148,8 +165,8 @@ def _trusted(call: Call, loops: bool) -> str | None:
         "retain_value": "retain_value" in call.general,
         "channels": call.retain is not None and call.retain.dim() == 4,
         LOOP: loops,
-        NARROW: _widens(call),
-        L2: config.key_norm == "l2",
+        NARROW: raw and call.values.itemsize < call.dtype.itemsize,
+        L2: config.key_norm == "l2" and not raw,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(MemoryConfig(**own), flags, call.values, call.device, call.shape)

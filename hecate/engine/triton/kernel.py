@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.features import L2_NORM
+from hecate.engine.features import L2_NORM, featured
 from hecate.engine.parallel import by_torch
 from hecate.engine.parity import TRIAL, both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry
 from hecate.engine.verdict import here, judged
 from hecate.rule import MemoryConfig
-from hecate.tape import ByHand, Tensors, execute, one
+from hecate.tape import ByHand, Tensors, execute, one, several
 
 # Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
 PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
-LOOP, NARROW, L2 = "loop", "narrow", "l2"  # among the flags of a verdict: loop kernels, narrow inputs, l2 norm
+# Among the flags of a verdict: loop kernels, narrow inputs, and that keys come to unit length ahead of the kernel.
+LOOP, NARROW, L2 = "loop", "narrow", "l2"
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
 
 
@@ -44,12 +45,12 @@ NORM = ByHand(
 )
 
 
-def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:
-    """The block kernels in a precision, or with None the loop kernels."""
+def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool) -> ByHand:
+    """The block kernels in a precision, or with None the loop kernels; raw: those that make features themselves."""
     if exact is None:
         call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config)
     else:
-        call = partial(_launch("Scan"), config, exact)
+        call = partial(_launch("Scan"), config, exact, raw)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return call(inputs).forward(keeps)
@@ -59,7 +60,10 @@ def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None) -> ByHand:
 
     def plain(*inputs: Tensor | None) -> Tensors:
         dtype, values = carry.memory[0].dtype, one((inputs[len(carry.slots) + 4],))
-        wide = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs)
+        wide = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs]
+        if raw:
+            at = len(carry.slots) + 2
+            wide[at : at + 2] = featured(config, *several(wide[at : at + 2]), run=execute)
         y, *states = by_torch(config, carry)(*wide)
         return one((y,)).to(values.dtype), *states
 
@@ -88,11 +92,11 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     def kernel(numbers: Tensors) -> ByHand:
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)
         carry = Carry(states[:1], states[1:], (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
-        return kernel_of(config, carry, exact)
+        return kernel_of(config, carry, exact, raw=not loops)
 
     if L2 in flags and (reason := _distrust_norm(dtype, device, shape)) is not None:
         return reason
-    for scale in SCALES if loops else (1.0,):
+    for scale in SCALES if loops else (_stable(config, shape[1]),):
         inputs, cotangents = trial(
             dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
         )
@@ -108,6 +112,14 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         slots=slots, bound=PARITY[exact or "tf32x3"], against="the token loop in float64", dtype=dtype, shape=shape,
         plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
     )  # fmt: skip
+
+
+def _stable(config: MemoryConfig, width: int) -> float:
+    """A step size at which the features of keys of unit length let no memory diverge."""
+    form = config.forms.phi
+    if form is None or form.name in ("same", "square") or config.key_norm != "none":
+        return 1.0
+    return 1 / (2 * width * max(1.0, form.shift) ** 2)
 
 
 def _distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:

@@ -13,7 +13,7 @@ from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
-from hecate.engine.triton.norm import unit, unit_back
+from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.table import card_of, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -26,8 +26,9 @@ class Scan:
     """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
     `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, exact: str, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+    def __init__(self, config: MemoryConfig, exact: str, raw: bool, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
+        yet."""
         states = 1 + len(config.algorithm.slots)
         memory, *slots = several(inputs[:states])
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
@@ -57,6 +58,7 @@ class Scan:
             "RETAIN": retain is not None, "MOMENTUM": slots != [], "MASK": masks[0] is not None,
             "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
+            "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0),
         }  # fmt: skip
 
     @property
@@ -137,6 +139,14 @@ class Scan:
                     **self.launches.gates.options, **self.flags,
                 )  # fmt: skip
         return grads
+
+
+def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
+    """The map of a config, its shift, its norm, and what queries are multiplied by."""
+    form = config.forms.phi
+    if form is None:
+        raise TypeError("the engine was chosen without its refusal being asked")
+    return *form, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
 
 def normed(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:

@@ -21,25 +21,28 @@ from hecate.tape import ByHand, Tensors, is_recorded, one
 SEGMENT, BLOCK = 64, 16  # tokens between kept states; and where retain is one of each channel
 
 
-def rule_of(config: MemoryConfig, exact: str | None) -> str:
-    """What of a config the kernels compute, as text."""
-    bias, retention, algorithm = config.forms.texts
+def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
+    """What of a config the kernels compute, as text; raw: features too."""
+    bias, retention, algorithm, phi = config.forms.texts
     if exact is not None:  # what blocks know of them
         retention = '"decay"' if config.retention.uses_retain else '"none"'
         algorithm = '"momentum"' if config.algorithm.slots else '"gd"'
+    features = ""
+    if raw:
+        features = f', "feature_map": {phi}, "key_norm": "{config.key_norm}", "query_scale": "{config.query_scale}"'
     return (
         f'{{"bias": {bias}, "retention": {retention}, "algorithm": {algorithm}, '
-        f'"decay_order": "{config.decay_order}", "read": "{config.read}"}}'
+        f'"decay_order": "{config.decay_order}", "read": "{config.read}"{features}}}'
     )
 
 
 def scanned(
-    config: MemoryConfig, exact: str | None, tokens: Tokens, carry: Carry, initial: Tensor
+    config: MemoryConfig, exact: str | None, raw: bool, tokens: Tokens, carry: Carry, initial: Tensor
 ) -> tuple[Tensor, Carry]:
     """Outputs and the new state, by the operators."""
     (memory,), slot = carry.memory, carry.slots[0] if carry.slots else None
     own = (memory, slot, initial, *tokens)
-    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact), exact, is_recorded(own), *own)
+    y, last, last_slot, *_ = matrix_scan(rule_of(config, exact, raw), exact, is_recorded(own), *own)
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
@@ -66,7 +69,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
     )
-    return kernel_of(config, carry, exact), (memory, *given, initial, *tokens), trusted
+    return kernel_of(config, carry, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
 
 
 def _record_shapes(

@@ -1,0 +1,90 @@
+"""What keys and queries become where they are read: phi of each number, rows over their size; and the way back.
+
+Kernels of blocks do it as they load a row, in any dtype as it lies, so that no features are ever stored; where something
+comes between features and kernel, rows come to unit length in a launch of their own. [ENG-TRITON-D7]
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sized(x, NORM: tl.constexpr):
+    """Rows over their length ("l2") or sum, and these; a zero row stays zero.
+
+    Squares leave float32's range long before the rows do: they are taken of a row over its largest number."""
+    most = tl.max(tl.abs(x), 1)
+    most = tl.where(most > 0, most, 1.0)
+    x = x / most[:, None]
+    if NORM == "l2":
+        size = tl.sqrt(tl.sum(x * x, 1))
+    else:
+        size = tl.sum(x, 1)
+    size = tl.where(size > 0, size, 1.0)
+    return x / size[:, None], size * most
+
+
+@triton.jit
+def sized_back(g, y, size):
+    """(g - y (y . g)) / size for rows y over their length."""
+    return (g - y * tl.sum(y * g, 1)[:, None]) / size[:, None]
+
+
+@triton.jit
+def featured(x, there, PHI: tl.constexpr):
+    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a map, its shift, a norm, and what
+    queries are multiplied by. A NaN stays one."""
+    y, size = x, tl.sum(x * 0.0, 1) + 1.0
+    if PHI[0] == "elu":
+        y = tl.where(x > 0, x + 1.0, tl.exp(x))
+    if PHI[0] == "relu":
+        y = tl.where(x <= 0, 0.0, x) + PHI[1]
+    if PHI[0] == "square":
+        y = tl.where(x <= 0, 0.0, x * x)
+    if PHI[0] != "same":
+        y = tl.where(there, y, 0.0)
+    if PHI[2] != "none":
+        y, size = sized(y, PHI[2])
+    return y, size
+
+
+@triton.jit
+def featured_back(g, x, there, PHI: tl.constexpr):
+    """The cotangent of rows x from that of their features."""
+    if PHI[2] != "none":
+        y, size = featured(x, there, PHI)
+        if PHI[2] == "l2":
+            g = sized_back(g, y, size)
+        else:
+            g = (g - tl.sum(y * g, 1)[:, None]) / size[:, None]
+    if PHI[0] == "elu":
+        g = g * tl.where(x > 0, 1.0, tl.exp(x))
+    if PHI[0] == "relu":
+        g = tl.where(x > 0, g, 0.0)
+    if PHI[0] == "square":
+        g = tl.where(x > 0, 2.0 * x * g, 0.0)
+    return g
+
+
+@triton.jit
+def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """Rows `[B, T, H, D]` of the strides given over their lengths, and these lengths."""
+    r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    inside = r < rows
+    there = inside[:, None] & (o < D)[None, :]
+    at = r // (T * H) * sb + r // H % T * st + r % H * sh
+    found, size = sized(tl.load(x + at[:, None] + o[None, :], mask=there, other=0.0).to(tl.float32), "l2")
+    tl.store(y + r[:, None] * D + o[None, :], found, mask=there)
+    tl.store(sizes + r, size, mask=inside)
+
+
+@triton.jit
+def unit_back(y, sizes, g, gx, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+    """The cotangent of rows from that of rows at unit length."""
+    r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
+    inside = r < rows
+    there, at = inside[:, None] & (o < D)[None, :], r[:, None] * D + o[None, :]
+    own = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
+    size = tl.load(sizes + r, mask=inside, other=1.0)
+    found = sized_back(own, tl.load(y + at, mask=there, other=0.0), size)
+    tl.store(gx + at, found.to(gx.dtype.element_ty), mask=there)
