@@ -25,10 +25,9 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a 
 RULES = {
     "delta": {"retention": "decay", "key_norm": "l2"},
     "kda": {"retention": "decay", "decay_order": "before_gradient", "key_norm": "l2"},
-    "huber": {
-        "bias": "huber", "retention": "decay", "algorithm": "momentum", "feature_map": "elu", "key_norm": "l2",
-    },
-}  # fmt: skip
+    "huber": {"bias": "huber", "retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
+    "elu": {"feature_map": "elu", "retention": "decay", "key_norm": "sum"},
+}
 
 
 class Noted:
