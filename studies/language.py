@@ -167,7 +167,7 @@ class Levels(Language):
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
         """What is compared; a row of a carried one goes on, from batch to batch, where it ended in the text."""
-        pairs = {period: {"levels": [FAST, linear(period)]} for period in (16, 64, 256)}
+        pairs: dict[int, Model] = {period: {"levels": [FAST, linear(period)]} for period in (16, 64, 256)}
         made: dict[str, Model] = {
             REFERENCE: {"memory": REFERENCE},
             **{f"levels 1, {period}": model for period, model in pairs.items()},
@@ -176,7 +176,7 @@ class Levels(Language):
                 "self_reference": REFERS, "levels": [linear(p, name=f"every{p}") for p in (16, 128)], "mlp_ratio": 0.0,
             },
         }  # fmt: skip
-        carried = {"levels 1, 64, carried": pairs[64], f"{REFERENCE}, carried": {"memory": REFERENCE}}
+        carried: dict[str, Model] = {"levels 1, 64, carried": pairs[64], f"{REFERENCE}, carried": {"memory": REFERENCE}}
         found = [fitted(name, model, sizes, data) for name, model in list(made.items())[: 1 if quick else None]]
         on = list(carried.items())[: 1 if quick else None]
         return found + [fitted(name, model, sizes, {**data, "state": "carry"}) for name, model in on]

@@ -1,4 +1,4 @@
-from hecate.phi.base import FeatureMap, FeatureMapKind, Params, Traits
+from hecate.phi.base import FeatureMap, FeatureMapKind, MapForm, Params, Traits
 from hecate.phi.combinators import Compose, Concat, Normalise, OddLift, TensorProduct
 from hecate.phi.elementwise import (
     ELU,
@@ -44,6 +44,7 @@ __all__ = [
     "Identity",
     "LeakyReLUSquared",
     "Linear",
+    "MapForm",
     "Normalise",
     "Nystrom",
     "OddLift",

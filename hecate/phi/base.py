@@ -118,7 +118,6 @@ class FeatureMap(Variant, family="feature_map"):
     _formulas = ("forward", "vjp", "features", "value", "pull")
     _follows = MappingProxyType({"forward": ("features",), "vjp": ("features", "forward")})
     promises: ClassVar[Traits] = Traits()
-    kernel: ClassVar[MapForm | None] = None
     widening: ClassVar[int] = 1  # features for each component of x, where no field says how many; 4 where one could
     # What is asked of a map from outside, as `Traits` says it.
     non_negative = _Trait[bool]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -57,7 +57,7 @@ class Identity(FeatureMap):
 
     kind: Literal["identity"] = "identity"
     promises = Traits(parity="odd", degree=1, componentwise=True, rising="everywhere", bounded_slope=True)
-    kernel = MapForm("same")
+    kernel: ClassVar[MapForm] = MapForm("same")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, None]:
         return x, None
@@ -87,7 +87,7 @@ class ELU(FeatureMap):
 
     kind: Literal["elu"] = "elu"
     promises = _POSITIVE._replace(rising="everywhere", bounded_slope=True)
-    kernel = MapForm("elu")
+    kernel: ClassVar[MapForm] = MapForm("elu")
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
         # For x > 0 the tail is 1: no choice between branches, neither here nor in the derivative.
@@ -176,7 +176,7 @@ class SquaredReLU(Elementwise):
 
     kind: Literal["squared_relu"] = "squared_relu"
     promises = _POSITIVE._replace(degree=2, rising="odd_part")
-    kernel = MapForm("square")
+    kernel: ClassVar[MapForm] = MapForm("square")
 
     def value(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled"),
 ]
 KERNELS = ("forward", "walk", "tokens", "gates", "channel_tokens", "unit", "unit_back")
-TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
 SPILT = 512  # bytes that the backward may keep outside its registers
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a program may have on a card
 RULES = {

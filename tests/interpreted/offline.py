@@ -42,10 +42,11 @@ def compiled(kernel: triton.JITFunction, config: MemoryConfig, width: int, targe
     constants = {
         "P": width, "V": width, "BP": rounded(width), "BV": tile, **own.flags, "KEEPS": True,
         "RETAIN": "channels" if every else "one", "VALUE": every, "MASK": every, "RESET": every, "APART": every,
+        "DOCS": False,
     }  # fmt: skip
     names = kernel.arg_names
     constants = {name: item for name, item in constants.items() if name in names}
-    kinds = dict.fromkeys(names, "*fp32") | dict.fromkeys(("write", "reset"), "*u8")
+    kinds = dict.fromkeys(names, "*fp32") | dict.fromkeys(("write", "reset"), "*u8") | {"docs": "*i64"}
     kinds |= dict.fromkeys(NUMBERS, "fp32") | dict.fromkeys(INTEGERS, "i32") | dict.fromkeys(constants, "constexpr")
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if kinds[name].startswith("*")}
     source = triton.compiler.ASTSource(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
-from hecate.engine.triton import engine, launch
+from hecate.engine.triton import engine, launch, table
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from studies.launches import as_on_a_device, counted
@@ -48,6 +49,7 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
     general: bool = False, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
+    borders: Sequence[int] = (),
 ) -> None:  # fmt: skip
     source, (p, v), lead = torch.Generator().manual_seed(0), widths, (1, length, heads)
 
@@ -68,6 +70,8 @@ def trial(
     masks = {}
     if masked:
         masks = {"write_mask": draw(1, length) < 0.8, "reset_mask": draw(1, length) > 1.2}
+    if borders:
+        masks = {"write_mask": draw(1, length) < 0.8, "cu_seqlens": torch.tensor(borders)}
     right = scanned(MemoryConfig.model_validate({**config, "state_dtype": "float64"}), leaves, "sequential", masks)
     mine = scanned(own, {name: item.float() for name, item in leaves.items()}, "triton", masks)
     for found, wanted in zip(mine, right, strict=True):
@@ -128,6 +132,29 @@ def test_features_are_made_as_rows_are_read(
     config = {"feature_map": phi, "key_norm": norm, "query_scale": "key_dim", "bias": "huber", "retention": "decay"}
     trial(config, widths=(12, 20), masked=True, ceiling=ceiling, channels=channels)
     assert asked and all(asked)
+
+
+DOCUMENTS = [  # of a bias, an algorithm, an order, a read, and whether retain is one of each channel
+    ("huber", "momentum", "before_gradient", "after", False), ("l2", "gd", "with_step", "before", True),
+    *(pytest.param(*each, marks=SLOW) for each in [
+        ("dot", "gd", "with_step", "after", False), ("dot", "momentum", "with_step", "before", False),
+        ("l2", "gd", "before_gradient", "after", False), ("l2", "momentum", "with_step", "before", False),
+        ("kl", "gd", "before_gradient", "after", True), ("dot", "gd", "with_step", "before", True)]),
+]  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D3")
+@pytest.mark.parametrize(("bias", "algorithm", "order", "read", "channels"), DOCUMENTS)
+def test_documents_go_side_by_side(
+    bias: str, algorithm: str, order: str, read: str, channels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, ...]] = []
+    own = table._tables
+    monkeypatch.setattr(table, "_tables", lambda borders, segment: grids.append(borders) or own(borders, segment))
+    config = {"bias": bias, "algorithm": algorithm, "decay_order": order, "read": read, "retention": "decay"}
+    borders = [0, 18, 19, 19, 35] if channels else [0, 17, 18, 18, 90, 106]
+    trial(config, widths=(8, 12), length=borders[-1], channels=channels, borders=borders, heads=1 + (bias == "huber"))
+    assert grids and all(each == tuple(sorted(set(borders))) for each in grids)
 
 
 @pytest.mark.parametrize("length", [1, 65, *(pytest.param(length, marks=SLOW) for length in (2, 16, 64, 131))])
@@ -220,7 +247,9 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
                 found = counted(call)
             assert found.launches <= most and not found.waits
     back = ["channel_tokens"] if name == "kda" else ["tokens", *["gates"] * sum(used)]
-    assert [own for own in ran if own not in back] == ["forward", "walk"] and not {"unit", "unit_back"}.intersection(ran)
+    assert [own for own in ran if own not in back] == ["forward", "walk"] and not {"unit", "unit_back"}.intersection(
+        ran
+    )
 
 
 def test_heads_that_lie_apart_and_documents() -> None:
@@ -272,7 +301,8 @@ def test_second_derivatives_are_those_of_the_token_loop() -> None:
 def test_the_kernels_pass_their_own_gate() -> None:
     config = MemoryConfig(retention="decay", algorithm="momentum")
     assert distrust(config, ("write", "reset", "phi_w"), torch.float32, "cpu", (24, 16)) is None
-    assert distrust(config, ("narrow", "l2"), torch.float16, "cpu", (24, 16)) is None
+    exact = MemoryConfig(retention="decay", key_norm="l2", feature_map="elu")
+    assert distrust(exact, ("reset", "narrow", "packed"), torch.float16, "cpu", (24, 16)) is None
 
 
 @SLOW

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan
+from hecate.engine.triton import table
 
 BOUND = 2e-6  # float32's rounding over some dozen tokens, relative to a tensor's norm
 LQ = {"kind": "lq", "q": 4.0, "eps": 1e-3}
@@ -47,7 +48,7 @@ def scanned(
     for at, piece in enumerate(zip(*rows, strict=True)):
         own = dict(zip(leaves, piece, strict=True))
         gates = Gates(**{name: item for name, item in own.items() if name not in ("q", "k", "v", "M")})
-        held = {name: mask.split(pieces, 1)[at] for name, mask in masks.items()}
+        held = {name: mask if name == "cu_seqlens" else mask.split(pieces, 1)[at] for name, mask in masks.items()}
         y, state = memory_scan(
             config,
             own["q"],
@@ -97,13 +98,15 @@ def drawn(
 def trial(
     config: dict[str, Any], *, length: int = 8, widths: tuple[int, int] = (16, 12), heads: int = 1, extra: str = ""
 ) -> None:
-    """extra: of "masks", "channels", "values", "general" and "pieces" those that are asked for; "float32" allows eight
-    times what plain torch in float32 is off, where that is more than the bound: powers here are e^(m log x), which
-    rounds m log x, at the floor of lq 7 in size, where a power of torch's rounds once."""
+    """extra: of "masks", "documents", "channels", "values", "general" and "pieces" those that are asked for; "float32"
+    allows eight times what plain torch in float32 is off, where that is more than the bound: powers here are e^(m log
+    x), which rounds m log x, at the floor of lq 7 in size, where a power of torch's rounds once."""
     own, lead = MemoryConfig.model_validate(config), (1, length, heads)
     leaves, masks, places = drawn(own, lead, widths, extra), {}, torch.arange(length)[None]
     if "masks" in extra:
         masks = {"write_mask": places % 4 != 2, "reset_mask": (places + 1) % 6 == 0}
+    if "documents" in extra:
+        masks = {"write_mask": places % 4 != 2, "cu_seqlens": torch.tensor([0, 2, 3, 3, length])}
     pieces = [length // 2, length - length // 2] if "pieces" in extra else [length]
     wide = MemoryConfig.model_validate({**config, "state_dtype": "float64"})
     right = scanned(wide, leaves, "sequential", masks, pieces)
@@ -160,6 +163,17 @@ def test_every_algorithm(algorithm: Any) -> None:
 def test_gates_of_channels_and_values_and_written_keys(retention: str, extra: str) -> None:
     algorithm = "momentum" if extra == "channels" else "gd"  # blocks take channels under gradient descent
     trial({"bias": "l2", "retention": retention, "algorithm": algorithm}, length=7, extra=extra)
+
+
+@pytest.mark.spec("ENG-TRITON-D3")
+@pytest.mark.parametrize(("retention", "heads"), [(RETENTIONS[0], 2), (RETENTIONS[4], 1)], ids=["thresholds", "link"])
+def test_documents_go_side_by_side(retention: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    own = table._tables
+    monkeypatch.setattr(table, "_tables", lambda borders, segment: counts.append(len(borders)) or own(borders, segment))
+    config = {"bias": "l2", "retention": retention, "algorithm": "momentum"}
+    trial(config, length=22, widths=(8, 6), heads=heads, extra="documents")
+    assert counts == [4, 4]  # forward and backward, of three documents
 
 
 @pytest.mark.parametrize(

@@ -14,40 +14,53 @@ that `gates` turns into the cotangents of retain and momentum. No number is adde
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import between, block_at, decays, gates_at, keys_at, product, row_of, rows_at, views
+from hecate.engine.triton.block import (
+    between,
+    block_at,
+    decays,
+    gates_at,
+    keys_at,
+    product,
+    row_of,
+    rows_at,
+    segment_of,
+    sequence_of,
+    views,
+)
 from hecate.engine.triton.forms import psi, slope
 from hecate.engine.triton.maps import featured, featured_back
 
 
 @triton.jit
 def walk(
-    q, k, kw, v, lr, retain, momentum, write, reset, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
+    q, k, kw, v, lr, retain, momentum, write, reset, docs, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
     T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr,
+    PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory and tile of values, from its last block to its first."""
+    """One program for each memory, or of each document, and tile of values, from its last block to its first."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     MOVES: tl.constexpr = FORM != "target"
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
-    G = tl.load(G1 + n * V * P + cell, mask=whole, other=0.0)
+    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
+    last = whole & (n + beside >= tl.num_programs(0))
+    G = tl.load(G1 + own * V * P + cell, mask=last, other=0.0)
     Y, to_Z = G * 0.0, G * 0.0
     if MOMENTUM:
-        Y = tl.load(Y1 + n * V * P + cell, mask=whole, other=0.0)
-    blocks = tl.cdiv(T, C)
+        Y = tl.load(Y1 + own * V * P + cell, mask=last, other=0.0)
+    blocks = tl.cdiv(length, C)
     for back in range(0, blocks):
         start = (blocks - 1 - back) * C
         if (start + C) % SEG == 0 or back == 0:
-            place = (n * tl.cdiv(T, SEG) + start // SEG) * V * P
+            place = ((slot + start // SEG) * beside + own) * V * P
             tl.store(kept_G + place + cell, G, mask=whole)
             if MOMENTUM:
                 tl.store(kept_Y + place + cell, Y, mask=whole)
-        inside = start + i < T
-        at = n // H * T * H + n % H + (start + i) * H
+        inside, at = start + i < length, first + (start + i) * H
         w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
             q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
             APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
@@ -133,26 +146,24 @@ def keys_back(
 
 @triton.jit
 def tokens(
-    q, k, kw, v, lr, retain, momentum, write, reset, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
     gq, gk, gw, glr, sums, ends, T, H, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr,
+    PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each segment of C tokens of a memory: cotangents of its rows, of queries or of keys (OF), and
     what its gates are asked for. Pairs of rows come ahead of states, so that few are held at once.
 
     sums `[9, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end; and room for a part of retain's. ends
-    `[N, segments, 4]`: of a, s, e, z there."""
+    `[segments, N, 4]`: of a, s, e, z there."""
     ASKS: tl.constexpr = OF != "keys"
     WRITES: tl.constexpr = OF != "queries"
     MOVES: tl.constexpr = FORM != "target"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
-    here, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i, op = tl.arange(0, C), tl.arange(0, BP)
-    inside = here * C + i < T
-    at = n // H * T * H + n % H + (here * C + i) * H
+    n, i, op = tl.program_id(1).to(tl.int64), tl.arange(0, C), tl.arange(0, BP)
+    at, inside, _, place = segment_of(spans, T, H, C, DOCS)
     w, born, r, R, B, Pm, a, early, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
@@ -188,7 +199,7 @@ def tokens(
     for jv in range(0, V, BV):
         ov = jv + tl.arange(0, BV)
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
-        state = (n * tl.cdiv(T, C) + here) * V * P + own
+        state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
         M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
         if ASKS:
@@ -219,7 +230,7 @@ def tokens(
         for jv in range(0, V, BV):
             ov = jv + tl.arange(0, BV)
             whole = (ov < V)[:, None] & (op < P)[None, :]
-            state = (n * tl.cdiv(T, C) + here) * V * P + ov[:, None] * P + op[None, :]
+            state = place * V * P + ov[:, None] * P + op[None, :]
             g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
             S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
             if ASKS:
@@ -241,7 +252,7 @@ def tokens(
         tl.store(sums + at, gaq, mask=inside)
         tl.store(sums + total + at, gsq, mask=inside)
         tl.store(sums + 2 * total + at, gzq, mask=inside)
-        end = ends + (n * tl.cdiv(T, C) + here) * 4
+        end = ends + place * 4
         tl.store(end, ga)
         tl.store(end + 1, gs)
         tl.store(end + 2, ge)
@@ -270,11 +281,11 @@ def pulled(spans, left, g, ga, first, EXACT: tl.constexpr):
 
 @triton.jit
 def gates(
-    q, k, kw, v, lr, retain, momentum, write, reset, us, es, gy, sums, ends, out, T, H, total,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr,
+    PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make. That of
     retain is found at once, or by what is "ahead" of retain and then, added to it, by "after"."""
@@ -283,10 +294,8 @@ def gates(
     LEFT: tl.constexpr = MOVES and DECAYED
     BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
     BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
-    here, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    inside = here * C + i < T
-    at = n // H * T * H + n % H + (here * C + i) * H
+    at, inside, _, place = segment_of(spans, T, H, C, DOCS)
     gK, gF = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
     for jv in range(0, V, BV):
@@ -305,7 +314,7 @@ def gates(
     )
     # Of what is seen after the write, at the segment's end too; as retain leaves it (left); and ahead of it (ahead).
     strict, fin, at_end = i[:, None] > i[None, :], i == C - 1, (i == C - 1)[:, None]
-    end = ends + (n * tl.cdiv(T, C) + here) * 4
+    end = ends + place * 4
     own = tl.where(at_end, number_at(sums, 6, total, at, inside)[None, :], 0.0)
     oa, os = tl.where(fin, tl.load(end), 0.0), tl.where(fin, tl.load(end + 1), 0.0)
     oz = tl.where(fin, tl.load(end + 3), 0.0)

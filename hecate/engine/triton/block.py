@@ -30,6 +30,31 @@ def product(x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
+def sequence_of(docs, T, H, DOCS: tl.constexpr):
+    """(the place of its first token, its tokens, its first kept state, how many are kept side by side, which of these
+    are its own) of a program for one memory, or for one of a document: docs `[documents, 3]` has its first token, its
+    tokens and its first kept state."""
+    n = tl.program_id(0).to(tl.int64)
+    first, length, slot, beside, own = n // H * T * H + n % H, T, n * 0, tl.num_programs(0), n
+    if DOCS:
+        row, own = docs + n // H * 3, n % H
+        first, length = tl.load(row) * H + own, tl.load(row + 1)
+        slot, beside = tl.load(row + 2), H
+    return first, length, slot, beside, own
+
+
+@triton.jit
+def segment_of(spans, T, H, C: tl.constexpr, DOCS: tl.constexpr):
+    """(places of the C tokens of a program for one segment, which there are, which have one behind them, the place of
+    its kept states). spans `[segments, 2]`: the first token of each and the end of its document."""
+    here, n, i = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, C)
+    first, start, end = n // H * T * H + n % H, here * C, T
+    if DOCS:
+        first, start, end = n, tl.load(spans + here * 2), tl.load(spans + here * 2 + 1)
+    return first + (start + i) * H, start + i < end, start + i + 1 < end, here * tl.num_programs(1) + n
+
+
+@triton.jit
 def row_of(x, i, t):
     """Row t of a tile, `[1, .]`."""
     return tl.sum(tl.where((i == t)[:, None], x, 0.0), 0)[None, :]
@@ -229,31 +254,34 @@ def block_at(
 
 @triton.jit
 def forward(
-    q, k, kw, v, lr, retain, momentum, write, reset, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
+    q, k, kw, v, lr, retain, momentum, write, reset, docs, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
-    EXACT: tl.constexpr, PHI: tl.constexpr,
+    EXACT: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory and tile of values: outputs, last states and, if it KEEPS them, the predictions of
-    all tokens and the states at every SEG-th."""
+    """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
+    if it KEEPS them, the predictions of all tokens and the states at every SEG-th."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     MOVES: tl.constexpr = FORM != "target"
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
-    M = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
+    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
+    if DOCS:
+        M = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
+    else:
+        M = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
     S = M * 0.0
-    if MOMENTUM:
+    if MOMENTUM and not DOCS:
         S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
-    for start in range(0, T, C):
+    for start in range(0, length, C):
         if KEEPS and start % SEG == 0:
-            place = (n * tl.cdiv(T, SEG) + start // SEG) * V * P
+            place = ((slot + start // SEG) * beside + own) * V * P
             tl.store(kept + place + cell, M, mask=whole)
             if MOMENTUM:
                 tl.store(kept_S + place + cell, S, mask=whole)
-        inside = start + i < T
-        at = n // H * T * H + n % H + (start + i) * H
+        inside, at = start + i < length, first + (start + i) * H
         w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
             q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
             APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
@@ -290,6 +318,7 @@ def forward(
             S = e * S - product(tl.trans(at_p * b), u, EXACT)
         if again:
             M += z * Z
-    tl.store(M1 + n * V * P + cell, M, mask=whole)
+    last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
+    tl.store(M1 + own * V * P + cell, M, mask=last)
     if MOMENTUM:
-        tl.store(S1 + n * V * P + cell, S, mask=whole)
+        tl.store(S1 + own * V * P + cell, S, mask=last)

@@ -11,27 +11,26 @@ import triton
 import triton.language as tl
 
 from hecate.engine.triton.back import keys_back, queries_back, values_at
-from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of
+from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, segment_of
 
 
 @triton.jit
 def channel_tokens(
-    q, k, kw, v, lr, retain, momentum, write, reset, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr, PHI: tl.constexpr,
+    DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     MOVES: tl.constexpr = FORM != "target"
-    here, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i, op = tl.arange(0, C), tl.arange(0, BP)
-    inside = here * C + i < T
-    at = n // H * T * H + n % H + (here * C + i) * H
+    n, i, op = tl.program_id(1).to(tl.int64), tl.arange(0, C), tl.arange(0, BP)
+    at, inside, behind, place = segment_of(spans, T, H, C, DOCS)
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
     qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     rt = channels_at(retain, at, w, op, P)
     # Of the tokens before and after each.
-    has, follows = inside & (i > 0), (here * C + i + 1 < T) & (i < C - 1)
+    has, follows = inside & (i > 0), behind & (i < C - 1)
     w_before, b, _, _ = gates_at(retain, momentum, write, reset, at - H, has, False, False, MASK, RESET)
     before = channels_at(retain, at - H, w_before, op, P) * (1 - b)[:, None]
     w_after, b, _, _ = gates_at(retain, momentum, write, reset, at + H, follows, False, False, MASK, RESET)
@@ -51,7 +50,7 @@ def channel_tokens(
     for jv in range(0, V, BV):
         ov = jv + tl.arange(0, BV)
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-        state = (n * tl.cdiv(T, C) + here) * V * P + own
+        state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
         M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
         gA -= product(g, tl.trans(u), EXACT)

@@ -110,7 +110,7 @@ class InPlace:
             )
             carry = carry_of(state)
             loop = importlib.import_module("hecate.engine.triton.loops").Loop
-            loop(self.config, (*carry.memory, *carry.slots, None, *tokens)).step(y)
+            loop(self.config, None, (*carry.memory, *carry.slots, None, *tokens)).step(y)
         return y.squeeze(1)
 
 

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
+from hecate.engine.arguments import BORDERS
 from hecate.engine.call import GENERAL, TRACED, Call
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.features import cast_inputs
 from hecate.engine.parallel import run_by_hand
 from hecate.engine.tokens import Carry, Tokens, by_head
-from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PRECISION, interpreting, kernel_of, verdict
+from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -43,6 +44,14 @@ def _raw(call: Call) -> bool:
     config = call.config
     plain = config.step == "raw" and config.normalizer == "none" and config.forms.phi is not None
     return plain and not call.general and not _loops(call)
+
+
+def _borders(call: Call) -> tuple[int, ...] | None:
+    """Those of documents packed into one row, where the host knows them: they are walked side by side."""
+    if not hasattr(call, "flat") or call.inputs.reset is None:  # a sketch does not tell
+        return None
+    found: tuple[int, ...] | None = BORDERS.get(call.inputs.reset)
+    return found
 
 
 class Triton(TokenEngine):
@@ -110,7 +119,8 @@ class Triton(TokenEngine):
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 
             return scanned(call.config, exact, raw, tokens, carry, initial[0])
-        return run_by_hand(kernel_of(call.config, carry, exact, raw=raw), tokens, carry, initial, run=run)
+        kernel = kernel_of(call.config, carry, exact, raw=raw, borders=_borders(call))
+        return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
 def no_step(call: Call) -> str | None:
@@ -167,6 +177,7 @@ def _trusted(call: Call, loops: bool) -> str | None:
         LOOP: loops,
         NARROW: raw and call.values.itemsize < call.dtype.itemsize,
         L2: config.key_norm == "l2" and not raw,
+        PACKED: _borders(call) is not None,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(MemoryConfig(**own), flags, call.values, call.device, call.shape)

@@ -23,8 +23,10 @@ from hecate.tape import ByHand, Tensors, execute, one, several
 PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
-# Among the flags of a verdict: loop kernels, narrow inputs, and that keys come to unit length ahead of the kernel.
-LOOP, NARROW, L2 = "loop", "narrow", "l2"
+# Among the flags of a verdict: loop kernels, narrow inputs, that keys come to unit length ahead of the kernel, and
+# documents packed into one row.
+LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"
+BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
 
 
@@ -45,12 +47,15 @@ NORM = ByHand(
 )
 
 
-def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool) -> ByHand:
-    """The block kernels in a precision, or with None the loop kernels; raw: those that make features themselves."""
+def kernel_of(
+    config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool, borders: tuple[int, ...] | None = None
+) -> ByHand:
+    """The block kernels in a precision, or with None the loop kernels; raw: those that make features themselves;
+    borders: of documents packed into one row, whose starts are all that reset tells."""
     if exact is None:
-        call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config)
+        call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config, borders)
     else:
-        call = partial(_launch("Scan"), config, exact, raw)
+        call = partial(_launch("Scan"), config, exact, raw, borders)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return call(inputs).forward(keeps)
@@ -63,7 +68,8 @@ def kernel_of(config: MemoryConfig, carry: Carry, exact: str | None, *, raw: boo
         wide = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs]
         if raw:
             at = len(carry.slots) + 2
-            wide[at : at + 2] = featured(config, *several(wide[at : at + 2]), run=execute)
+            keys, queries = several(tuple(wide[at : at + 2]))
+            wide[at : at + 2] = featured(config, keys, queries, run=execute)
         y, *states = by_torch(config, carry)(*wide)
         return one((y,)).to(values.dtype), *states
 
@@ -92,7 +98,8 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     def kernel(numbers: Tensors) -> ByHand:
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)
         carry = Carry(states[:1], states[1:], (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
-        return kernel_of(config, carry, exact, raw=not loops)
+        borders = BORDERS if PACKED in flags else None
+        return kernel_of(config, carry, exact, raw=not loops, borders=borders)
 
     if L2 in flags and (reason := _distrust_norm(dtype, device, shape)) is not None:
         return reason
@@ -100,6 +107,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         inputs, cotangents = trial(
             dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
         )
+        if PACKED in flags:
+            reset = one((inputs[slots + 9],))
+            reset.zero_()[:, list(BORDERS[:-1])] = True
         if NARROW in flags:
             tokens = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs[slots + 2 :])
             inputs = (*inputs[: slots + 2], *tokens)

@@ -14,7 +14,7 @@ from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import card_of, launched
+from hecate.engine.triton.table import Documents, card_of, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -26,9 +26,11 @@ class Scan:
     """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
     `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, exact: str, raw: bool, inputs: Tensors) -> None:
+    def __init__(
+        self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, inputs: Tensors
+    ) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
-        yet."""
+        yet; borders: of the documents that reset tells of, which then are walked side by side."""
         states = 1 + len(config.algorithm.slots)
         memory, *slots = several(inputs[:states])
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
@@ -45,6 +47,8 @@ class Scan:
         momentum = given.momentum if slots else None
         masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
         own = (given.phi_q, given.phi_k, given.phi_w, given.v, given.lr, retain, momentum)
+        if borders is not None:
+            masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
         self.launches = launched(
             card_of(memory.device), self.height, self.width, momentum=slots != [], whole=form.name in WHOLE
@@ -52,13 +56,13 @@ class Scan:
         self.tiles = -(-self.height // self.launches.serial.tile)
         self.channels = retain is not None and retain.dim() > given.lr.dim()
         self.segment = BLOCK if self.channels else SEGMENT
-        self.segments = -(-self.length // self.segment)
+        self.documents = Documents.of(borders, self.length, self.segment, memory.device)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "FORM": form.name,
             "RETAIN": retain is not None, "MOMENTUM": slots != [], "MASK": masks[0] is not None,
             "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
-            "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0),
+            "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0), "DOCS": borders is not None,
         }  # fmt: skip
 
     @property
@@ -73,7 +77,7 @@ class Scan:
     @property
     def kept(self) -> tuple[int, ...]:
         """The shape of the states at every segment's start."""
-        return self.count, self.segments, self.height, self.width
+        return self.documents.segments, self.count, self.height, self.width
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
@@ -85,10 +89,10 @@ class Scan:
         preds = self.new(*v.shape) if keeps and moves else v
         states = self.new(*self.kept) if keeps else memory
         slots = self.new(*self.kept) if keeps and self.slot is not None else states
-        forward[(self.count, self.tiles)](
-            *self.arguments, memory, slot, memory if self.restart is None else self.restart, y, preds, states, slots,
-            last, last_slot, self.length, self.heads, self.form.a, self.form.b, C=BLOCK, SEG=self.segment,
-            CHANNELS=self.channels, KEEPS=keeps, **self.launches.serial.options, **self.flags,
+        forward[(self.documents.programs * self.count, self.tiles)](
+            *self.arguments, self.documents.docs, memory, slot, memory if self.restart is None else self.restart, y,
+            preds, states, slots, last, last_slot, self.length, self.heads, self.form.a, self.form.b, C=BLOCK,
+            SEG=self.segment, CHANNELS=self.channels, KEEPS=keeps, **self.launches.serial.options, **self.flags,
         )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (preds, states, slots) if keeps else ()
@@ -103,31 +107,33 @@ class Scan:
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         moves = self.form.name != "target"
         us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
-        gv, g0, y0 = torch.empty_like(v), torch.empty_like(g1), torch.empty_like(y1)
-        gz = g0 if self.restart is None else torch.empty_like(g0)
+        gv, g0, y0 = torch.empty_like(v), self.documents.each(g1), self.documents.each(y1)
+        gz = torch.empty_like(g0) if self.flags["RESET"] else g0
         numbers = (self.length, self.heads)
-        walk[(self.count, self.tiles)](
-            *self.arguments, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers, self.form.a,
-            self.form.b, C=BLOCK, SEG=self.segment, CHANNELS=self.channels, **self.launches.serial.options,
-            **self.flags,
+        walk[(len(g0), self.tiles)](
+            *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers,
+            self.form.a, self.form.b, C=BLOCK, SEG=self.segment, CHANNELS=self.channels,
+            **self.launches.serial.options, **self.flags,
         )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
-        grid, to_w = (self.segments, self.count), gk if gw is None else gw
+        grid, to_w = (self.documents.segments, self.count), gk if gw is None else gw
+        spans = self.documents.spans
         restart = kept if self.restart is None else self.restart
+        g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
             channel_tokens[grid](
-                *self.arguments, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers, C=BLOCK,
-                **self.launches.serial.options, **self.flags,
+                *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
+                C=BLOCK, **self.launches.serial.options, **self.flags,
             )  # fmt: skip
             return grads
-        sums, ends = self.new(9, self.total), self.new(self.count, self.segments, 4)
+        sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
         for of in ("queries", "keys") if self.launches.apart else ("both",):
             tokens[grid](
-                *self.arguments, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w,
+                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w,
                 glr, sums, ends, *numbers, self.total, OF=of, C=SEGMENT, **self.launches.tokens.options, **self.flags,
             )  # fmt: skip
         early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
@@ -135,7 +141,7 @@ class Scan:
         for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
             for of in parts if to is not None else ():
                 gates[grid](
-                    *self.arguments, us, es, gy, sums, ends, to, *numbers, self.total, OF=of, C=SEGMENT,
+                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.total, OF=of, C=SEGMENT,
                     **self.launches.gates.options, **self.flags,
                 )  # fmt: skip
         return grads

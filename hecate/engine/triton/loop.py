@@ -11,6 +11,7 @@ One token forward, onto the state's own place, is how `decode` takes it. [ENG-TR
 import triton
 import triton.language as tl
 
+from hecate.engine.triton.block import sequence_of
 from hecate.engine.triton.forms import psi, slope
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
@@ -58,29 +59,33 @@ def written(
 
 @triton.jit
 def forward(
-    q, k, kw, v, lr, retain, value, momentum, write, reset, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
+    q, k, kw, v, lr, retain, value, momentum, write, reset, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
     fa, fb, e, c, cap, n0, n1, n2, n3, n4,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, STEP: tl.constexpr,
     COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr,
     VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
-    EARLY_READ: tl.constexpr, KEEPS: tl.constexpr,
+    EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory and tile of values: outputs, last states and, if it KEEPS them, those at every
-    SEG-th token. M1 and S1 may be M0 and S0."""
+    """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
+    if it KEEPS them, those at every SEG-th token. M1 and S1 may be M0 and S0."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     MOVES: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_p = (op < P)[:, None]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & (ov < V)[None, :]
-    A = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
+    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
+    if DOCS:
+        A = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
+    else:
+        A = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
     S = A * 0.0
-    if MOVES:
+    if MOVES and not DOCS:
         S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
     W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
-    for t in range(0, T):
-        at = n // H * T * H + n % H + tl.cast(t, tl.int64) * H
+    for t in range(0, length):
+        at = first + tl.cast(t, tl.int64) * H
         if KEEPS and t % SEG == 0:
-            place = (n * tl.cdiv(T, SEG) + t // SEG) * V * P
+            place = ((slot + t // SEG) * beside + own) * V * P
             tl.store(kept + place + cell, A, mask=whole)
             if MOVES:
                 tl.store(kept_S + place + cell, S, mask=whole)
@@ -102,37 +107,40 @@ def forward(
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
         tl.store(y + at * V + ov, out.to(y.dtype.element_ty), mask=ov < V)
-    tl.store(M1 + n * V * P + cell, A, mask=whole)
+    last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
+    tl.store(M1 + own * V * P + cell, A, mask=last)
     if MOVES:
-        tl.store(S1 + n * V * P + cell, S, mask=whole)
+        tl.store(S1 + own * V * P + cell, S, mask=last)
 
 
 @triton.jit
 def backward(
-    q, k, kw, v, lr, retain, value, momentum, write, reset, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
+    q, k, kw, v, lr, retain, value, momentum, write, reset, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
     gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, fa, fb, e, c, cap, n0, n1, n2, n3, n4,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, STEP: tl.constexpr,
     COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr,
     VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
-    EARLY_READ: tl.constexpr,
+    EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each memory, from its last token to its first. What masked tokens leave alone is zero before, and
-    so is GZ."""
+    """One program for each memory, or of each document, from its last token to its first. What masked tokens leave
+    alone is zero before, and so is GZ."""
     n = tl.program_id(0).to(tl.int64)
     MOVES: tl.constexpr = ALGORITHM != "gd"
     DUAL: tl.constexpr = LINK != "none"
     op, ov = tl.arange(0, BP), tl.arange(0, BV)
     in_p = (op < P)[:, None]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & (ov < V)[None, :]
-    own, segments = n * SEG * V * P, tl.cdiv(T, SEG)
-    G = tl.load(G1 + n * V * P + cell, mask=whole, other=0.0)
+    begin, length, slot, beside, mine = sequence_of(docs, T, H, DOCS)
+    own, segments = n * SEG * V * P, tl.cdiv(length, SEG)
+    last = whole & (n + beside >= tl.num_programs(0))
+    G = tl.load(G1 + mine * V * P + cell, mask=last, other=0.0)
     Y, GW = G * 0.0, G * 0.0
     if MOVES:
-        Y = tl.load(Y1 + n * V * P + cell, mask=whole, other=0.0)
+        Y = tl.load(Y1 + mine * V * P + cell, mask=last, other=0.0)
     for back in range(0, segments):
         seg = segments - 1 - back
-        place, first = (n * segments + seg) * V * P, n // H * T * H + n % H + tl.cast(seg, tl.int64) * SEG * H
-        count = tl.minimum(T - seg * SEG, SEG)
+        place, first = ((slot + seg) * beside + mine) * V * P, begin + tl.cast(seg, tl.int64) * SEG * H
+        count = tl.minimum(length - seg * SEG, SEG)
         A = tl.load(kept + place + cell, mask=whole, other=0.0)
         S = A * 0.0
         if MOVES:
@@ -224,7 +232,7 @@ def backward(
                     G, Y, GW = G * 0.0, Y * 0.0, GW * 0.0
         tl.debug_barrier()
     if DUAL:
-        A = tl.load(kept + n * segments * V * P + cell, mask=whole, other=0.0)
+        A = tl.load(kept + (slot * beside + mine) * V * P + cell, mask=whole, other=0.0)
         GW = weights_vjp(A, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
     tl.store(G0 + n * V * P + cell, G + GW, mask=whole)
     if MOVES:

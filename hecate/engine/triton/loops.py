@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.loop import backward, forward
+from hecate.engine.triton.table import Documents
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -72,8 +73,9 @@ class Loop:
     """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
     `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+    def __init__(self, config: MemoryConfig, borders: tuple[int, ...] | None, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; borders: of the documents that reset
+        tells of, which then are walked side by side."""
         states = 1 + len(config.algorithm.slots)
         memory, *slots = several(inputs[:states])
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
@@ -87,13 +89,15 @@ class Loop:
         masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
         momentum = given.momentum if slots else None
         own = (given.phi_q, given.phi_k, given.phi_w, given.v, given.lr, retain, given.retain_value, momentum)
+        if borders is not None:
+            masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.segments = -(-self.length // SEGMENT)
+        self.documents = Documents.of(borders, self.length, SEGMENT, memory.device)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": rounded(self.width), **self.formulas.flags,
             "RETAIN": "none" if retain is None else "channels" if channels else "one",
             "VALUE": given.retain_value is not None, "MASK": masks[0] is not None, "RESET": masks[1] is not None,
-            "APART": given.phi_w is not None,
+            "APART": given.phi_w is not None, "DOCS": borders is not None,
         }  # fmt: skip
 
     @property
@@ -106,7 +110,7 @@ class Loop:
         memory, slot = self.memory, self.slot
         y, last = torch.empty_like(self.arguments[3]), torch.empty_like(memory)
         last_slot = last if slot is None else torch.empty_like(slot)
-        shape = self.count, self.segments, self.height, self.width
+        shape = self.documents.segments, self.count, self.height, self.width
         states = memory.new_empty(shape) if keeps else memory
         slots = memory.new_empty(shape) if keeps and slot is not None else states
         self._walk(y, states, slots, last, last_slot, keeps=keeps)
@@ -121,8 +125,8 @@ class Loop:
     def _walk(self, y: Tensor, states: Tensor, slots: Tensor, last: Tensor, last_slot: Tensor, *, keeps: bool) -> None:
         memory = self.memory
         tile = min(rounded(self.height), TILE) if self.formulas.apart else rounded(self.height)
-        forward[(self.count, -(-self.height // tile))](
-            *self.arguments, memory, memory if self.slot is None else self.slot,
+        forward[(self.documents.programs * self.count, -(-self.height // tile))](
+            *self.arguments, self.documents.docs, memory, memory if self.slot is None else self.slot,
             memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
             self.heads, SEGMENT, *self.formulas.numbers, BV=tile, KEEPS=keeps,
             num_warps=warps(tile, self.flags["BP"]), **self.flags,
@@ -133,19 +137,20 @@ class Loop:
         kept, kept_S = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
         g1, y1 = finals[0], finals[-1]
-        g0, y0 = torch.empty_like(g1), torch.empty_like(y1)
-        gz = g0 if self.restart is None else torch.zeros_like(g0)
-        scratch = self.memory.new_empty(self.count, SEGMENT, self.height, self.width)
+        g0, y0 = self.documents.each(g1), self.documents.each(y1)
+        gz = torch.zeros_like(g0) if self.flags["RESET"] else g0
+        scratch = self.memory.new_empty(len(g0), SEGMENT, self.height, self.width)
         scratch_S = scratch if self.slot is None else torch.empty_like(scratch)
         new = torch.empty_like if self.given[8] is None else torch.zeros_like  # masked: left as they are
         grads = [None if x is None else new(x) for x in self.given[:8]]
         to = [gy if x is None else x for x in grads]  # what is not there is not written
         tile = rounded(self.height)
-        backward[(self.count,)](
-            *self.arguments, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1, y1, scratch, scratch_S,
-            *to, g0, y0, gz, self.length, self.heads, SEGMENT, *self.formulas.numbers, BV=tile,
+        backward[(len(g0),)](
+            *self.arguments, self.documents.docs, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1,
+            y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, *self.formulas.numbers, BV=tile,
             num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
+        g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)
         q, k, w, v, lr, retain, value, momentum = grads
         return (*own, None if self.restart is None else gz, k, q, v, lr, retain, momentum, None, None, w, value)

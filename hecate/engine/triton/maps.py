@@ -1,6 +1,6 @@
 """What keys and queries become where they are read: phi of each number, rows over their size; and the way back.
 
-Kernels of blocks do it as they load a row, in any dtype as it lies, so that no features are ever stored; where something
+Kernels of blocks do it as they load a row, in any dtype as it lies, so that features are never stored; where something
 comes between features and kernel, rows come to unit length in a launch of their own. [ENG-TRITON-D7]
 """
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Launch(NamedTuple):
@@ -54,6 +57,49 @@ def launched(card: int, height: int, width: int, *, momentum: bool, whole: bool)
     serial = serial._replace(tile=padded if whole else min(padded, serial.tile))
     tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in (tokens, gates))
     return Launches(serial, tokens, gates, apart)
+
+
+class Documents(NamedTuple):
+    """What the kernels of a row are told of its documents: how many programs there are for a memory, kept states in
+    all, and tables on the device, of documents (first token, tokens, first kept state) and of what stands between kept
+    states (first token, end of the document); a row of one document has none."""
+
+    programs: int
+    segments: int
+    docs: Tensor
+    spans: Tensor
+
+    @classmethod
+    def of(cls, borders: tuple[int, ...] | None, length: int, segment: int, device: torch.device) -> Documents:
+        """Those of a row of some tokens, with a state kept every `segment` of them."""
+        if borders is None:
+            unread = torch.empty(0, dtype=torch.int64, device=device)
+            return cls(1, -(-length // segment), unread, unread)
+        tables = _tables(borders, segment)
+        docs, spans = (torch.tensor(table).to(device, non_blocking=True) for table in tables)
+        return cls(len(tables[0]), len(tables[1]), docs, spans)
+
+    def each(self, states: Tensor) -> Tensor:
+        """Room for a state of every document, in the order of documents, of memories `[N, V, P]`."""
+        return states.new_empty(self.programs * len(states), *states.shape[1:])
+
+    def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of the memories, of their slots and of what they restart at, from those that programs leave: each
+        document starts at the last, and at no momentum."""
+        if not len(self.docs):
+            return first, slot, restart
+        whole = first.unflatten(0, (self.programs, -1)).sum(0)
+        return torch.zeros_like(whole), torch.zeros_like(whole), whole
+
+
+@lru_cache(16)
+def _tables(borders: tuple[int, ...], segment: int) -> tuple[list[list[int]], list[list[int]]]:
+    docs: list[list[int]] = []
+    spans: list[list[int]] = []
+    for start, end in pairwise(borders):
+        docs.append([start, end - start, len(spans)])
+        spans += [[at, end] for at in range(start, end, segment)]
+    return docs, spans
 
 
 def card_of(device: torch.device) -> int:
