@@ -8,7 +8,9 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.engine import Call, Engine, choose, fla
+from hecate.engine import Call, Engine, choose
+from hecate.engine.fla import engine as adapter
+from hecate.engine.fla import kernel as fla
 from hecate.engine.parallel import parallel, run_by_hand
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
@@ -55,11 +57,11 @@ def stand_in(monkeypatch):
     """Puts a function in the place of every kernel."""
 
     def put(function) -> None:
-        fla._difference.cache_clear()
+        fla.distrust.cache_clear()
         monkeypatch.setattr(fla, "load_kernel", lambda call: function)
 
     yield put
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
 
 
 def case(name: str, length: int = 7) -> tuple[MemoryConfig, list[Tensor]]:
@@ -88,7 +90,7 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
         start = (torch.zeros_like(memory),)
         if engine == "fla":  # the two memories as heads of one sequence
             by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
-            y, new = run_by_hand(fla._kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
+            y, new = run_by_hand(fla.by_kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
             y = y[0].transpose(0, 1)
         else:
             y, new = parallel(config, tokens, carry, start, run=execute)
@@ -136,24 +138,24 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
     config = config.model_copy(update={"state_dtype": "float32"})
     ask = (config, name in CHANNELWISE, torch.float32, "cpu", (8, 8))
     stand_in(kernel)
-    assert fla._difference(*ask) is None
+    assert fla.distrust(*ask) is None
     # Whoever asks first: what is found is remembered.
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
-        assert fla._difference(*ask) is None
+        assert fla.distrust(*ask) is None
 
     def reads_before(**inputs):
         y, state = kernel(**inputs)
         return torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1), state
 
     stand_in(reads_before)
-    assert "differs from float64 by" in fla._difference(*ask)
+    assert "differs from float64 by" in fla.distrust(*ask)
 
     def fails(**inputs):
         raise RuntimeError("no shared memory")
 
     stand_in(fails)
-    assert "fails on torch.float32 with widths (8, 8): no shared memory" in fla._difference(*ask)
+    assert "fails on torch.float32 with widths (8, 8): no shared memory" in fla.distrust(*ask)
 
 
 class OutOfResources(Exception):
@@ -175,7 +177,7 @@ def test_a_kernel_that_is_right_only_where_it_is_easy_is_refused(fault, stand_in
 
     config = MemoryConfig.model_validate(CONFIGS["gated delta"])
     stand_in(faulty)
-    found = fla._difference(config, False, torch.float32, "cpu", (8, 8))
+    found = fla.distrust(config, False, torch.float32, "cpu", (8, 8))
     assert ("fails on" if fault == "compiler" else "differs from float64") in found
 
 
@@ -185,7 +187,7 @@ def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
     call = {"device": "cuda", "values": torch.bfloat16}
     tried = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: tried.append(ask))
+        patch.setattr(fla, "distrust", lambda *ask: tried.append(ask))
         for fields in ({}, {"feature_map": "elu"}, {"key_norm": "l2", "step": "implicit"}):
             config = MemoryConfig.model_validate({**CONFIGS["gated delta"], **fields})
             assert FLA.unfit(Call.sketch(config, **call)) is None
@@ -270,16 +272,16 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
 
     assert chosen() == "parallel"  # no kernel to be found
     stand_in(kernel)
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: None)
+        patch.setattr(fla, "distrust", lambda *ask: None)
         assert chosen() == "fla"
         assert chosen(values=torch.float32) == "parallel"
         assert chosen(masked=True) == "parallel"
         assert chosen(retain=gates * (torch.arange(5) != 2)[:, None]) == "fla"  # no look at gates
         assert chosen(traced=True) == "parallel"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: "differs")
+        patch.setattr(fla, "distrust", lambda *ask: "differs")
         assert chosen() == "parallel"
 
 
@@ -289,7 +291,7 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
 def test_documents_and_gates_of_zero_go_to_the_kernel_as_they_lie(name, norm, stand_in, monkeypatch):
     """Packed documents as `cu_seqlens`, empty ones left out; in the inputs' dtype where nothing is made of them."""
     stand_in(kernel)
-    monkeypatch.setattr(type(FLA), "unfit", lambda _, call: None if fla._by_documents(call) else "masks")
+    monkeypatch.setattr(type(FLA), "unfit", lambda _, call: None if adapter._by_documents(call) else "masks")
     config = MemoryConfig.model_validate({**CONFIGS[name], "key_norm": norm, "on_nonfinite": "propagate"})
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(1, 9, 2, *shape, generator=generator, dtype=torch.float32)  # noqa: E731
