@@ -11,7 +11,10 @@
 They compute in the dtype of v with a float32 state. Before a kernel is used for the first time with a dtype and widths,
 it has to reproduce float64 on random tokens, outputs, final state and gradients, within `PARITY` or twice the error of
 the token loop in its dtype; otherwise it is refused with the difference found. Documents packed into one row go to it
-as `cu_seqlens`. Under torch.compile the package takes itself out of the graph: a traced call is refused. [ENG-FLA-D1]
+as `cu_seqlens`. [ENG-FLA-D1]
+
+The package takes itself out of graphs; under torch.compile its kernels are operators of torch, which run the forward
+pass once more for the backward: only who asks for them by name gets them there. [ENG-FLA-D2]
 """
 
 from __future__ import annotations
@@ -50,9 +53,12 @@ class Fla(TokenEngine):
     def unfit(self, call: Call) -> str | None:
         """Masks, torch looking on, another dtype or device, no kernel at hand, or one that is not trusted."""
         config = call.config
+        compiling = torch.compiler.is_compiling()
+        if call.masked and compiling:
+            return "under torch.compile its kernels take no masks: where documents end is not known on the host"
         if call.masked and not _by_documents(call):
             return "its kernels take neither write nor reset masks, but documents packed into one row, as cu_seqlens"
-        if call.traced:
+        if not compiling and call.traced:
             return TRACED
         if call.values not in PARITY:
             return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {call.values}"
@@ -60,6 +66,8 @@ class Fla(TokenEngine):
             return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
         if call.device != "cuda":
             return f"its kernels run on a GPU, the tensors are on {call.device}"
+        if compiling:  # the operators ask when they run
+            return None
         channelwise = call.retain is not None and call.retain.dim() == 4
         gated = known_kernel(config, channelwise).takes_gate
         plain = MemoryConfig(
@@ -70,17 +78,24 @@ class Fla(TokenEngine):
         return verdict(plain, channelwise, call.values, call.device, call.shape)
 
     def cost(self, call: Call) -> float:
-        """Its products of float32 are rounded more than ours: only who asks for it by name gets those."""
-        return math.inf if call.values == torch.float32 else 90.0 + 20.0 * call.length
+        """Its products of float32 are rounded more than ours, and its operators take its forward pass twice: only who
+        asks for it by name gets those."""
+        return math.inf if call.values == torch.float32 or call.traced else 90.0 + 20.0 * call.length
 
     def about(self, call: Call) -> str:
-        """What its rounding is like."""
+        """What its rounding is like, or its operators."""
         if call.values == torch.float32:
             return "its products of float32 are rounded more than ours"
+        if call.traced:
+            return "under torch.compile its backward pass runs the forward once more"
         return "a kernel of flash-linear-attention that has passed its parity test"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernel, heads as they lie."""
+        if torch.compiler.is_compiling():
+            from hecate.engine.fla.ops import scanned  # torch takes its time to register operators
+
+            return scanned(call.config, call.values, tokens, carry)
         borders = _borders(call.inputs.reset) if call.masked else None
         return run_by_hand(by_kernel(call.config, carry, call.values, borders), tokens, carry, initial, run=run)
 
