@@ -44,7 +44,8 @@ def to_tokens(
     if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
         phi_k, phi_w, kept = _gated(config, phi_k, inputs, dtype, run)
     retain, momentum = gates
-    write, reset = [None if mask is None else by_head(mask, lr.shape[2]) for mask in (inputs.write, inputs.reset)]
+    write = None if inputs.write is None else by_head(inputs.write, lr.shape[2])
+    reset = None if inputs.reset is None else by_head(inputs.reset, lr.shape[2])
     return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
 
 

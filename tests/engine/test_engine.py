@@ -96,7 +96,7 @@ TABLE = {
 @pytest.mark.spec("ENG-ENGINE-I1")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_auto_takes_what_the_measured_thresholds_say(name, monkeypatch):
-    monkeypatch.setattr("hecate.engine.fla.load_kernel", lambda kernel: None)
+    monkeypatch.setattr("hecate.engine.fla.kernel.load_kernel", lambda kernel: None)
     config = MemoryConfig(**CONFIGS[name])
     assert "".join(LETTERS[choose(Call.sketch(config, **call)).name] for call in CALLS) == TABLE[name]
 

@@ -5,11 +5,15 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.engine import Call, Engine, choose, fla
-from hecate.engine.parallel import parallel, run_by_hand
+from hecate.engine import Call, Engine, choose
+from hecate.engine.fla import engine as adapter
+from hecate.engine.fla import kernel as fla
+from hecate.engine.fla import ops
+from hecate.engine.parallel import by_torch, parallel, run_by_hand
 from hecate.engine.tokens import Carry, Tokens
 from hecate.errors import ConfigError
 from hecate.nn import Memory
@@ -55,11 +59,11 @@ def stand_in(monkeypatch):
     """Puts a function in the place of every kernel."""
 
     def put(function) -> None:
-        fla._difference.cache_clear()
+        fla.distrust.cache_clear()
         monkeypatch.setattr(fla, "load_kernel", lambda call: function)
 
     yield put
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
 
 
 def case(name: str, length: int = 7) -> tuple[MemoryConfig, list[Tensor]]:
@@ -88,7 +92,7 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
         start = (torch.zeros_like(memory),)
         if engine == "fla":  # the two memories as heads of one sequence
             by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
-            y, new = run_by_hand(fla._kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
+            y, new = run_by_hand(fla.by_kernel(config, carry, torch.float64), by_head, carry, start, run=execute)
             y = y[0].transpose(0, 1)
         else:
             y, new = parallel(config, tokens, carry, start, run=execute)
@@ -136,24 +140,24 @@ def test_a_kernel_is_trusted_only_after_it_agrees(name, stand_in):
     config = config.model_copy(update={"state_dtype": "float32"})
     ask = (config, name in CHANNELWISE, torch.float32, "cpu", (8, 8))
     stand_in(kernel)
-    assert fla._difference(*ask) is None
+    assert fla.distrust(*ask) is None
     # Whoever asks first: what is found is remembered.
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
     with torch.inference_mode(), torch.device("meta"):
-        assert fla._difference(*ask) is None
+        assert fla.distrust(*ask) is None
 
     def reads_before(**inputs):
         y, state = kernel(**inputs)
         return torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], 1), state
 
     stand_in(reads_before)
-    assert "differs from float64 by" in fla._difference(*ask)
+    assert "differs from float64 by" in fla.distrust(*ask)
 
     def fails(**inputs):
         raise RuntimeError("no shared memory")
 
     stand_in(fails)
-    assert "fails on torch.float32 with widths (8, 8): no shared memory" in fla._difference(*ask)
+    assert "fails on torch.float32 with widths (8, 8): no shared memory" in fla.distrust(*ask)
 
 
 class OutOfResources(Exception):
@@ -175,7 +179,7 @@ def test_a_kernel_that_is_right_only_where_it_is_easy_is_refused(fault, stand_in
 
     config = MemoryConfig.model_validate(CONFIGS["gated delta"])
     stand_in(faulty)
-    found = fla._difference(config, False, torch.float32, "cpu", (8, 8))
+    found = fla.distrust(config, False, torch.float32, "cpu", (8, 8))
     assert ("fails on" if fault == "compiler" else "differs from float64") in found
 
 
@@ -185,7 +189,7 @@ def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
     call = {"device": "cuda", "values": torch.bfloat16}
     tried = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: tried.append(ask))
+        patch.setattr(fla, "distrust", lambda *ask: tried.append(ask))
         for fields in ({}, {"feature_map": "elu"}, {"key_norm": "l2", "step": "implicit"}):
             config = MemoryConfig.model_validate({**CONFIGS["gated delta"], **fields})
             assert FLA.unfit(Call.sketch(config, **call)) is None
@@ -270,16 +274,16 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
 
     assert chosen() == "parallel"  # no kernel to be found
     stand_in(kernel)
-    fla._difference.cache_clear()
+    fla.distrust.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: None)
+        patch.setattr(fla, "distrust", lambda *ask: None)
         assert chosen() == "fla"
         assert chosen(values=torch.float32) == "parallel"
         assert chosen(masked=True) == "parallel"
         assert chosen(retain=gates * (torch.arange(5) != 2)[:, None]) == "fla"  # no look at gates
         assert chosen(traced=True) == "parallel"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fla, "_difference", lambda *ask: "differs")
+        patch.setattr(fla, "distrust", lambda *ask: "differs")
         assert chosen() == "parallel"
 
 
@@ -289,7 +293,7 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
 def test_documents_and_gates_of_zero_go_to_the_kernel_as_they_lie(name, norm, stand_in, monkeypatch):
     """Packed documents as `cu_seqlens`, empty ones left out; in the inputs' dtype where nothing is made of them."""
     stand_in(kernel)
-    monkeypatch.setattr(type(FLA), "unfit", lambda _, call: None if fla._by_documents(call) else "masks")
+    monkeypatch.setattr(type(FLA), "unfit", lambda _, call: None if adapter._by_documents(call) else "masks")
     config = MemoryConfig.model_validate({**CONFIGS[name], "key_norm": norm, "on_nonfinite": "propagate"})
     generator = torch.Generator().manual_seed(2)
     draw = lambda *shape: torch.randn(1, 9, 2, *shape, generator=generator, dtype=torch.float32)  # noqa: E731
@@ -308,3 +312,124 @@ def test_documents_and_gates_of_zero_go_to_the_kernel_as_they_lie(name, norm, st
         found.append([y, state.memory["weight"], *grads])
     for mine, right in zip(*found, strict=True):
         close(mine, right, 1e-5)
+
+
+# Under torch.compile.
+
+
+def leaves_of(name: str, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(2, length, 2, *shape, generator=generator)
+
+    gates = [draw(), draw(3) if name in CHANNELWISE else draw()][: 1 + ("retention" in CONFIGS[name])]
+    leaves = [draw(3), draw(3), draw(4), *(gate.sigmoid() for gate in gates)]
+    start = torch.randn(2, 4, 3, generator=generator).float()
+    return [item.requires_grad_() for item in (*(leaf.to(dtype) for leaf in leaves), start)]
+
+
+def with_grads(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return *outputs, *torch.autograd.grad(sum(item.float().square().sum() for item in outputs), leaves)
+
+
+def operands(name: str, grad: bool) -> tuple[MemoryConfig, list[Tensor]]:
+    """A rule, and what an operator takes of a call of its: the memory, phi(k), phi(q), v, lr and retain."""
+    q, k, v, lr, *retain, start = (item.detach() for item in leaves_of(name, 5))
+    own = [torch.cat([start, -start]), k, q, v, lr, *(retain or [torch.ones_like(lr)])]
+    return MemoryConfig.model_validate(CONFIGS[name]), [item.requires_grad_(grad) for item in own]
+
+
+@pytest.fixture
+def on_a_card(stand_in, monkeypatch):
+    """As if there were a card, and kernels to be trusted."""
+    torch._dynamo.reset()
+    stand_in(kernel)
+    monkeypatch.setattr(ops, "verdict", lambda *ask: None)
+    monkeypatch.setattr(type(FLA), "unfit", lambda *call: None)
+
+
+@pytest.mark.spec("ENG-FLA-D2")
+@pytest.mark.parametrize(
+    ("name", "norm", "dtype"),
+    [("linear", "none", torch.float32), ("gated delta", "none", torch.bfloat16), ("kda", "l2", torch.float32)],
+)
+def test_one_graph_and_one_operator_for_every_length(name, norm, dtype, on_a_card):
+    config = MemoryConfig.model_validate({**CONFIGS[name], "key_norm": norm, "on_nonfinite": "propagate"})
+
+    def scan(q, k, v, *rest):
+        *gates, start = rest
+        y, state = memory_scan(config, q, k, v, Gates(*gates), initial={"weight": start}, engine="fla")
+        return y, state.memory["weight"]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(scan, backend=counter, fullgraph=True)
+    for length in (5, 9, 3):
+        leaves = leaves_of(name, length, dtype)
+        for leaf in leaves[:-1]:
+            torch._dynamo.mark_dynamic(leaf, 1)
+        pairs = zip(with_grads(compiled(*leaves), leaves), with_grads(scan(*leaves), leaves), strict=True)
+        for mine, true in pairs:
+            assert mine.dtype == true.dtype
+            # The 12 products of a state with its cotangent may be added up in another order; those of bfloat16 in
+            # float32, to be rounded once.
+            close(mine, true, 12 * 2.0**-24 if dtype == torch.float32 else 2.0**-7)
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert len([node for node in graph.graph.nodes if "fla_scan" in str(node.target)]) == 1
+
+
+@pytest.mark.spec("ENG-FLA-D2")
+@pytest.mark.parametrize(("name", "grad"), [("linear", True), ("kda", True), ("gated delta", False)])
+def test_operators_keep_what_torch_asks_of_them(name, grad, on_a_card):
+    config, own = operands(name, grad)
+    rule, tokens = (
+        ops.rule_of(config, "as blocks"),
+        [item.detach().bfloat16().requires_grad_(grad) for item in own[1:4]],
+    )
+    for given in (own, [own[0], *tokens, *own[4:]]):
+        found = torch.library.opcheck(ops.fla_scan, (rule, given[3].dtype, *given))
+        plain = [item.detach() for item in given]
+        cotangents = [own[3].detach(), plain[0].mT.contiguous().mT]
+        back = torch.library.opcheck(ops.fla_scan_backward, (rule, given[3].dtype, plain, cotangents))
+        assert {*found.values(), *back.values()} == {"SUCCESS"}
+
+
+@pytest.mark.spec("ENG-FLA-D2")
+@pytest.mark.parametrize("right", [True, False])
+def test_an_operator_asks_whether_a_kernel_is_trusted_and_else_runs_torch(right, stand_in, caplog):
+    lengths = []
+
+    def tried(**inputs):
+        lengths.append(inputs["v"].shape[1])
+        y, state = kernel(**inputs)
+        return y if right else 2 * y, state
+
+    stand_in(tried)
+    ops._tell.cache_clear()
+    config, own = operands("gated delta", True)
+    found = with_grads(ops.fla_scan(ops.rule_of(config, "as blocks"), torch.float32, *own), own)
+    # Of 150 tokens forward and backward together; and the call's own, once more for its backward pass.
+    assert lengths == ([150, 5, 5] if right else [150])
+    said = [record.getMessage() for record in caplog.records if record.name == "hecate.engine"]
+    assert (not said) if right else "runs plain torch: its kernel differs from float64" in "".join(said)
+    assert len(said) <= 1
+    carry, wide = Carry((own[0],), (), (), (), (), torch.zeros(2)), [item.detach().double() for item in own]
+    for item in wide:
+        item.requires_grad_()
+    y, state = by_torch(config, carry)(wide[0], wide[0], *wide[1:], torch.zeros_like(wide[4]))
+    for mine, true in zip(found, with_grads((y, state), wide), strict=True):
+        close(mine.double(), true, fla.PARITY[torch.float32])
+
+
+@pytest.mark.spec("ENG-FLA-D2", "ENG-FLA-I2")
+def test_under_compile_who_asks_for_it_gets_it_and_auto_takes_our_own(monkeypatch):
+    config = MemoryConfig(bias="dot", retention="decay", on_nonfinite="propagate")
+    facts = {"length": 100, "shape": (8, 8), "device": "cuda", "values": torch.bfloat16, "traced": True}
+    call, masked = (Call.sketch(config, **facts, masked=masked) for masked in (False, True))
+    with pytest.raises(ConfigError, match="torch has to see every operation"):
+        choose(call, "fla")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert choose(call, "fla") is FLA and choose(call).name == "triton"
+    with pytest.raises(ConfigError, match="under torch.compile its kernels take no masks"):
+        choose(masked, "fla")

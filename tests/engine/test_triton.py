@@ -85,8 +85,11 @@ def test_a_call_on_a_cpu_is_left_to_others() -> None:
         ({}, {"gates": Gates(erase=torch.ones(1, 2, 1, 4))}, ("phi_w",)),
         ({}, {"gates": Gates(write=torch.ones(1, 2, 1, 4))}, ("phi_w",)),
         ({}, {"reset_mask": torch.ones(1, 2, dtype=torch.bool)}, ("reset",)),
-        ({"key_norm": "l2"}, {"dtype": torch.bfloat16}, ("narrow", "l2")),
-        ({"feature_map": "elu", "key_norm": "sum"}, {"dtype": torch.bfloat16}, ()),
+        ({"key_norm": "l2"}, {"dtype": torch.bfloat16}, ("narrow",)),
+        ({"feature_map": "elu", "key_norm": "sum"}, {"dtype": torch.bfloat16}, ("narrow",)),
+        ({"feature_map": "tanh", "key_norm": "l2"}, {"dtype": torch.bfloat16}, ("l2",)),
+        ({"feature_map": "elu", "normalizer": "sum", "bias": "dot"}, {"dtype": torch.bfloat16}, ()),
+        ({}, {"cu_seqlens": torch.tensor([0, 1, 2])}, ("reset", "packed")),
         ({"retention": "elastic_net"}, {}, ("loop",)),
         ({"retention": "decay"}, {"gates": Gates(retain=torch.ones(1, 2, 1, 4))}, ("channels",)),
         (
@@ -106,9 +109,12 @@ def test_the_kernel_that_is_tried_is_the_one_that_runs(fields, given, flags, mon
     monkeypatch.setattr(type(TRITON), "unfit", lambda self, call: setattr(call, "device", "cuda") or unfit(self, call))
     given = dict(given)
     q = torch.ones(1, 2, 1, 4, dtype=given.pop("dtype", torch.float32))
+    config = MemoryConfig(**fields)
     with pytest.raises(ConfigError, match="it is not trusted"):
-        memory_scan(MemoryConfig(**fields), q, q, q, **given, engine="triton")
+        memory_scan(config, q, q, q, **given, engine="triton")
     assert [about[1] for about in asked] == [flags]
+    made = config.model_dump() if "l2" not in flags and config.normalizer == "none" else MemoryConfig().model_dump()
+    assert all(asked[0][0].model_dump()[name] == made[name] for name in ("feature_map", "key_norm"))
 
 
 def test_the_loop_costs_more_than_blocks() -> None:

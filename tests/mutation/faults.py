@@ -274,8 +274,10 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_fla.py",
-        ("fla", "start = memory.mT.unflatten(0, (-1, v.shape[2]))", "start = memory.unflatten(0, (-1, v.shape[2]))"),
-        ("fla", "if config.on_nonfinite == \"skip\":", "if False:"),
+        ("fla/kernel", "start = memory.mT.unflatten(0, (-1, v.shape[2]))", "start = memory.unflatten(0, (-1, v.shape[2]))"),
+        ("fla/engine", "if config.on_nonfinite == \"skip\":", "if False:"),
+        ("fla/engine", "or call.traced else", "else"),
+        ("fla/ops", "if trusted else kernel.plain(*inputs)", "if True else kernel.plain(*inputs)"),
         ("parity", "except Exception as error:", "except RuntimeError as error:"),
         ("engine", "_refuse(asked, engine.unable(call))", "pass"),
     ),

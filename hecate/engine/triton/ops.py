@@ -4,8 +4,8 @@ What a compiler keeps of a graph it may keep on disk, so that a rule goes in as 
 asked when the operator runs; where they are not, it runs plain torch. [ENG-TRITON-D8]
 """
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -47,13 +47,14 @@ def scanned(
 
 
 @lru_cache(256)
-def _config(rule: str) -> MemoryConfig:
+def config_of(rule: str) -> MemoryConfig:
+    """A config of such a text."""
     return MemoryConfig.model_validate_json(rule)
 
 
 def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tuple[ByHand, Tensors, bool]:
     """The kernels, their inputs as `Scan` and `Loop` take them, and whether they are trusted."""
-    config, (memory, slot, initial, *tokens) = _config(rule), inputs
+    config, (memory, slot, initial, *tokens) = config_of(rule), inputs
     weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
     zeros = torch.zeros(2, dtype=torch.int64, device=weights.device)
     carry = Carry((weights,), tuple(given), (), (), (), zeros)
@@ -79,7 +80,7 @@ def _record_shapes(
     # In one row: an axis of one segment would be a graph of its own.
     segment = BLOCK if exact is not None and retain.dim() == v.dim() else SEGMENT
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    moves = keeps and exact is not None and not _config(rule).forms.target
+    moves = keeps and exact is not None and not config_of(rule).forms.target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 
@@ -128,28 +129,25 @@ def matrix_scan_backward(
     if trusted:
         found = list(kernel.vjp(inputs, tuple(record[1:] if exact is None else record), tuple(cotangents)))
     else:
-        found = list(_by_autograd(kernel, inputs, tuple(cotangents)))
+        with recorded():
+            found = list(kernel.by_autograd(inputs, tuple(cotangents)))
     if slot is None:
         found.insert(1, None)
     there = _moved(rule, own)
     return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=True)]
 
 
-def _by_autograd(kernel: ByHand, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    """In a thread of its own, on the same stream: here, within an operator, nothing can be recorded."""
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-    def run() -> Tensors:
-        with torch.cuda.stream(stream):
-            return kernel.by_autograd(inputs, cotangents)
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Within an operator, where autograd records nothing unless told that this is no inference. Not in a thread of its
+    own: what that one differentiates on a card is for the thread that runs backward passes, which would wait here."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
     """Which inputs have a cotangent."""
-    config, reset = _config(rule), own[10] is not None
+    config, reset = config_of(rule), own[10] is not None
     uses = (True, True, reset, True, True, True, True, config.retention.uses_retain, bool(config.algorithm.slots))
     return [has and item is not None for has, item in zip((*uses, False, False, True, True), own, strict=True)]
 
