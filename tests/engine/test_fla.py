@@ -384,7 +384,7 @@ def test_one_graph_and_one_operator_for_every_length(name, norm, dtype, on_a_car
 def test_operators_keep_what_torch_asks_of_them(name, grad, on_a_card):
     config, own = operands(name, grad)
     rule, tokens = (
-        ops.rule_of(config, "as blocks"),
+        ops.rule_of(config, "as blocks", raw=False),
         [item.detach().bfloat16().requires_grad_(grad) for item in own[1:4]],
     )
     for given in (own, [own[0], *tokens, *own[4:]]):
@@ -408,7 +408,7 @@ def test_an_operator_asks_whether_a_kernel_is_trusted_and_else_runs_torch(right,
     stand_in(tried)
     ops._tell.cache_clear()
     config, own = operands("gated delta", True)
-    found = with_grads(ops.fla_scan(ops.rule_of(config, "as blocks"), torch.float32, *own), own)
+    found = with_grads(ops.fla_scan(ops.rule_of(config, "as blocks", raw=False), torch.float32, *own), own)
     # Of 150 tokens forward and backward together; and the call's own, once more for its backward pass.
     assert lengths == ([150, 5, 5] if right else [150])
     said = [record.getMessage() for record in caplog.records if record.name == "hecate.engine"]

@@ -152,7 +152,7 @@ def test_documents_go_side_by_side(
     own = table._tables
     monkeypatch.setattr(table, "_tables", lambda borders, segment: grids.append(borders) or own(borders, segment))
     config = {"bias": bias, "algorithm": algorithm, "decay_order": order, "read": read, "retention": "decay"}
-    borders = [0, 18, 19, 19, 35] if channels else [0, 17, 18, 18, 90, 106]
+    borders = [0, 18, 19, 19, 35] if channels else [0, 5, 6, 6, 72]
     trial(config, widths=(8, 12), length=borders[-1], channels=channels, borders=borders, heads=1 + (bias == "huber"))
     assert grids and all(each == tuple(sorted(set(borders))) for each in grids)
 
@@ -301,14 +301,20 @@ def test_second_derivatives_are_those_of_the_token_loop() -> None:
 def test_the_kernels_pass_their_own_gate() -> None:
     config = MemoryConfig(retention="decay", algorithm="momentum")
     assert distrust(config, ("write", "reset", "phi_w"), torch.float32, "cpu", (24, 16)) is None
-    exact = MemoryConfig(retention="decay", key_norm="l2", feature_map="elu")
-    assert distrust(exact, ("reset", "narrow", "packed"), torch.float16, "cpu", (24, 16)) is None
 
 
 @SLOW
 def test_kernels_of_channels_pass_their_own_gate() -> None:
     config = MemoryConfig(retention="decay", decay_order="before_gradient")
     assert distrust(config, ("channels",), torch.float32, "cpu", (16, 16)) is None
+
+
+@SLOW
+@pytest.mark.parametrize(("phi", "norm"), [("elu", "l2"), ("elu", "none"), ({"kind": "relu", "shift": 3.0}, "none")])
+def test_kernels_of_features_and_documents_pass_their_own_gate(phi: Any, norm: str) -> None:
+    config = MemoryConfig(retention="decay", key_norm=norm, feature_map=phi)
+    assert distrust(config, ("reset", "narrow", "packed"), torch.float16, "cpu", (24, 16)) is None
+    assert distrust(config, (), torch.float32, "cpu", (24, 16)) is None
 
 
 def test_a_norm_that_is_wrong_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
