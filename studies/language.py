@@ -172,10 +172,8 @@ class Levels(Language):
             REFERENCE: {"memory": REFERENCE},
             **{f"levels 1, {period}": model for period, model in pairs.items()},
             "levels 1, 64, slow forgets nothing": {"levels": [FAST, linear(64, "delta")]},
-            "HOPE, linear 16, 128": {
-                "self_reference": REFERS, "levels": [linear(p, name=f"every{p}") for p in (16, 128)], "mlp_ratio": 0.0,
-            },
-        }  # fmt: skip
+            "HOPE, linear 64": {"self_reference": {**REFERS, "chunk": 64}, "levels": [linear(64)]},
+        }
         carried: dict[str, Model] = {"levels 1, 64, carried": pairs[64], f"{REFERENCE}, carried": {"memory": REFERENCE}}
         found = [fitted(name, model, sizes, data) for name, model in list(made.items())[: 1 if quick else None]]
         on = list(carried.items())[: 1 if quick else None]
