@@ -30,10 +30,13 @@ from hecate.engine.engine import TokenEngine
 from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
 from hecate.engine.parallel import run_by_hand
 from hecate.engine.tokens import Carry, Tokens, by_head, cast
+from hecate.engine.triton.kernel import NARROW_NORM, interpreting
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute, one
+
+_UNIT = NARROW_NORM.block()
 
 
 class Fla(TokenEngine):
@@ -74,6 +77,7 @@ class Fla(TokenEngine):
             bias=config.bias,
             retention=Decay() if gated else NoRetention(),
             decay_order=config.decay_order if gated else "with_step",
+            key_norm="l2" if config.key_norm == "l2" and config.step == "raw" else "none",
         )
         return verdict(plain, channelwise, call.values, call.device, call.shape)
 
@@ -100,15 +104,19 @@ class Fla(TokenEngine):
         return run_by_hand(by_kernel(call.config, carry, call.values, borders), tokens, carry, initial, run=run)
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
-        """Tokens that a kernel takes as they are go to it as they lie; else by way of their features."""
+        """Tokens that a kernel takes as they are, or at unit length, go to it as they lie; else by way of their
+        features."""
         config, inputs, traits = call.config, call.inputs, call.config.feature_map.traits()
-        own = config.key_norm == "none" and config.step == "raw" and config.query_scale == "none"
+        units = config.key_norm == "l2" and (inputs.k.is_cuda or interpreting())
+        own = (units or config.key_norm == "none") and config.step == "raw" and config.query_scale == "none"
         own = own and inputs.erase is inputs.write_gate is inputs.retain_value is inputs.floor is None
         # A multiple of x is rounded once, in whichever dtype.
         if not (own and traits.componentwise and traits.degree == 1 and traits.parity == "odd"):
             return super().run(call, run)
         block, tensors = config.feature_map.block(call.params)
         phi_k, phi_q = (one(run(block, x, *tensors, label="phi")) for x in (inputs.k, inputs.q))
+        if units:
+            phi_k, phi_q = (one(run(_UNIT, x, label="key_norm")) for x in (phi_k, phi_q))
         lr, retain, momentum = (
             gate if gate.dtype == call.dtype else one(run(cast(call.dtype), gate, label="inputs"))
             for gate in (inputs.lr, inputs.retain, inputs.momentum)

@@ -18,6 +18,7 @@ from hecate.engine.loop import sequential
 from hecate.engine.parallel import by_torch
 from hecate.engine.parity import both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.triton.kernel import NARROW_NORM, NO_CARD, distrust_norm
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, differentiable, one, several
@@ -147,11 +148,12 @@ def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> T
 def verdict(
     config: MemoryConfig, channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
-    """Why a config's kernel cannot be used: it is not at hand, or not trusted."""
+    """Why a config's kernel cannot be used, or that of its key_norm: it is not at hand, or not trusted."""
     kernel = known_kernel(config, channelwise)
     if load_kernel(kernel) is None:
         return f'it needs {kernel.module}.{kernel.function}: pip install "hecate[gpu]"'
-    return distrust(config, channelwise, dtype, device, shape)
+    reason = distrust_norm(NARROW_NORM, dtype, device, shape) if config.key_norm == "l2" else None
+    return reason or distrust(config.model_copy(update={"key_norm": "none"}), channelwise, dtype, device, shape)
 
 
 @cache
@@ -161,7 +163,7 @@ def distrust(
 ) -> str | None:
     """Why a kernel is not trusted: what it computes beside the parallel engine."""
     if device == "cuda" and not torch.cuda.is_available():
-        return "no GPU is here to try its kernels on"
+        return NO_CARD
     inputs, cotangents = trial(dtype, device, shape, channelwise=channelwise)
     carry = Carry((), (), (), (), (), torch.zeros(2, device=device))
     kernel = by_kernel(config, carry, dtype)

@@ -27,6 +27,7 @@ SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets
 # documents packed into one row.
 LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"
 BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
+NO_CARD = "no GPU is here to try its kernels on"
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
 
 
@@ -39,12 +40,22 @@ def _launch(name: str) -> Any:
     return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
 
 
-NORM = ByHand(
-    "l2_norm",
-    lambda *inputs: _launch("normed")(*inputs),
-    lambda *record: _launch("normed_vjp")(*record),
-    lambda x: (one(execute(L2_NORM, x if x.dtype == torch.float64 else x.float())),),
-)
+def _norm(narrow: bool) -> ByHand:
+    """Rows at unit length, in float32 or in the dtype that they have."""
+
+    def plain(x: Tensor | None) -> Tensors:
+        rows = one((x,))
+        unit = one(execute(L2_NORM, rows if rows.dtype == torch.float64 else rows.float()))
+        return (unit.to(rows.dtype) if narrow else unit,)
+
+    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+        made: tuple[Tensors, Tensors] = _launch("normed")(inputs, one(inputs).dtype if narrow else torch.float32)
+        return made
+
+    return ByHand("l2_norm", forward, lambda *record: _launch("normed_vjp")(*record), plain)
+
+
+NORM, NARROW_NORM = _norm(False), _norm(True)
 
 
 def kernel_of(
@@ -80,7 +91,7 @@ def kernel_of(
 def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
     """Why a kernel is not trusted, as it was found once on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
-        return "no GPU is here to try its kernels on"
+        return NO_CARD
     rule = config.model_dump(mode="json", exclude_defaults=True)
     whole = config.model_dump(mode="json")  # what is at its default may be so for a version only
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
@@ -101,7 +112,7 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         borders = BORDERS if PACKED in flags else None
         return kernel_of(config, carry, exact, raw=not loops, borders=borders)
 
-    if L2 in flags and (reason := _distrust_norm(dtype, device, shape)) is not None:
+    if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
         return reason
     for scale in SCALES if loops else (_stable(config, shape[1]),):
         inputs, cotangents = trial(
@@ -132,12 +143,17 @@ def _stable(config: MemoryConfig, width: int) -> float:
     return 1 / (2 * width * max(1.0, form.shift) ** 2)
 
 
-def _distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+@cache
+@torch.inference_mode(False)
+def distrust_norm(norm: ByHand, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    """Why a norm of keys is not trusted: what it computes beside float64."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return NO_CARD
     keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)
     keys = keys.to(dtype)
     return difference(
-        partial(both_ways, NORM, (keys,), [g]),
-        partial(both_by_torch, NORM, (keys.double(),), [g.double()]),
+        partial(both_ways, norm, (keys,), [g]),
+        partial(both_by_torch, norm, (keys.double(),), [g.double()]),
         names=("keys at unit length", "their cotangents"), bound=PARITY[PRECISION[dtype]], against="float64",
         dtype=dtype, shape=shape,
     )  # fmt: skip

@@ -155,25 +155,31 @@ def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
     return *form, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
 
-def normed(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-    """Rows of `[B, T, H, D]` at unit length in float32, and the record for `normed_vjp`."""
-    x: Tensor = one(inputs).detach()
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    _, length, heads, width = x.shape
-    y, sizes = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (x.shape, x.shape[:-1]))
-    rows, padded = sizes.numel(), triton.next_power_of_2(width)
-    unit[(triton.cdiv(rows, ROWS),)](
-        x, y, sizes, rows, length, heads, *x.stride()[:3], D=width, BR=ROWS, BD=padded, num_warps=4
-    )
-    return (y,), (y, sizes)
+def normed(inputs: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
+    """Rows of `[B, T, H, D]` at unit length in a dtype, and the record for `normed_vjp`."""
+    x, where = _rows(inputs)
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    sizes = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    unit[(triton.cdiv(sizes.numel(), ROWS),)](x, y, sizes, sizes.numel(), *where, **_tile(x))
+    return (y,), (sizes,)
 
 
 def normed_vjp(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """The cotangent of the rows, in their dtype."""
-    y, sizes = several(record)
-    gx = torch.empty_like(one(inputs), memory_format=torch.contiguous_format)
-    rows, width = sizes.numel(), y.shape[-1]
-    unit_back[(triton.cdiv(rows, ROWS),)](
-        y, sizes, cotangents[0].contiguous(), gx, rows, D=width, BR=ROWS, BD=triton.next_power_of_2(width), num_warps=4
+    x, where = _rows(inputs)
+    sizes, gx = one(record), torch.empty_like(x, memory_format=torch.contiguous_format)
+    unit_back[(triton.cdiv(sizes.numel(), ROWS),)](
+        x, sizes, cotangents[0].contiguous(), gx, sizes.numel(), *where, **_tile(x)
     )
     return (gx,)
+
+
+def _rows(inputs: Tensors) -> tuple[Tensor, tuple[int, ...]]:
+    """Rows whose numbers lie side by side; T, H, and the strides of all other axes."""
+    x: Tensor = one(inputs).detach()
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x, (*x.shape[1:3], *x.stride()[:3])
+
+
+def _tile(x: Tensor) -> dict[str, int]:
+    return {"D": x.shape[-1], "BR": ROWS, "BD": triton.next_power_of_2(x.shape[-1]), "num_warps": 4}

@@ -74,17 +74,18 @@ def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr,
     there = inside[:, None] & (o < D)[None, :]
     at = r // (T * H) * sb + r // H % T * st + r % H * sh
     found, size = sized(tl.load(x + at[:, None] + o[None, :], mask=there, other=0.0).to(tl.float32), "l2")
-    tl.store(y + r[:, None] * D + o[None, :], found, mask=there)
+    tl.store(y + r[:, None] * D + o[None, :], found.to(y.dtype.element_ty), mask=there)
     tl.store(sizes + r, size, mask=inside)
 
 
 @triton.jit
-def unit_back(y, sizes, g, gx, rows, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def unit_back(x, sizes, g, gx, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """The cotangent of rows from that of rows at unit length."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
     inside = r < rows
-    there, at = inside[:, None] & (o < D)[None, :], r[:, None] * D + o[None, :]
-    own = tl.load(g + at, mask=there, other=0.0).to(tl.float32)
+    there, own = inside[:, None] & (o < D)[None, :], r[:, None] * D + o[None, :]
+    at = r // (T * H) * sb + r // H % T * st + r % H * sh
     size = tl.load(sizes + r, mask=inside, other=1.0)
-    found = sized_back(own, tl.load(y + at, mask=there, other=0.0), size)
-    tl.store(gx + at, found.to(gx.dtype.element_ty), mask=there)
+    y = tl.load(x + at[:, None] + o[None, :], mask=there, other=0.0).to(tl.float32) / size[:, None]
+    found = sized_back(tl.load(g + own, mask=there, other=0.0).to(tl.float32), y, size)
+    tl.store(gx + own, found.to(gx.dtype.element_ty), mask=there)
