@@ -284,7 +284,8 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         "attention: the state is the cache of all that was read, 0 before the first token",
         *found.notes,
     ]
-    return Result(columns, rows, notes, partial(_draw, found, facts, places, sizes), (9.0, 4.8), {"positions": places})
+    wide = 12.5 if any(row.get("curve") for row in found.rows) else 9.0
+    return Result(columns, rows, notes, partial(_draw, found, facts, places, sizes), (wide, 4.8), {"positions": places})
 
 
 Places = list[tuple[float, float, float, float]]
@@ -304,7 +305,8 @@ def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
 def _draw(
     found: Comparison, facts: Sequence[Mapping[str, Any]], places: Mapping[str, Places], sizes: Sizes, figure: Any
 ) -> None:
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    curves = {fact["cell"]: found.of(fact["cell"])[0].get("curve") for fact in facts}  # of the first seed
+    left, right, *more = figure.subplots(1, 3 if any(curves.values()) else 2)
     for height, fact in enumerate(reversed(facts)):
         half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
         left.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
@@ -314,7 +316,8 @@ def _draw(
     left.set_xlabel("validation loss (nats/byte)")
     left.grid(axis="x", alpha=0.3)
     left.margins(y=0.05)
-    for name in [name for name in SHOWN if name in places and len(places) > len(SHOWN)] or list(places):
+    shown = [name for name in SHOWN if name in places and len(places) > len(SHOWN)] or list(places)
+    for name in shown:
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
         right.plot(*zip(*late, strict=True), marker=".", label=name)
     right.axvline(sizes.context, color="0.5", linestyle=":", linewidth=1)
@@ -322,4 +325,12 @@ def _draw(
     right.set_xlabel(f"position, trained up to {sizes.context:,}")
     right.set_ylabel("loss (nats/byte)")
     right.grid(alpha=0.3)
+    for axes in more:
+        for name in shown:
+            late = [(tokens, loss) for tokens, loss in curves[name] or () if tokens >= sizes.batch * sizes.context * 16]
+            axes.plot(*zip(*late, strict=True), label="_" + name) if late else axes.plot([], [])
+        axes.set_xscale("log")
+        axes.set_xlabel("tokens read")
+        axes.set_ylabel("training loss (nats/byte), seed 0")
+        axes.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside lower center", ncols=3)

@@ -94,7 +94,7 @@ def _spread(value: Interval) -> str:
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "positions"))
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("positions", "curve")))
     stream = io.StringIO()
     writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -112,14 +112,17 @@ def _plain(value: Any) -> Any:
 
 
 def _image(found: Comparison) -> bytes | None:
-    """Every seed as a point, the mean and its interval across; None without matplotlib."""
+    """Every seed as a point, the mean and its interval across, and training losses of the first seed against what was
+    read; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     facts = [fact for fact in cell_facts(found) if math.isfinite(fact["loss"])][::-1]
-    figure = Figure(figsize=(8, 1.5 + 0.4 * len(facts)), layout="constrained")
-    axes = figure.subplots()
+    curves = {fact["cell"]: found.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
+    drawn = any(curves.values())
+    figure = Figure(figsize=(12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), layout="constrained")
+    axes, *beside = figure.subplots(1, 1 + drawn, squeeze=False)[0]
     for height, fact in enumerate(facts):
         half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
         axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
@@ -129,6 +132,15 @@ def _image(found: Comparison) -> bytes | None:
     axes.set_xlabel("validation loss (nats); mean and 95 % interval over seeds, each seed a stroke")
     axes.grid(axis="x", alpha=0.3)
     axes.margins(y=0.2)
+    for other in beside:
+        for name, points in curves.items():
+            if points:
+                other.plot(*zip(*points, strict=True), label=name)
+        other.set_xscale("log")
+        other.set_xlabel("tokens read")
+        other.set_ylabel("training loss (nats), first seed")
+        other.grid(alpha=0.3)
+        other.legend(fontsize="small")
     image = io.BytesIO()
     figure.savefig(image, dpi=150, format="png")
     return image.getvalue()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,8 @@ from hecate.train.metrics import read_metrics
 from hecate.train.run import open_run, run_experiment
 from hecate.train.trainer import Trainer
 
-PILOT = 4
-"""Steps that a speed is measured in, after a first one."""
+PILOT, POINTS = 4, 32
+"""Steps that a speed is measured in, after a first one; places of a curve, at most."""
 
 
 def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
@@ -48,7 +50,7 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     facts: dict[str, Any] = {
         "status": "finished", "loss": found.score.loss, found.metric: found.score.value(found.metric),
         "metric": found.metric, "tokens_per_second": statistics.median(speeds),
-        "seconds": max(record["elapsed"] for record in records),
+        "seconds": max(record["elapsed"] for record in records), "curve": curve(records),
     }  # fmt: skip
     if positions:
         trainer, _ = open_run(folder, "newest")
@@ -61,6 +63,22 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
             facts |= {"positions": None, "positions_reason": str(error)}
     write_file(folder / RESULT, json.dumps(facts, indent=1) + "\n")
     return 0
+
+
+def curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Tokens read and the mean training loss since the place before, at places that are evenly spread in log tokens.
+    [COMPARE-CURVE-D1]"""
+    steps = {
+        record["tokens"]: record["loss"] for record in records if record["event"] == "train"
+    }  # a resumed one twice
+    if not steps:
+        return []
+    first, last = min(steps), max(steps)
+    parts: dict[int, list[tuple[int, float]]] = {}
+    for tokens, loss in sorted(steps.items()):
+        place = math.ceil((POINTS - 1) * math.log(tokens / first) / math.log(last / first)) if last > first else 0
+        parts.setdefault(place, []).append((tokens, loss))
+    return [(part[-1][0], statistics.fmean(loss for _, loss in part)) for part in parts.values()]
 
 
 def measure(config: ExperimentConfig, folder: Path) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,18 @@ def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Pat
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["status"] == "finished" and found["loss"] > 0
     assert found["positions"] is None and "non-finite" in found["positions_reason"]
+
+
+@pytest.mark.spec("COMPARE-CURVE-D1")
+def test_a_curve_is_made_of_means_over_equal_ratios_of_tokens():
+    records = [{"event": "train", "tokens": 10 * step, "loss": float(step % 2)} for step in range(1, 1025)]
+    records += [{"event": "eval", "tokens": 10, "loss": 9.0}, {"event": "train", "tokens": 10, "loss": 3.0}]  # resumed
+    found = worker.curve(records)
+    assert found[0] == (10, 3.0) and found[-1][0] == 10240 and len(found) <= worker.POINTS
+    assert all(abs(loss - 0.5) < 0.02 for tokens, loss in found if tokens > 1000)
+    late = [tokens for tokens, _ in found if tokens > 1000]
+    assert max(b / a for a, b in pairwise(late)) / min(b / a for a, b in pairwise(late)) < 1.1
+    assert worker.curve(records[:1]) == [(10, 1.0)] and worker.curve([]) == []
 
 
 @pytest.mark.slow
