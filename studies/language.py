@@ -97,7 +97,7 @@ class Language(Study):
 
     name = "language"
     about = "Which memory models bytes best, at equal parameters and equal operations, and does attention do better?"
-    count = 3
+    count = 2
     timed = True
     sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     chosen: ClassVar[Sequence[str] | None] = None
