@@ -167,7 +167,7 @@ class Levels(Language):
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
         """What is compared; a row of a carried one goes on, from batch to batch, where it ended in the text."""
-        pairs: dict[int, Model] = {period: {"levels": [FAST, linear(period)]} for period in (16, 64, 256)}
+        pairs: dict[int, Model] = {period: {"levels": [FAST, linear(period)]} for period in (64, 256)}
         made: dict[str, Model] = {
             REFERENCE: {"memory": REFERENCE},
             **{f"levels 1, {period}": model for period, model in pairs.items()},
