@@ -184,7 +184,8 @@ def _draw_rules(rows: Sequence[Sequence[Any]], figure: Any) -> None:
         for d in sorted({row[1] for row in rows}):
             own = [row for row in rows if row[1] == d]
             _spread(axes, own, column, [names.index(row[0]) for row in own], fmt="o", label=f"d_key {d}")
-        _label(axes, task, names)
+        sizes = {name: [f"{row[2] / 1000:.1f}" for row in rows if row[0] == name] for name in names}
+        _label(axes, task, [f"{name} ({', '.join(sizes[name])} kB)" for name in names])
     panels[-1].legend(fontsize=8, loc="lower left")
 
 
