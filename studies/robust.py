@@ -170,24 +170,29 @@ class Robust(Study):
             f"drift: between rounds others replace {CHANGED:.0%} of the pairs, and the last ones are asked",
             "stream: gated delta, keys drawn at random; the error of answers ahead of each write since the last point",
         ]
-        return Result(columns, rows, notes, partial(_draw, rows, long, points), (10.0, 4.2), {"stream": long})
+        return Result(columns, rows, notes, partial(_draw, rows, long, points), (12.0, 4.4), {"stream": long})
 
 
 def _draw(rows: Sequence[Sequence[Any]], long: dict[str, list[float]], points: Sequence[int], figure: Any) -> None:
-    left, middle, right = figure.subplots(1, 3, width_ratios=(2, 1.3, 1.2))
-    for axes, part in ((left, "bias"), (middle, "retention")):
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.8, 1.4, 1.3))
+    for axes, part, title in (
+        (left, "bias", "biases, what was wrong with values"), (middle, "retention", "retentions, pairs that change"),
+    ):  # fmt: skip
         own = [row for row in rows if row[0] == part]
         names = list(dict.fromkeys(row[1] for row in own))
         for case in dict.fromkeys(row[2] for row in own):
             spreads = [row[3] for row in own if row[2] == case]
             axes.errorbar(names, [s.mean for s in spreads], [s.error for s in spreads], fmt="o", capsize=3, label=case)
         axes.set_yscale("log")
-        axes.tick_params(axis="x", rotation=45)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_ylabel("error |y - v|^2 / |v|^2")
+        axes.set_title(title, fontsize="medium")
         axes.grid(axis="y", alpha=0.3)
         axes.legend(fontsize=8)
-    left.set_ylabel("error |y - v|^2 / |v|^2")
     for name, errors in long.items():
-        right.plot(points, errors, marker=".", label=name, linestyle="--" if name == "float64" else "-")
+        right.plot(points, errors, marker=".", label=name, linestyle=":" if name == "float64" else "-")
+    right.set_title("a long stream, gated delta", fontsize="medium")
+    right.set_ylabel("error of the tokens so far")
     right.set_xscale("log")
     right.set_yscale("log")
     right.set_xlabel("tokens read")
