@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -100,6 +103,7 @@ class Language(Study):
     count = 2
     timed = True
     sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
+    quick_sizes: ClassVar[Sizes] = Sizes(20, 1, 2, 64, 2, 5e8)
     chosen: ClassVar[Sequence[str] | None] = None
     rates: ClassVar[Sequence[float]] = RATES
 
@@ -114,7 +118,7 @@ class Language(Study):
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
-        sizes = Sizes(20, 1, 2, 64, 2, 5e8) if quick else self.sizes
+        sizes = self.quick_sizes if quick else self.sizes
         out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
         data = self.data(() if quick else PACKAGES, 1 << 20 if quick else 32 << 20)
         cells, say = self.cells(quick, sizes, data), partial(print, file=sys.stderr, flush=True)
@@ -209,6 +213,26 @@ class Descent(Language):
             config = ExperimentConfig.model_validate(given)
             found.append(Cell(f"{name}, {held(config):.0f} bytes", (), config))
         return found
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """The comparison, and what a step of each takes."""
+        found, sizes = super().run(quick, seeds, progress), self.quick_sizes if quick else self.sizes
+        took = stepped(self.cells(quick, sizes, {"kind": "bundled"}), 2 if quick else 12)
+        first = next(iter(took.values()))
+        told = ", ".join(f"{name} {each / first:.2f}" for name, each in took.items())
+        return replace(found, notes=[*found.notes, f"CPU time of a step, forward and backward with it: {told}"])
+
+
+def stepped(cells: Sequence[Cell], steps: int) -> dict[str, float]:
+    """The median CPU time of a training step of each, in turn, by name."""
+    trainers = {cell.label: Trainer(cell.config) for cell in cells}
+    took: dict[str, list[float]] = {name: [] for name in trainers}
+    for _ in range(steps):
+        for name, trainer in trainers.items():
+            began = time.process_time()
+            trainer.train_step()
+            took[name].append(time.process_time() - began)
+    return {name: median(each) for name, each in took.items()}
 
 
 def held(config: ExperimentConfig) -> float:
