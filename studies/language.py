@@ -162,23 +162,22 @@ class Returning(Language):
 
 
 class Levels(Language):
-    """Two levels in other periods, with other gates, and carried on."""
+    """Two levels with another gate, and carried on."""
 
     name = "language-levels"
-    about = "What could make levels pay on text: periods, gates, linear levels in HOPE, or a state that is carried on?"
+    about = "What could make levels pay on text: a level that forgets nothing, or states that are carried on?"
     count = 2
-    rates = (4e-3, 8e-3, 1.6e-2)
+    rates = (4e-3, 8e-3)
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
         """What is compared; a row of a carried one goes on, from batch to batch, where it ended in the text."""
-        pairs: dict[int, Model] = {period: {"levels": [FAST, linear(period)]} for period in (64, 256)}
+        two: Model = {"levels": [FAST, linear(64)]}
         made: dict[str, Model] = {
             REFERENCE: {"memory": REFERENCE},
-            **{f"levels 1, {period}": model for period, model in pairs.items()},
+            "levels 1, 64": two,
             "levels 1, 64, slow forgets nothing": {"levels": [FAST, linear(64, "delta")]},
-            "HOPE, linear 64": {"self_reference": {**REFERS, "chunk": 64}, "levels": [linear(64)]},
         }
-        carried: dict[str, Model] = {"levels 1, 64, carried": pairs[64], f"{REFERENCE}, carried": {"memory": REFERENCE}}
+        carried: dict[str, Model] = {"levels 1, 64, carried": two, f"{REFERENCE}, carried": {"memory": REFERENCE}}
         found = [fitted(name, model, sizes, data) for name, model in list(made.items())[: 1 if quick else None]]
         on = list(carried.items())[: 1 if quick else None]
         return found + [fitted(name, model, sizes, {**data, "state": "carry"}) for name, model in on]
