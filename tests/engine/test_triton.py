@@ -117,6 +117,22 @@ def test_the_kernel_that_is_tried_is_the_one_that_runs(fields, given, flags, mon
     assert all(asked[0][0].model_dump()[name] == made[name] for name in ("feature_map", "key_norm"))
 
 
+@pytest.mark.spec("ENG-TRITON-D3")
+def test_many_short_documents_are_walked_through(monkeypatch) -> None:
+    """Each has room for its states; in the loop for those of a segment."""
+    asked = []
+    monkeypatch.setattr(type(TRITON), "unfit", lambda self, call: asked.append(engine._borders(call)) or "enough")
+    for retention, borders, known in (
+        ("none", range(0, 200, 10), False), ("none", range(0, 2560, 128), True), ("none", [0, 3, 6, 9], True),
+        ("sphere", range(0, 2560, 128), False), ("sphere", [0, 3, 6, 9], True),
+    ):  # fmt: skip
+        q = torch.ones(1, borders[-1], 1, 4, dtype=torch.float32)
+        with pytest.raises(ConfigError, match="enough"):
+            given = {"cu_seqlens": torch.tensor([*borders])}
+            memory_scan(MemoryConfig(retention=retention), q, q, q, **given, engine="triton")
+        assert (asked[-1] is not None) == known
+
+
 def test_the_loop_costs_more_than_blocks() -> None:
     blocks, loop = (
         TRITON.cost(Call.sketch(MemoryConfig(retention=name), length=512, device="cuda"))

@@ -14,10 +14,8 @@ import torch
 from hecate import Gates, MemoryConfig, memory_scan
 
 triton = pytest.importorskip("triton", reason='the kernels need triton: pip install "hecate[gpu]"')
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled"),
-]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 KERNELS = ("forward", "walk", "tokens", "gates", "channel_tokens", "unit", "unit_back")
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.int64: "*i64"}
 SPILT = 512  # bytes that the backward may keep outside its registers
@@ -90,6 +88,25 @@ def spills(code: Any, card: int, folder: Path) -> int:
     return int(re.findall(r"(\d+) bytes spill stores", said)[-1])
 
 
+@pytest.mark.parametrize("rule", ["huber", "kda"])
+def test_kernels_compile(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes what the compiler does not, such as a name for a pointer and then for a tile."""
+    names = set()
+    for kernel, given, named in launches(RULES[rule], 16, torch.float32, 90, monkeypatch):
+        compiled(kernel, given, dict(named), 90)
+        names.add(kernel.fn.__name__)
+    assert names == {"forward", "walk", *(["channel_tokens"] if rule == "kda" else ["tokens", "gates"])}
+
+
+@pytest.mark.slow
+@pytest.mark.spec("ENG-TRITON-D4")
+@pytest.mark.parametrize("rule", ["delta", "kda"])
+def test_the_widest_keys_fit_a_card(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel, given, named in launches(RULES[rule], 256, torch.float32, 90, monkeypatch):
+        assert compiled(kernel, given, dict(named), 90).metadata.shared <= SHARED[90], kernel.fn.__name__
+
+
+@pytest.mark.slow
 @pytest.mark.spec("ENG-TRITON-D4")
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("card", SHARED)

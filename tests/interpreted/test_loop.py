@@ -204,6 +204,30 @@ def test_what_is_no_number_stays_none() -> None:
         assert torch.equal(state.memory["weight"].isnan(), right.memory["weight"].isnan())
 
 
+@pytest.mark.spec("ENG-TRITON-D5")
+def test_a_small_memory_behind_a_signed_link_keeps_its_digits() -> None:
+    config = MemoryConfig(bias="l2", retention={"kind": "kl", "signed": True}, key_norm="l2")
+    q, k, v = (torch.randn(1, 6, 1, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = q.float(), k.float(), 1e-6 * v.float()
+    wide = config.model_copy(update={"state_dtype": "float64"})
+    right, _ = memory_scan(wide, q.double(), k.double(), v.double(), Gates(0.1, 0.99), engine="sequential")
+    y, _ = memory_scan(config, q, k, v, Gates(0.1, 0.99), engine="triton")
+    assert float((y.double() - right).norm() / right.norm()) <= BOUND
+
+
+@pytest.mark.spec("ENG-RESET-D1")
+def test_a_new_start_knows_nothing_of_what_was_no_number() -> None:
+    q, k, v = (torch.randn(1, 9, 1, 4, generator=torch.Generator().manual_seed(i)).float() for i in range(3))
+    v[0, 2] = torch.nan
+    reset = torch.arange(9)[None] == 5
+    fields = {"retention": "sphere", "algorithm": "momentum", "key_norm": "l2", "on_nonfinite": "propagate"}
+    v.requires_grad_()
+    y, state = memory_scan(MemoryConfig(**fields), q, k, v, reset_mask=reset, engine="triton")
+    assert y[0, 5:].isfinite().all() and state.memory["weight"].isfinite().all()
+    (g,) = torch.autograd.grad(y[0, 5:].sum(), v)
+    assert g[0, 5:].isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["with_step", "before_gradient"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=named)

@@ -147,7 +147,7 @@ def keys_back(
 @triton.jit
 def tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
-    gq, gk, gw, glr, sums, ends, T, H, total,
+    gq, gk, gw, glr, sums, ends, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
@@ -162,8 +162,8 @@ def tokens(
     WRITES: tl.constexpr = OF != "queries"
     MOVES: tl.constexpr = FORM != "target"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
-    n, i, op = tl.program_id(1).to(tl.int64), tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, C, DOCS)
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
     w, born, r, R, B, Pm, a, early, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
@@ -216,7 +216,7 @@ def tokens(
                 gaf += tl.sum(x * pt, 1)
                 gpt += af[:, None] * x
         if again:
-            Z = tl.load(Z0 + n * V * P + own, mask=whole, other=0.0)
+            Z = tl.load(Z0 + place % N * V * P + own, mask=whole, other=0.0)
             if ASKS:
                 x = product(g, Z, EXACT)
                 gzq += tl.sum(x * qt, 1)
@@ -281,7 +281,7 @@ def pulled(spans, left, g, ga, first, EXACT: tl.constexpr):
 
 @triton.jit
 def gates(
-    q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, total,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
@@ -295,7 +295,7 @@ def gates(
     BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
     BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, C, DOCS)
+    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
     gK, gF = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
     for jv in range(0, V, BV):

@@ -44,14 +44,15 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 
 
 @triton.jit
-def segment_of(spans, T, H, C: tl.constexpr, DOCS: tl.constexpr):
-    """(places of the C tokens of a program for one segment, which there are, which have one behind them, the place of
-    its kept states). spans `[segments, 2]`: the first token of each and the end of its document."""
-    here, n, i = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, C)
+def segment_of(spans, T, H, N, C: tl.constexpr, DOCS: tl.constexpr):
+    """(places of the C tokens of a program for one segment of one of N memories, which there are, which have one behind
+    them, the place of its kept states). spans `[segments, 2]`: the first token of each and the end of its document."""
+    place = tl.program_id(0).to(tl.int64)
+    here, n, i = place // N, place % N, tl.arange(0, C)
     first, start, end = n // H * T * H + n % H, here * C, T
     if DOCS:
         first, start, end = n, tl.load(spans + here * 2), tl.load(spans + here * 2 + 1)
-    return first + (start + i) * H, start + i < end, start + i + 1 < end, here * tl.num_programs(1) + n
+    return first + (start + i) * H, start + i < end, start + i + 1 < end, place
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, 
 
 @triton.jit
 def channel_tokens(
-    q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H, N,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr, PHI: tl.constexpr,
@@ -24,8 +24,8 @@ def channel_tokens(
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     MOVES: tl.constexpr = FORM != "target"
-    n, i, op = tl.program_id(1).to(tl.int64), tl.arange(0, C), tl.arange(0, BP)
-    at, inside, behind, place = segment_of(spans, T, H, C, DOCS)
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, behind, place = segment_of(spans, T, H, N, C, DOCS)
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
     qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     rt = channels_at(retain, at, w, op, P)
@@ -61,7 +61,7 @@ def channel_tokens(
             gL -= product(err, tl.trans(u), EXACT)
             xp += product(err, M, EXACT)
         if RESET:
-            Z = tl.load(Z0 + n * V * P + own, mask=whole, other=0.0)
+            Z = tl.load(Z0 + place % N * V * P + own, mask=whole, other=0.0)
             zq += product(g, Z, EXACT)
             zp += product(err, Z, EXACT)
             j += tl.sum(G * Z, 0)
@@ -82,8 +82,8 @@ def channel_tokens(
         cA = tl.where(i <= t, tl.sum(tl.where(now, gA, 0.0), 0), 0.0)[:, None]
         cL = tl.where(i < t, tl.sum(tl.where(now, gL, 0.0), 0), 0.0)[:, None]
         n_t = 1 - tl.sum(tl.where(i == t, born, 0.0), 0)
-        spans = tl.cumprod(tl.where((i + 1 < t)[:, None], after, 1.0), 0, reverse=True)
-        X = tl.where((i < t)[:, None], bt * spans, 0.0) * n_t
+        left = tl.cumprod(tl.where((i + 1 < t)[:, None], after, 1.0), 0, reverse=True)
+        X = tl.where((i < t)[:, None], bt * left, 0.0) * n_t
         if not EARLY_READ:
             H_ += cA * qr
             h, j = h + qr * row_of(xq, i, t), j + qr * row_of(zq, i, t)

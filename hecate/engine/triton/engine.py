@@ -31,12 +31,14 @@ from hecate.engine.features import cast_inputs
 from hecate.engine.parallel import run_by_hand
 from hecate.engine.tokens import Carry, Tokens, by_head
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
+from hecate.engine.triton.table import SEGMENT
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
 
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
+FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop, on average
 
 
 def _raw(call: Call) -> bool:
@@ -47,11 +49,13 @@ def _raw(call: Call) -> bool:
 
 
 def _borders(call: Call) -> tuple[int, ...] | None:
-    """Those of documents packed into one row, where the host knows them: they are walked side by side."""
+    """Those of documents packed into one row, where the host knows them and they are few or long: they are walked side
+    by side. The room for their states grows with their number, in the loop by a whole segment of them."""
     if not hasattr(call, "flat") or call.inputs.reset is None:  # a sketch does not tell
         return None
     found: tuple[int, ...] | None = BORDERS.get(call.inputs.reset)
-    return found
+    most = max(FEW, call.length // (LONG if _loops(call) else SEGMENT))
+    return found if found is not None and len(found) - 1 <= most else None
 
 
 class Triton(TokenEngine):

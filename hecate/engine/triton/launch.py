@@ -14,11 +14,11 @@ from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import Documents, card_of, launched
+from hecate.engine.triton.table import BLOCK, Documents, card_of, kept_every, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-BLOCK, SEGMENT, ROWS = 16, 64, 32  # tokens of a block, and between kept states but for channels; rows of a norm
+ROWS = 32  # of a norm's program
 WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 
 
@@ -55,7 +55,7 @@ class Scan:
         )
         self.tiles = -(-self.height // self.launches.serial.tile)
         self.channels = retain is not None and retain.dim() > given.lr.dim()
-        self.segment = BLOCK if self.channels else SEGMENT
+        self.segment = kept_every(self.width, exact, channels=self.channels)
         self.documents = Documents.of(borders, self.length, self.segment, memory.device)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "FORM": form.name,
@@ -118,7 +118,7 @@ class Scan:
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
-        grid, to_w = (self.documents.segments, self.count), gk if gw is None else gw
+        grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
         spans = self.documents.spans
         restart = kept if self.restart is None else self.restart
         g0, y0, gz = self.documents.met(g0, y0, gz)
@@ -127,22 +127,23 @@ class Scan:
         if self.channels:
             channel_tokens[grid](
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                C=BLOCK, **self.launches.serial.options, **self.flags,
+                self.count, C=BLOCK, **self.launches.serial.options, **self.flags,
             )  # fmt: skip
             return grads
         sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
         for of in ("queries", "keys") if self.launches.apart else ("both",):
             tokens[grid](
                 *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w,
-                glr, sums, ends, *numbers, self.total, OF=of, C=SEGMENT, **self.launches.tokens.options, **self.flags,
+                glr, sums, ends, *numbers, self.count, self.total, OF=of, C=self.segment,
+                **self.launches.tokens.options, **self.flags,
             )  # fmt: skip
         early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
         apart = self.launches.apart and self.slot is not None and early
         for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
             for of in parts if to is not None else ():
                 gates[grid](
-                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.total, OF=of, C=SEGMENT,
-                    **self.launches.gates.options, **self.flags,
+                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total, OF=of,
+                    C=self.segment, **self.launches.gates.options, **self.flags,
                 )  # fmt: skip
         return grads
 

@@ -91,7 +91,7 @@ def forward(
                 tl.store(kept_S + place + cell, S, mask=whole)
         if RESET:
             if tl.load(reset + at) != 0:
-                A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), S * 0.0
+                A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
                 W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
         qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
         out = tl.sum(qt * W, 0)
@@ -149,7 +149,7 @@ def backward(
             at = first + i * H
             if RESET:
                 if tl.load(reset + at) != 0:
-                    A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), S * 0.0
+                    A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
             tl.store(states + own + i * V * P + cell, A, mask=whole)
             if MOVES:
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
@@ -229,7 +229,7 @@ def backward(
                         GW = weights_vjp(A, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
                     to = GZ + n * V * P + cell
                     tl.store(to, tl.load(to, mask=whole, other=0.0) + G + GW, mask=whole)
-                    G, Y, GW = G * 0.0, Y * 0.0, GW * 0.0
+                    G, Y, GW = tl.zeros_like(G), tl.zeros_like(Y), tl.zeros_like(GW)
         tl.debug_barrier()
     if DUAL:
         A = tl.load(kept + (slot * beside + mine) * V * P + cell, mask=whole, other=0.0)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.loop import backward, forward
-from hecate.engine.triton.table import Documents
+from hecate.engine.triton.table import SEGMENT, Documents
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-SEGMENT = 64  # tokens between kept states
 TOGETHER = {"softmax", "ball", "jump", "pull"}  # forms of a bias whose coordinates meet
 CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where these know nothing of each other
 

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
+from hecate.engine.triton.table import SEGMENT, kept_every
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
-
-SEGMENT, BLOCK = 64, 16  # tokens between kept states; and where retain is one of each channel
 
 
 def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
@@ -78,7 +77,8 @@ def _record_shapes(
 ) -> list[tuple[Any, ...]]:
     """Of predictions, and of states at every segment's start; none where no cotangent needs them."""
     # In one row: an axis of one segment would be a graph of its own.
-    segment = BLOCK if exact is not None and retain.dim() == v.dim() else SEGMENT
+    channels, width = retain.dim() == v.dim(), memory.shape[-1]
+    segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
     kept = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not config_of(rule).forms.target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+BLOCK, SEGMENT = 16, 64  # tokens that a block's kernels take at once, and between kept states
+
 
 class Launch(NamedTuple):
     """Values of a tile, warps of a program, and the loads that it has under way at once."""
@@ -45,6 +47,14 @@ TABLE = {
     (0, 256, False): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
     (0, 256, True): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
 }
+
+
+def kept_every(width: int, exact: str, *, channels: bool) -> int:
+    """Tokens between kept states, which are those of a program of the backward pass: as many as a card has room for
+    beside keys of a width in a precision; where retain is one of each phi channel, those of a block."""
+    if channels:
+        return BLOCK
+    return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
 
 
 def launched(card: int, height: int, width: int, *, momentum: bool, whole: bool) -> Launches:
