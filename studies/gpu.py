@@ -141,15 +141,17 @@ def sanitizer(card: bool) -> Iterator[list[Cell]]:
 
 
 def parity(device: torch.device, length: int, width: int) -> Iterator[list[Cell]]:
-    """The largest error of outputs and gradients, in norm, of every engine and dtype beside float64's token loop."""
-    for (name, config), dtype in product(RULES.items(), (torch.float32, torch.bfloat16)):
+    """The largest error of outputs and gradients, in norm, of every engine and dtype beside float64's token loop; of
+    one sequence, and of three documents in a row."""
+    packed = torch.tensor([0, length // 3, length // 3 + 1, length])
+    for (name, config), dtype, borders in product(RULES.items(), (torch.float32, torch.bfloat16), (None, packed)):
         case = draw_case(config, 1, length, 2, width, device, dtype, 0)
-        true = answers(config, [x.double() for x in case], "sequential")
+        true = answers(config, [x.double() for x in case], "sequential", borders)
         for engine, _ in fitting(config, case):
-            found = answers(config, case, engine)
+            found = answers(config, case, engine, borders)
             errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True)]
-            kind = str(dtype).removeprefix("torch.")
-            yield ["parity", name, f"{engine}, {kind}", max(errors), "relative error", "float64 loop"]
+            way = f"{engine}, {str(dtype).removeprefix('torch.')}" + ("" if borders is None else ", documents")
+            yield ["parity", name, way, max(errors), "relative error", "float64 loop"]
 
 
 def tables(device: torch.device, size: Size, seeds: Sequence[int]) -> Iterator[list[Cell]]:
@@ -268,11 +270,13 @@ def gates_of(config: MemoryConfig, gates: Sequence[Tensor]) -> Gates:
     return Gates(lr, rest[0] if decays else None, rest[-1] if moves else None)
 
 
-def scan(config: MemoryConfig, case: Sequence[Tensor], engine: str) -> tuple[Tensor, Any]:
+def scan(
+    config: MemoryConfig, case: Sequence[Tensor], engine: str, borders: Tensor | None = None
+) -> tuple[Tensor, Any]:
     """A scan by an engine."""
-    own = config.model_copy(update={"key_norm": "none", "on_nonfinite": "propagate"})
+    own = config.model_copy(update={"on_nonfinite": "propagate"})
     q, k, v, *gates = case
-    return memory_scan(own, q, k, v, gates_of(config, gates), engine=engine)
+    return memory_scan(own, q, k, v, gates_of(config, gates), engine=engine, cu_seqlens=borders)
 
 
 def outputs(config: MemoryConfig, engine: str, case: Sequence[Tensor]) -> Tensor:
@@ -280,10 +284,10 @@ def outputs(config: MemoryConfig, engine: str, case: Sequence[Tensor]) -> Tensor
     return scan(config, case, engine)[0]
 
 
-def answers(config: MemoryConfig, case: Sequence[Tensor], engine: str) -> list[Tensor]:
+def answers(config: MemoryConfig, case: Sequence[Tensor], engine: str, borders: Tensor | None = None) -> list[Tensor]:
     """Outputs, the last weights and the gradients of all inputs."""
     own = [x.detach().requires_grad_() for x in case]
-    y, state = scan(config, own, engine)
+    y, state = scan(config, own, engine, borders)
     found = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
@@ -320,7 +324,9 @@ def peer(name: str) -> Callable[[Sequence[Tensor]], Tensor] | None:
         if name == "linear attention":
             y: Tensor = kernel(q, k, v * lr.unsqueeze(-1).to(v), scale=1.0)[0]
         else:
-            y = kernel(q=q, k=k, v=v, beta=lr, scale=1.0, **({"g": rest[0].log()} if rest else {}))[0]
+            given = {"g": rest[0].log()} if rest else {}
+            units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
+            y = kernel(q=q, k=k, v=v, beta=lr, scale=1.0, **given, **units)[0]
         return y
 
     return call
