@@ -69,6 +69,13 @@ class Shrunk(phi.ELU):
         return features.tanh(), residuals
 
 
+class Lifted(phi.ReLU):
+    kind: Literal["test_lifted"] = "test_lifted"
+
+    def value(self, x: Tensor) -> Tensor:
+        return super().value(x) + 1.0
+
+
 ALL = {
     "step": {"retention": Squashed()}, "grad": {"bias": Graded()}, "psi": {"bias": Sloped()},
     "rho": {"bias": Cosh()}, "loss": {"bias": Lossy()}, "direction": {"algorithm": Clipped()},
@@ -105,3 +112,5 @@ def test_a_gradient_is_that_of_the_new_loss():
         assert not knob.hand_written()
     assert bias.Huber.hand_written() and structure.Matrix.hand_written()
     assert not (Graded().linear or Bent().linear or Clipped().linear or Squashed().linear or Graded().curvature)
+    assert Shrunk().kernel_form() is None and Lifted().kernel_form() is None
+    assert all(map_.kernel_form() is not None for map_ in (phi.ELU(), phi.ReLU(), phi.SquaredReLU(), phi.Identity()))
