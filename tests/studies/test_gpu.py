@@ -41,4 +41,4 @@ def test_what_the_sanitizer_watches_runs(monkeypatch, capsys):
     monkeypatch.setattr(gpu, "RULES", {"delta": gpu.RULES["delta"], "kda": gpu.RULES["kda"]})
     exec(gpu.SANITIZED.replace("cuda", "cpu"), {})
     said = capsys.readouterr().out
-    assert said.count("float64 loop") == 4 and "generator" not in said
+    assert said.count("float64 loop") == 8 and "generator" not in said
