@@ -68,9 +68,8 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
 def curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Tokens read and the mean training loss since the place before, at places that are evenly spread in log tokens.
     [COMPARE-CURVE-D1]"""
-    steps = {
-        record["tokens"]: record["loss"] for record in records if record["event"] == "train"
-    }  # a resumed one twice
+    # Steps that a resumed run took again stand there twice.
+    steps = {record["tokens"]: record["loss"] for record in records if record["event"] == "train"}
     if not steps:
         return []
     first, last = min(steps), max(steps)

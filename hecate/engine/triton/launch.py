@@ -56,7 +56,7 @@ class Scan:
         self.tiles = -(-self.height // self.launches.serial.tile)
         self.channels = retain is not None and retain.dim() > given.lr.dim()
         self.segment = kept_every(self.width, exact, channels=self.channels)
-        self.documents = Documents.of(borders, self.length, self.segment, memory.device)
+        self.documents = Documents.of(borders, self.length, self.segment, self.memory)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "FORM": form.name,
             "RETAIN": retain is not None, "MOMENTUM": slots != [], "MASK": masks[0] is not None,

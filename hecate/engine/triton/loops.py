@@ -91,7 +91,7 @@ class Loop:
         if borders is not None:
             masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.documents = Documents.of(borders, self.length, SEGMENT, memory.device)
+        self.documents = Documents.of(borders, self.length, SEGMENT, self.memory)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": rounded(self.width), **self.formulas.flags,
             "RETAIN": "none" if retain is None else "channels" if channels else "one",

@@ -80,13 +80,13 @@ class Documents(NamedTuple):
     spans: Tensor
 
     @classmethod
-    def of(cls, borders: tuple[int, ...] | None, length: int, segment: int, device: torch.device) -> Documents:
-        """Those of a row of some tokens, with a state kept every `segment` of them."""
+    def of(cls, borders: tuple[int, ...] | None, length: int, segment: int, memory: Tensor) -> Documents:
+        """Those of a row of some tokens, with a state kept every `segment` of them, on the device of `memory`, which
+        stands for tables that are not read: a token decoded in place makes no tensor anew."""
         if borders is None:
-            unread = torch.empty(0, dtype=torch.int64, device=device)
-            return cls(1, -(-length // segment), unread, unread)
+            return cls(1, -(-length // segment), memory, memory)
         tables = _tables(borders, segment)
-        docs, spans = (torch.tensor(table).to(device, non_blocking=True) for table in tables)
+        docs, spans = (torch.tensor(table).to(memory.device, non_blocking=True) for table in tables)
         return cls(len(tables[0]), len(tables[1]), docs, spans)
 
     def each(self, states: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Documents(NamedTuple):
     def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cotangents of the memories, of their slots and of what they restart at, from those that programs leave: each
         document starts at the last, and at no momentum."""
-        if not len(self.docs):
+        if self.docs is self.spans:
             return first, slot, restart
         whole = first.unflatten(0, (self.programs, -1)).sum(0)
         return torch.zeros_like(whole), torch.zeros_like(whole), whole
