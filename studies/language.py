@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,6 +26,7 @@ from hecate.train.estimate import sizes_of
 from hecate.train.trainer import Trainer
 from studies.study import Cell as Entry
 from studies.study import Progress, Result, Study
+from studies.timing import step_times
 
 RULES = (
     "linear_attention", "mamba2", "delta", "gated_delta", "kda", "delta_product", "titans_linear", "mesa", "titans",
@@ -48,7 +47,7 @@ PACKAGES = (
 REFERENCE = "gated_delta"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
-RATES, PART = (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
+RATES, LARGE_BATCHES, PART = (1e-3, 2e-3, 4e-3, 8e-3), (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
 OPTIMIZERS: dict[str, Any] = {
     "adamw": {"kind": "adamw", "betas": [0.9, 0.95]}, "muon": {"kind": "muon"}, "m3": {"kind": "m3"},
     "phi_momentum, tanh": {"kind": "phi_momentum", "feature_map": "tanh"}, "delta_momentum": {"kind": "delta_momentum"},
@@ -58,7 +57,8 @@ Model = Mapping[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Of the models of a study: width, layers, heads, context, sequences of a step, and operations of a run."""
+    """Of the models of a study: width, layers, heads, context, sequences of a step, operations of a run, and batches
+    that it is judged on."""
 
     width: int
     layers: int
@@ -66,6 +66,7 @@ class Sizes(NamedTuple):
     context: int
     batch: int
     flops: float
+    judged: int = 32
 
 
 FAST = {"name": "fast", "memory": REFERENCE}
@@ -102,7 +103,7 @@ class Language(Study):
     about = "Which memory models bytes best, at equal parameters and equal operations, and does attention do better?"
     count = 2
     timed = True
-    sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
+    sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 1, 1.2e13, 128)
     quick_sizes: ClassVar[Sizes] = Sizes(20, 1, 2, 64, 2, 5e8)
     chosen: ClassVar[Sequence[str] | None] = None
     rates: ClassVar[Sequence[float]] = RATES
@@ -136,6 +137,7 @@ class Large(Language):
     about = "Does what holds at one million parameters hold at five?"
     sizes = Sizes(320, 4, 10, 1024, 4, 6e13)
     count = 2
+    rates = LARGE_BATCHES
     chosen = ("gated_delta", "titans_linear", "attention", f"mag, window {WINDOW}", "levels 1, 64")
 
 
@@ -146,6 +148,7 @@ class Returning(Language):
     about = "Which memory profits from passages that return, a thousand bytes later?"
     sizes = Sizes(160, 4, 5, 2048, 2, 1.2e13)
     count = 2
+    rates = LARGE_BATCHES
     chosen = (
         "linear_attention", "gated_delta", "titans_linear", "attention", f"attention, window {WINDOW}",
         f"mag, window {WINDOW}", "levels 1, 64", "HOPE 16, 128",
@@ -167,6 +170,7 @@ class Levels(Language):
     name = "language-levels"
     about = "What could make levels pay on text: a level that forgets nothing, or states that are carried on?"
     count = 2
+    sizes = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     rates = (4e-3, 8e-3)
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:
@@ -216,22 +220,11 @@ class Descent(Language):
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """The comparison, and what a step of each takes."""
         found, sizes = super().run(quick, seeds, progress), self.quick_sizes if quick else self.sizes
-        took = stepped(self.cells(quick, sizes, {"kind": "bundled"}), 2 if quick else 12)
+        cells = self.cells(quick, sizes, {"kind": "bundled"})
+        took = step_times({cell.label: cell.config for cell in cells}, 2 if quick else 12)
         first = next(iter(took.values()))
         told = ", ".join(f"{name} {each / first:.2f}" for name, each in took.items())
         return replace(found, notes=[*found.notes, f"CPU time of a step, forward and backward with it: {told}"])
-
-
-def stepped(cells: Sequence[Cell], steps: int) -> dict[str, float]:
-    """The median CPU time of a training step of each, in turn, by name."""
-    trainers = {cell.label: Trainer(cell.config) for cell in cells}
-    took: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in range(steps):
-        for name, trainer in trainers.items():
-            began = time.process_time()
-            trainer.train_step()
-            took[name].append(time.process_time() - began)
-    return {name: median(each) for name, each in took.items()}
 
 
 def held(config: ExperimentConfig) -> float:
@@ -249,7 +242,7 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
     def made(model: Model, width: int, ratio: float) -> Cell:
         shape = {"d_model": width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
         budget = {
-            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": 32,
+            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": sizes.judged,
             "checkpoint_every": 200, "threads": 1, "precision": "bfloat16",
         }  # fmt: skip
         given = {"name": "language", "data": data, "model": shape, "budget": budget}

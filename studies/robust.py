@@ -27,7 +27,10 @@ BIASES: dict[str, Any] = {
 }  # fmt: skip
 RETENTIONS: dict[str, Any] = {
     "none": "none", "decay": "decay", "l2": "l2", "elastic_net": {"kind": "elastic_net", "threshold": 1e-3},
-    "lq": "lq", "norm_cap": {"kind": "norm_cap", "norm": 24.0},
+    "lq": "lq", "bregman, lq 1.5": {"kind": "bregman", "link": {"kind": "lq", "q": 1.5}},
+    "kl": {"kind": "kl", "scale": 48.0}, "kl, signed": {"kind": "kl", "scale": 48.0, "signed": True},
+    "bounded": {"kind": "bounded", "low": -4.0, "high": 4.0}, "norm_cap": {"kind": "norm_cap", "norm": 24.0},
+    "sphere": {"kind": "sphere", "slot": "row"}, "sphere, divide": {"kind": "sphere", "slot": "row", "form": "divide"},
 }  # fmt: skip
 LONG = {"float32": torch.float32, "bfloat16 inputs": torch.bfloat16, "float64": torch.float64}
 

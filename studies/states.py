@@ -15,6 +15,7 @@ from hecate.rule import bytes_of
 from hecate.train.config import ExperimentConfig
 from hecate.train.trainer import Trainer
 from studies.study import Cell, Progress, Result, Spread, Study
+from studies.timing import step_times
 
 WIDTH, BATCH, STEPS, QUICK_STEPS = 32, 32, 600, 30
 RATES, JUDGE = (5e-3, 2e-2), 1000  # rates to choose from, and the seed that they are chosen on
@@ -50,17 +51,24 @@ class Trained(NamedTuple):
     step: float
 
 
-def trained(memory: Mapping[str, Any] | str, task: str, d_key: int, seed: int, lr: float, steps: int) -> Trained:
+def experiment(
+    memory: Mapping[str, Any] | str, task: str, d_key: int, seed: int, lr: float, steps: int
+) -> ExperimentConfig:
     """One layer with one head, values of 32 and a convolution of two taps, without MLP and output gate."""
     model = {
         "d_model": WIDTH, "layers": 1, "heads": 1, "mlp_ratio": 0, "d_key": d_key, "d_value": WIDTH,
         "conv_kernel": 2, "output_gate": False, "memory": memory,
     }  # fmt: skip
-    config = ExperimentConfig.model_validate({
+    return ExperimentConfig.model_validate({
         "seed": seed, "model": model, "data": TASKS[task],
         "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
         "budget": {"steps": steps, "batch_size": BATCH, "eval_batches": 16},
     })  # fmt: skip
+
+
+def trained(memory: Mapping[str, Any] | str, task: str, d_key: int, seed: int, lr: float, steps: int) -> Trained:
+    """What an experiment comes to."""
+    config = experiment(memory, task, d_key, seed, lr, steps)
     trainer, took = Trainer(config), []
     for _ in range(steps):
         began = time.process_time()
@@ -145,18 +153,19 @@ class Phi(Study):
         task = "overwriting"
         rows: list[list[Cell]] = []
         for base in progress(bases, f"{len(maps)} maps, {steps} steps each"):
-            pace = 0.0
+            memories = {name: {**BASES[base], "feature_map": MAPS[name][0]} for name in maps}
+            configs = {name: experiment(memories[name], task, MAPS[name][1], 0, RATES[0], steps) for name in maps}
+            took = step_times(configs, steps // 10)
             for name in maps:
-                phi, d = MAPS[name]
-                memory = {**BASES[base], "feature_map": phi}
+                memory, d = memories[name], MAPS[name][1]
                 found = outcomes(memory, d, seeds, steps, (task,))[task]
-                pace = pace or found.step
-                fewer = max(2, min(steps, round(steps * pace / found.step)))
+                slower = took[name] / took[maps[0]]
+                fewer = max(2, min(steps, round(steps / slower)))
                 timely = found.accuracy
                 if fewer < steps:
                     timely = Spread.of(trained(memory, task, d, seed, found.lr, fewer).accuracy for seed in seeds)
                 rows.append([
-                    base, name, found.runs[0].bytes, round(found.step / pace, 2), found.accuracy, fewer, timely,
+                    base, name, found.runs[0].bytes, round(slower, 2), found.accuracy, fewer, timely,
                 ])  # fmt: skip
         columns = [
             "rule", "phi", "state (bytes)", "step / identity's", f"accuracy after {steps} steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from math import factorial
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_sums(task):
 
 @pytest.mark.spec("DATA-FORMAL-D2")
 @pytest.mark.parametrize("degree", [2, 3, 5])
-@pytest.mark.parametrize("elements", ["all", "swaps"])
+@pytest.mark.parametrize("elements", ["all", "swaps", "generators"])
 def test_permutations(degree, elements):
     group = list(permutations(range(degree)))
     drawn = set()
@@ -48,6 +49,11 @@ def test_permutations(degree, elements):
             assert group[target] == at
             drawn.add(token)
     moved = {sum(a != b for a, b in enumerate(group[token])) for token in drawn}
+    if elements == "generators":  # there and back lie around the identity, and two letters or all move
+        assert moved == {2, degree} and len(drawn) == (1 if degree == 2 else 3)
+        cycle, back = ([*range(degree)][turn:] + [*range(degree)][:turn] for turn in (1, -1))
+        assert {group[token] for token in drawn} == {(1, 0, *range(2, degree)), tuple(cycle), tuple(back)}
+        return
     assert moved == {2} if elements == "swaps" else len(drawn) > degree // 2
 
 
@@ -146,7 +152,8 @@ def test_memorization():
 
 TASKS = [
     Parity(seq_len=8), ModularCounting(seq_len=8), Permutations(degree=3, seq_len=8),
-    Permutations(degree=3, elements="swaps", seq_len=8), MADRecall(seq_len=32), MADNoisyRecall(seq_len=32),
+    Permutations(degree=3, elements="swaps", seq_len=8), Permutations(degree=4, elements="generators", seq_len=8),
+    Permutations(degree=3, elements="generators", seq_len=8), MADRecall(seq_len=32), MADNoisyRecall(seq_len=32),
     MADFuzzyRecall(seq_len=32), MADSelectiveCopy(symbols=4, seq_len=16), MADCompression(seq_len=15),
     MADMemorization(vocab_size=16),
 ]  # fmt: skip
@@ -161,9 +168,9 @@ def test_a_guess_scores_its_chance(task):
     assert (tokens == again[0]).all() and (targets == again[1]).all()
     kept, (chance,) = targets != IGNORED, task.chances().values()
     labels = np.unique(targets[kept])
-    if task.kind == "permutations" and task.elements == "swaps":  # at even places the even ones, at odd the odd
+    if task.kind == "permutations" and chance > 1 / factorial(task.degree):  # odd ones at odd places, even at even
         known = [np.unique(targets[:, place]) for place in range(8)]
-        assert {len(ids) for ids in known[2:]} == {3} and chance == 1 / 3
+        assert {len(ids) for ids in known[6:]} == {factorial(task.degree) // 2} == {round(1 / chance)}
         return
     if task.kind == "mad_memorization":  # seven facts, and eight values that they could have
         labels = np.arange(7, 15)
