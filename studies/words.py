@@ -16,6 +16,7 @@ from hecate.rule import bytes_of
 from hecate.train.config import ExperimentConfig
 from hecate.train.trainer import Trainer
 from studies.study import Cell, Progress, Result, Spread, Study
+from studies.timing import step_times
 
 WIDTH, HEADS, STEPS, BATCH = 32, 4, 800, 32
 RATES, JUDGE = (3e-3, 1e-2), 1000  # rates to choose from, and the seed that they are chosen on
@@ -77,15 +78,19 @@ def seekers() -> list[Contender]:
     ]
 
 
-def trained(contender: Contender, data: Mapping[str, Any], seed: int, lr: float, steps: int) -> Trainer:
+def experiment(contender: Contender, data: Mapping[str, Any], seed: int, lr: float, steps: int) -> ExperimentConfig:
     """A model of one layer with an MLP."""
     model = {"d_model": WIDTH, "layers": 1, "heads": HEADS, "mlp_ratio": 2.0, **contender.model}
     budget = {"steps": steps, "batch_size": BATCH, "eval_batches": 1}
-    config = ExperimentConfig.model_validate({
+    return ExperimentConfig.model_validate({
         "seed": seed, "model": model, "data": data,
         "optim": {"lr": lr, "warmup": 20, "weight_decay": 0.0}, "budget": budget,
     })  # fmt: skip
-    trainer = Trainer(config)
+
+
+def trained(contender: Contender, data: Mapping[str, Any], seed: int, lr: float, steps: int) -> Trainer:
+    """Such a model, trained."""
+    trainer = Trainer(experiment(contender, data, seed, lr, steps))
     for _ in range(steps):
         trainer.train_step()
     return trainer
@@ -115,6 +120,7 @@ class Words(Study):
     name = "words"
     about = "Which memories keep count, and beyond the lengths of training?"
     count: ClassVar[int] = 3
+    timed = True
     tasks: ClassVar[Mapping[str, Mapping[str, Any]]] = TASKS
     length: ClassVar[int] = 24  # of training
     longer: ClassVar[Sequence[int]] = (1, 2, 4)  # times that
@@ -137,6 +143,7 @@ class Words(Study):
         rows: list[list[Cell]] = []
         for task in tasks:
             data, own = self.data(task), steps * LONGER.get(task, 1)
+            took = step_times({c.name: experiment(c, data, 0, rates[0], own) for c in chosen}, steps // 20)
             for contender in progress(chosen, f"{task}, {own} steps each"):
                 lr = rates[0]
                 if len(rates) > 1:
@@ -145,8 +152,10 @@ class Words(Study):
                 scores = [Spread.of(judged(run, self.data(task, times)) for run in runs) for times in lengths]
                 _, state = runs[0].model(torch.zeros(1, self.length, dtype=torch.int64))
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
-                rows.append([task, contender.name, bytes_of(state), lr, *[able] * self.told, *scores])
-        columns = ["task", "memory", "state (bytes)", "outer lr", *["able in theory"] * self.told]
+                cost = [bytes_of(state), round(1e3 * took[contender.name], 1), own, lr]
+                rows.append([task, contender.name, *cost, *[able] * self.told, *scores])
+        columns = ["task", "memory", "state (bytes)", "ms of a step", "steps", "outer lr"]
+        columns += ["able in theory"] * self.told
         columns += [f"accuracy at {times * self.length}" for times in lengths]
         first = len(columns) - len(lengths)
         draw = partial(_draw, rows, [times * self.length for times in lengths], first)
@@ -166,7 +175,7 @@ class Words(Study):
             "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
             "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
             "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
-            "attention: the state is its cache",
+            "ms of a step: CPU time of one thread, the median, memories in turn; attention: the state is its cache",
         ]
 
 
