@@ -47,7 +47,7 @@ PACKAGES = (
 REFERENCE = "gated_delta"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
-RATES, LARGE_BATCHES, PART = (1e-3, 2e-3, 4e-3, 8e-3), (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
+RATES, PART = (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
 OPTIMIZERS: dict[str, Any] = {
     "adamw": {"kind": "adamw", "betas": [0.9, 0.95]}, "muon": {"kind": "muon"}, "m3": {"kind": "m3"},
     "phi_momentum, tanh": {"kind": "phi_momentum", "feature_map": "tanh"}, "delta_momentum": {"kind": "delta_momentum"},
@@ -103,7 +103,7 @@ class Language(Study):
     about = "Which memory models bytes best, at equal parameters and equal operations, and does attention do better?"
     count = 2
     timed = True
-    sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 1, 1.2e13, 128)
+    sizes: ClassVar[Sizes] = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     quick_sizes: ClassVar[Sizes] = Sizes(20, 1, 2, 64, 2, 5e8)
     chosen: ClassVar[Sequence[str] | None] = None
     rates: ClassVar[Sequence[float]] = RATES
@@ -130,6 +130,16 @@ class Language(Study):
         return told(found, sizes)
 
 
+class Small(Language):
+    """Of one sequence a step."""
+
+    name = "language-small-batches"
+    about = "Does the order of models hold with a quarter of the batch and four times the steps?"
+    count = 2
+    sizes = Sizes(160, 4, 5, 1024, 1, 1.2e13, 128)
+    rates = (1e-3, 2e-3, 4e-3, 8e-3)
+
+
 class Large(Language):
     """At five million parameters, the models that one million leaves ahead."""
 
@@ -137,7 +147,6 @@ class Large(Language):
     about = "Does what holds at one million parameters hold at five?"
     sizes = Sizes(320, 4, 10, 1024, 4, 6e13)
     count = 2
-    rates = LARGE_BATCHES
     chosen = ("gated_delta", "titans_linear", "attention", f"mag, window {WINDOW}", "levels 1, 64")
 
 
@@ -148,7 +157,6 @@ class Returning(Language):
     about = "Which memory profits from passages that return, a thousand bytes later?"
     sizes = Sizes(160, 4, 5, 2048, 2, 1.2e13)
     count = 2
-    rates = LARGE_BATCHES
     chosen = (
         "linear_attention", "gated_delta", "titans_linear", "attention", f"attention, window {WINDOW}",
         f"mag, window {WINDOW}", "levels 1, 64", "HOPE 16, 128",
@@ -170,7 +178,6 @@ class Levels(Language):
     name = "language-levels"
     about = "What could make levels pay on text: a level that forgets nothing, or states that are carried on?"
     count = 2
-    sizes = Sizes(160, 4, 5, 1024, 4, 1.2e13)
     rates = (4e-3, 8e-3)
 
     def cells(self, quick: bool, sizes: Sizes, data: Mapping[str, Any]) -> list[Cell]:

@@ -167,6 +167,12 @@ def test_state_is_counted():
     assert state_bytes(BY_NAME["M3"]) == pytest.approx(16 + 3 * 8 / numbers)
 
 
+@pytest.mark.slow
+def test_every_entrant_takes_the_rows_of_the_models():
+    """Of up to 32 numbers, which a lift may not decode."""
+    assert all(state_bytes(entrant) >= 0 for entrant in ENTRANTS)
+
+
 def test_text_is_learned_and_a_lost_run_shows():
     text = draw_text([0], 40)
     assert len(text.batches[0]) == 40 and text.batches[0][0][0].shape == (128, CONTEXT)
