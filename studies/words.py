@@ -27,7 +27,7 @@ TASKS: dict[str, dict[str, Any]] = {
     "S_5, swaps": {"kind": "permutations", "degree": 5, "elements": "swaps"},
     "S_5, generators": {"kind": "permutations", "degree": 5, "elements": "generators"},
 }
-LONGER = {"S_5, generators": 3}  # times the steps
+MORE_STEPS = {"S_5, generators": 3}  # times the steps
 NEEDLES = {"needle": {"kind": "mqar", "vocab_size": 64, "num_pairs": 4, "power": 1.0, "random_filler": False}}
 RULES = (
     "linear_attention", "retnet", "mamba2", "hgrn2", "mlstm", "delta", "gated_delta", "kda", "delta_product", "rwkv7",
@@ -47,9 +47,9 @@ def contenders() -> list[Contender]:
     """From those whose state moves along a diagonal to those that write several times."""
 
     def rule(kind: str, most: float | None = None, writes: int | None = None) -> dict[str, Any]:
-        ceiling: dict[str, Any] = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
-        ceiling |= {} if writes is None else {"writes": writes}
-        return {"memory": {"kind": kind, **ceiling}, "conv_kernel": 0}  # keys of a token alone
+        own: dict[str, Any] = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
+        own |= {} if writes is None else {"writes": writes}
+        return {"memory": {"kind": kind, **own}, "conv_kernel": 0}  # keys of a token alone
 
     single, every = ("parity", "S_5, swaps"), tuple(TASKS)
     return [
@@ -142,7 +142,7 @@ class Words(Study):
         tasks = tuple(self.tasks)[:1] if quick else tuple(self.tasks)
         rows: list[list[Cell]] = []
         for task in tasks:
-            data, own = self.data(task), steps * LONGER.get(task, 1)
+            data, own = self.data(task), steps * MORE_STEPS.get(task, 1)
             took = step_times({c.name: experiment(c, data, 0, rates[0], own) for c in chosen}, steps // 20)
             for contender in progress(chosen, f"{task}, {own} steps each"):
                 lr = rates[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import permutations
-from math import factorial
 
 import numpy as np
 import pytest
@@ -168,9 +167,13 @@ def test_a_guess_scores_its_chance(task):
     assert (tokens == again[0]).all() and (targets == again[1]).all()
     kept, (chance,) = targets != IGNORED, task.chances().values()
     labels = np.unique(targets[kept])
-    if task.kind == "permutations" and chance > 1 / factorial(task.degree):  # odd ones at odd places, even at even
+    if task.kind == "permutations" and task.elements == "swaps":  # at even places the even ones, at odd the odd
         known = [np.unique(targets[:, place]) for place in range(8)]
-        assert {len(ids) for ids in known[6:]} == {factorial(task.degree) // 2} == {round(1 / chance)}
+        assert {len(ids) for ids in known[2:]} == {3} and chance == 1 / 3
+        return
+    if task.kind == "permutations" and task.degree == 4:  # its cycle is odd, too; few letters take longer to mix
+        known = [np.unique(targets[:, place]) for place in range(8)]
+        assert {len(ids) for ids in known[6:]} == {12} and chance == 1 / 12
         return
     if task.kind == "mad_memorization":  # seven facts, and eight values that they could have
         labels = np.arange(7, 15)
