@@ -230,8 +230,9 @@ class Descent(Language):
         cells = self.cells(quick, sizes, {"kind": "bundled"})
         took = step_times({cell.label: cell.config for cell in cells}, 2 if quick else 12)
         first = next(iter(took.values()))
-        told = ", ".join(f"{name} {each / first:.2f}" for name, each in took.items())
-        return replace(found, notes=[*found.notes, f"CPU time of a step, forward and backward with it: {told}"])
+        rows = [[*row, round(took[str(row[0])] / first, 2)] for row in found.rows]
+        columns = [*found.columns, f"CPU time of a step / {cells[0].label}'s"]
+        return replace(found, rows=rows, columns=columns)
 
 
 def held(config: ExperimentConfig) -> float:
