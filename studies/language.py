@@ -231,7 +231,7 @@ class Descent(Language):
         took = step_times({cell.label: cell.config for cell in cells}, 2 if quick else 12)
         first = next(iter(took.values()))
         rows = [[*row, round(took[str(row[0])] / first, 2)] for row in found.rows]
-        columns = [*found.columns, f"CPU time of a step / {cells[0].label}'s"]
+        columns = [*found.columns, f"CPU time of a step / {next(iter(OPTIMIZERS))}'s"]
         return replace(found, rows=rows, columns=columns)
 
 
