@@ -47,6 +47,7 @@ PACKAGES = (
 REFERENCE = "gated_delta"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 SHOWN = ("linear_attention", "gated_delta", "titans", "attention", f"mag, window {WINDOW}", "HOPE 16, 128")
+COSTS = ("tokens_per_second", "seconds")
 RATES, PART = (2e-3, 4e-3, 8e-3, 1.6e-2), 0.2
 OPTIMIZERS: dict[str, Any] = {
     "adamw": {"kind": "adamw", "betas": [0.9, 0.95]}, "muon": {"kind": "muon"}, "m3": {"kind": "m3"},
@@ -294,7 +295,7 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         rows.append([
             fact["cell"], f"{fact['loss']:.3f}{spread}", verdicts.get(fact["cell"]), inside, beyond,
             f"{fact['lr']:g}", fact["steps"], fact["tokens"] / 1e6, fact["parameters"] / 1e6,
-            readable(fact["state_bytes"]), round(fact["tokens_per_second"]), round(fact["seconds"]),
+            readable(fact["state_bytes"]), *(None if math.isnan(fact[cost]) else round(fact[cost]) for cost in COSTS),
         ])  # fmt: skip
     columns = [
         "model", "loss (nats/byte)", "than the first", f"loss up to {sizes.context:,}",

@@ -75,7 +75,7 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     first, last = min(steps), max(steps)
     parts: dict[int, list[tuple[int, float]]] = {}
     for tokens, loss in sorted(steps.items()):
-        place = math.ceil((POINTS - 1) * math.log(tokens / first) / math.log(last / first)) if last > first else 0
+        place = math.ceil((POINTS - 1) * (math.log(tokens / first) / math.log(last / first))) if last > first else 0
         parts.setdefault(place, []).append((tokens, loss))
     return [(part[-1][0], statistics.fmean(loss for _, loss in part)) for part in parts.values()]
 

@@ -270,6 +270,8 @@ def test_a_curve_is_made_of_means_over_equal_ratios_of_tokens():
     assert all(abs(loss - 0.5) < 0.02 for tokens, loss in found if tokens > 1000)
     late = [tokens for tokens, _ in found if tokens > 1000]
     assert max(b / a for a, b in pairwise(late)) / min(b / a for a, b in pairwise(late)) < 1.1
+    ends = [worker.curve(records[:steps])[-2:] for steps in range(2, 1025)]
+    assert all(end[0][0] * 1.05 < end[1][0] for end in ends[100:])  # no place for the last step alone
     assert worker.curve(records[:1]) == [(10, 1.0)] and worker.curve([]) == []
 
 

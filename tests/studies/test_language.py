@@ -8,6 +8,7 @@ from types import SimpleNamespace as Namespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import studies.states as states
 from hecate.compare import Comparison, pairs
@@ -44,7 +45,7 @@ def test_passages_return_once_and_no_byte_is_lost():
 
 
 def test_the_table_is_sorted_and_judges_by_the_first():
-    cells = [fitted(name, models()[name], SMALL, DATA) for name in ("delta", "gated_delta", "mamba2")]
+    cells = [fitted(name, models()[name], SMALL, DATA) for name in ("delta", "gated_delta", "mamba2", "yaad")]
     losses = {"delta": [2.0, 2.1, 2.2], "gated_delta": [1.0, 1.1, 1.2001], "mamba2": [1.0, 1.1, 1.2]}
     rows = [
         {"cell": name, "seed": seed, "lr": 1e-3, "steps": 7, "tokens": 1e6, "parameters": 5e5, "state_bytes": 64,
@@ -53,10 +54,14 @@ def test_the_table_is_sorted_and_judges_by_the_first():
          "positions": [[0, 31, 3.0, 32], [32, 63, 1.0, 32], [64, 255, 0.5 + seed, 192]]}
         for name, of in losses.items() for seed, loss in enumerate(of)
     ]  # fmt: skip
-    found = told(Comparison(cells, rows, [], pairs(losses), ["a note"]), SMALL)
+    gone = {name: rows[0][name] for name in ("lr", "steps", "tokens", "parameters", "state_bytes", "flops")}
+    rows += [{**gone, "cell": "yaad", "seed": seed, "loss": math.inf, "status": "diverged"} for seed in range(3)]
+    found = told(Comparison(cells, rows, [], pairs({**losses, "yaad": [math.inf] * 3}), ["a note"]), SMALL)
     by = {row[0]: dict(zip(found.columns, row, strict=True)) for row in found.rows}
-    assert [row[0] for row in found.rows] == ["mamba2", "gated_delta", "delta"]
-    assert [row[2] for row in found.rows] == [None, "cannot tell", "worse"]
+    assert [row[0] for row in found.rows] == ["mamba2", "gated_delta", "delta", "yaad"]
+    assert [row[2] for row in found.rows[:3]] == [None, "cannot tell", "worse"]
+    assert by["yaad"]["loss (nats/byte)"] == "inf" and by["yaad"]["tokens/s"] is by["yaad"]["seconds"] is None
+    found.draw(Figure())
     assert by["delta"]["loss up to 64"] == 2.0 and by["delta"][f"64 to {64 * LONGER}"] == 1.5
     assert found.notes[-1] == "a note"
 
