@@ -101,6 +101,7 @@ class Algorithm(Variant, family="algorithm"):
     """
 
     lr: float = Field(1.0, ge=0)
+    lr_start: float = Field(0.5, gt=0, lt=1, description="where the lr gate of a layer starts, as a share of lr")
     _derivatives = ("direction_vjp",)
     _formulas = ("gradient", "direction", "direction_vjp", "slots", "slot_shapes", "context_shapes")
     _follows = MappingProxyType({
@@ -120,6 +121,11 @@ class Algorithm(Variant, family="algorithm"):
     def default_momentum(self) -> float:
         """The momentum gate used when none is given: the field `momentum` where there is one."""
         return vars(self).get("momentum", 0.0)
+
+    @property
+    def dampens(self) -> bool:
+        """Whether lr is multiplied by (1 - momentum) token by token, ahead of everything else."""
+        return False
 
     @property
     def momentum_top(self) -> float:

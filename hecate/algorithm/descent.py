@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hecate.algorithm.base import Algorithm, AlgorithmForm, Carrying
 from hecate.tape.ops import over, sum_to_gate
+from hecate.variant import Conflicts
 
 
 class Descent(Algorithm):
@@ -44,14 +45,16 @@ class GD(Descent):
 class Momentum(Carrying):
     """momentum: S' = momentum S - lr G, D = S', or with nesterov D = momentum S' - lr G.
 
-    The momentum of Titans: past surprise carries over, without bias correction and without dampening. `nesterov` looks
-    one step ahead along S'. Retention acts on the memory alone; S decays by `momentum` only. (Titans writes eta for
-    momentum and theta for lr.)
+    The momentum of Titans: past surprise carries over, without bias correction. `nesterov` looks one step ahead along
+    S'. Retention acts on the memory alone; S decays by `momentum` only. (Titans writes eta for momentum and theta for
+    lr.) S adds up 1 / (1 - momentum) gradients; with `dampening` lr is lr (1 - momentum) token by token, so that it is
+    the length of a whole step whatever the gate of momentum. [ALG-MOM-D2]
 
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
-    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov that over 1 + 2 momentum.
+    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov that over 1 + 2 momentum;
+    with dampening 2, which streams of many keys bear, too.
     Cost: one multiply-add and one more tensor of state per weight.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1, ALG-NEST-D1]
     """
@@ -59,16 +62,27 @@ class Momentum(Carrying):
     kind: Literal["momentum"] = "momentum"
     nesterov: bool = False
     bounded: bool = Field(True, description="whether a momentum gate above 1 is refused")
+    dampening: bool = Field(False, description="whether lr is lr (1 - momentum)")
     linear: ClassVar[bool] = True
 
     @property
     def stable_step(self) -> float:
+        if self.dampening:
+            return 2.0
         limit = 2.0 * (1.0 + self.momentum)
         return limit / (1.0 + 2.0 * self.momentum) if self.nesterov else limit
 
     @property
     def momentum_top(self) -> float:
         return 1.0 if self.bounded else math.inf
+
+    @property
+    def dampens(self) -> bool:
+        return self.dampening
+
+    def conflicts(self) -> Conflicts:
+        if self.dampening and not self.bounded:
+            yield ("dampening",), "lr (1 - momentum) turns its sign where bounded=False lets momentum pass 1; set one"
 
     @property
     def kernel(self) -> AlgorithmForm:

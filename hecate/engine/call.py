@@ -29,7 +29,7 @@ from hecate.engine.tokens import NUMBERS, Carry
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.config import accumulated_retain, frozen_gradients
+from hecate.rule.config import accumulated_retain, frozen_gradients, remembered_keys
 from hecate.rule.state import initial_state, slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
@@ -266,8 +266,8 @@ def _memory(
     shapes = config.structure.shapes(d_phi, d_v)
     if initial is not None:
         check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, inputs.k, batch=batch)
-    first = None
-    if state is None or reset is not None:
+    first, returns = None, reset is not None or config.retention.anchored
+    if state is None or returns:
         if initial is None:
             initial = starts(config.structure, d_phi, d_v, heads=heads, dtype=dtype, device=device)
         wide = {name: initial[name].to(dtype) for name in shapes}
@@ -275,7 +275,7 @@ def _memory(
     own = first if state is None else _checked(config, state, shapes, slot_shapes(config, shapes, d_phi, d_v), inputs)
     carry = carry_of(own, dtype)  # type: ignore[arg-type]
     # Apart from the state even where that starts there: to a program they are two inputs.
-    start = carry.memory if reset is None or first is None else carry_of(first, dtype).memory
+    start = carry.memory if first is None or not returns else carry_of(first, dtype).memory
     return own, start, carry  # type: ignore[return-value]
 
 
@@ -283,6 +283,8 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
     """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
     batch, _, heads = inputs.lr.shape
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
+    if count := remembered_keys(config):
+        pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]))
     if accumulated_retain(config):
         pending["retain"] = tuple(inputs.retain.shape[3:])
         kept = state.pending.get("retain")
@@ -306,9 +308,9 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
 def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
     """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
     pending = dict(state.pending)
-    retained = pending.pop("retain", None)
+    rest = [{name: pending.pop(name)} if name in pending else {} for name in ("retain", "keys")]
     kinds: list[Any] = []
-    for held in (state.memory, state.slots, state.anchor, pending, {} if retained is None else {"retain": retained}):
+    for held in (state.memory, state.slots, state.anchor, pending, *rest):
         flat: list[Tensor] = []
         for item in held.values():
             item = item.flatten(0, 1)
@@ -326,8 +328,9 @@ def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, 
         for name, tensor in zip(names, tensors, strict=False):
             named[name] = tensor.unflatten(0, lead)
         held.append(named)
-    if carry.pending_retain:
-        held[3]["retain"] = carry.pending_retain[0].unflatten(0, lead)
+    for name, kept in (("retain", carry.pending_retain), ("keys", carry.keys)):
+        if kept:
+            held[3][name] = kept[0].unflatten(0, lead)
     return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 

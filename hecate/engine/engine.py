@@ -48,6 +48,8 @@ class Engine(ABC):
     truth: ClassVar[bool] = False  # whether the others are compared with it
     automatic: ClassVar[bool] = True  # whether `auto` may take it
     transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
+    anchors: ClassVar[bool] = False  # whether it forgets towards the start
+    bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
 
@@ -75,6 +77,10 @@ class Engine(ABC):
         """Why it cannot run a config, whatever it is called with; None if it can."""
         if config.forms.transposed and not self.transposes:
             return f"it reads what memories predict, and {config.structure.named} is read by its transpose"
+        if config.retention.anchored and not self.anchors:
+            return f"it forgets towards zero, and retention {config.retention.kind!r} as configured towards the start"
+        if config.blocks and not self.bounds:
+            return "it takes steps by the length of keys, and step='normalized' by the curvature that writes meet"
         return self.refuses(config)
 
     def unfit(self, call: Call) -> str | None:

@@ -34,11 +34,11 @@ def to_tokens(
 ) -> Tokens:  # fmt: skip
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype. l2: a kernel for
     key_norm="l2"."""
-    q, k, v, lr, *gates = cast_inputs(inputs, dtype, run)
+    q, k, v, lr, *gates = cast_inputs(config, inputs, dtype, run)
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     phi_k, phi_q = featured(config, k, q, params, run=run, l2=l2)
-    if config.step != "raw":
+    if config.by_key:
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
     phi_w, kept = None, None
     if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
@@ -78,8 +78,11 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
     return tokens._replace(phi_k=tokens.v, v=tokens.phi_k, retain=retain, retain_value=None)
 
 
-def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False) -> list[Tensor]:
-    """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q."""
+def cast_inputs(
+    config: MemoryConfig, inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False
+) -> list[Tensor]:
+    """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
+    it."""
     q, *rest = [
         tensor
         if tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
@@ -89,6 +92,8 @@ def cast_inputs(inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool 
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
+    if config.algorithm.dampens:
+        rest[2] = one(run(DAMPENED, rest[2], rest[4], label="dampening"))
     return [q, *rest]
 
 
@@ -110,6 +115,11 @@ def _gated(
     if config.forms.target:  # which never asks the memory
         return written, None, kept
     return erased, None if written is erased else written, kept
+
+
+DAMPENED = formula_block(
+    "dampened", lambda lr, momentum: lr * (1 - momentum), lambda lr, momentum, g: (g * (1 - momentum), -g * lr)
+)
 
 
 def _gate(phi: Tensor, gate: Tensor) -> Tensor:
@@ -246,7 +256,10 @@ def _series(x: Tensor, order: int) -> Tensor:
 
 # By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
 _STEPS = {
-    "normalized": (by_hand(Block("step.normalized", _normalized, _normalized_vjp)), NORMALIZED_EPS),
+    **dict.fromkeys(
+        ("normalized", "key_normalized"),
+        (by_hand(Block("step.normalized", _normalized, _normalized_vjp)), NORMALIZED_EPS),
+    ),
     "implicit": (by_hand(Block("step.implicit", _implicit, _implicit_vjp)), 1.0),
     "flow": (by_hand(Block("step.flow", _flow, _flow_vjp)), 1.0),
 }

@@ -16,10 +16,13 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.engine.call import GENERAL, Call
 from hecate.engine.engine import TokenEngine
-from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds
+from hecate.engine.tokens import (
+    CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds, linear_block,
+)  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.config import frozen_gradients
 from hecate.structure import Memory
+from hecate.structure.bound import BLOCK, KEYS, lengths
 from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
@@ -28,7 +31,7 @@ class Sequential(TokenEngine):
     """Token by token, for every config."""
 
     name = "sequential"
-    truth = transposes = True
+    truth = transposes = anchors = bounds = True
     takes = GENERAL
 
     def cost(self, call: Call) -> float:
@@ -156,7 +159,7 @@ def token_step(
         anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
     if config.decay_order == "before_gradient":
-        at = linked(config.rule.decayed(anchor, kept, run=run))
+        at = linked(regained(config, config.rule.decayed(anchor, kept, run=run), initial, kept, run))
     elif frozen_gradients(config):
         at = linked(anchor)
     borders = config.retention.links != "token"
@@ -165,8 +168,10 @@ def token_step(
     if at is None and config.rule.retention.dual:
         at = weights
     opened = carry
+    if config.blocks:
+        token, carry = normalised(config, token, carry, at or carry.memory, run)
     commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
-    carry = commit(config, token, carry, at, kept, run)
+    carry = commit(config, token, carry, at, kept, initial, run)
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
@@ -193,8 +198,34 @@ def _in_chunk(
     return config.rule.moved(seen.memory, opened.anchor, weights, kept, run=run)
 
 
+def regained(config: MemoryConfig, memory: Memory, initial: Memory, retain: Tensor, run: Run) -> Memory:
+    """A memory after a step, with what of its start has taken the place of what it forgot. [RET-START-D2]"""
+    if not config.retention.anchored:
+        return memory
+    return per_weight(run, _REGAINED, memory, initial, (retain,) * len(memory))
+
+
+def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, run: Run) -> tuple[Tokens, Carry]:
+    """A token with the length of its step, and the carry with its key; gradients are taken at the weights `at`.
+    [RULE-STEP-D3]"""
+    p, place = one(run(_ROW, token.phi_k)), (carry.position % BLOCK).unsqueeze(1)
+    keys = carry.keys[0] if carry.keys else p[:, :0]
+    c = one(run(lengths(config.structure.graph(), config.blocks), p, place, None, keys, *at))
+    lr = one(run(_MULTIPLY, token.lr, one(run(_ONLY, c))))
+    if carry.keys:
+        carry = carry._replace(keys=run(KEYS, keys, p, None))
+    return token._replace(lr=lr), carry
+
+
 def _commit_token(
-    block: Block | None, config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
+    block: Block | None,
+    config: MemoryConfig,
+    token: Tokens,
+    carry: Carry,
+    at: Memory | None,
+    kept: Tensor,
+    initial: Memory,
+    run: Run,
 ) -> Carry:
     gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)  # type: ignore[arg-type]
     if block is not None and token.phi_w is None and token.retain.dim() < 3:
@@ -204,7 +235,7 @@ def _commit_token(
         memory, slots = config.rule.write(
             carry.memory, carry.slots, *given, gates, phi_w=token.phi_w, weights=at, run=run
         )
-    carry = carry._replace(memory=memory, slots=slots)
+    carry = carry._replace(memory=regained(config, memory, initial, token.retain, run), slots=slots)
     if config.chunk == 1:
         return carry
     position = (carry.position + 1) % config.chunk
@@ -215,22 +246,23 @@ def _commit_token(
 
 
 def _commit_chunk(
-    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, run: Run
+    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, initial: Memory, run: Run
 ) -> Carry:
     own = Token(token.phi_k, token.v, token.lr, token.phi_w)
     grads, slots = config.rule.descended(at or carry.memory, own, carry.slots, run=run)
     pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
-    committed = committed_chunk(config, waiting, token.momentum, run)
+    committed = committed_chunk(config, waiting, initial, token.momentum, run)
     return select(position == 0, committed, waiting, run)
 
 
-def committed_chunk(config: MemoryConfig, carry: Carry, momentum: Tensor, run: Run) -> Carry:
+def committed_chunk(config: MemoryConfig, carry: Carry, initial: Memory, momentum: Tensor, run: Run) -> Carry:
     """The carry after the one step on a chunk's sum, with the momentum gate of its last token."""
     (kept,) = carry.pending_retain
     gates = TokenGates(torch.ones_like(momentum), kept, momentum)
     memory, slots = config.rule.apply(carry.memory, carry.slots, carry.pending, gates, run=run)
+    memory = regained(config, memory, initial, kept, run)
     pending = tuple(torch.zeros_like(total) for total in carry.pending)
     return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(kept),))
 
@@ -249,6 +281,7 @@ def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry,
         anchor=initial if frozen_gradients(config) else (),
         pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
         pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
+        keys=tuple(torch.zeros_like(keys) for keys in carry.keys),
         position=torch.zeros_like(carry.position),
     )
     return select(mask, anew, carry, run)
@@ -271,4 +304,11 @@ def _cells_vjp(retain: Tensor, value: Tensor, g: Tensor) -> tuple[Tensor, Tensor
 STACK = Block("stack", lambda *rows: ((torch.stack(rows, 1),), None), lambda _, g: g.unbind(1))
 _ACCUMULATE = formula_block("accumulate", lambda total, lr, grad: total + over(lr, grad) * grad, _accumulate_vjp)
 CELLS = formula_block("retain.cells", _cells, _cells_vjp)  # `[N, 1 or V, 1 or P]`
+_REGAINED = formula_block(
+    "retention.regained",
+    lambda memory, start, retain: memory + over(1 - retain, memory) * start,
+    lambda memory, start, retain, g: (g, over(1 - retain, g) * g, -sum_to_gate(g * start, retain)),
+)
+_ROW = linear_block("token.row", lambda x: x.unsqueeze(1), lambda g: g.squeeze(1))
+_ONLY = linear_block("token.only", lambda x: x.squeeze(1), lambda g: g.unsqueeze(1))
 _MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

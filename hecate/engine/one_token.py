@@ -27,6 +27,7 @@ from hecate.engine.loop import CELLS, blocks_of, token_step
 from hecate.engine.tokens import Tokens
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.structure import starts
 from hecate.tape import execute, is_traced, one
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import reach
@@ -88,7 +89,7 @@ def short_way(
     gates = _DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
     try:
-        return None if program is None else program(q, k, v, gates, state, params, name, squashed)
+        return None if program is None else program(q, k, v, gates, state, params, initial, name, squashed)
     except Unfit:
         return None
 
@@ -121,6 +122,7 @@ class OneToken:
     ) -> None:
         """`channels` says that retain has one value per phi channel."""
         self.config, self.shape, self.values, self.timed = config, v.shape, v.dtype, k.dim() == 4
+        self.width = k.shape[-1]
         batch, heads = k.shape[0], k.shape[-2]
         self.device, self.dtype = k.device.type, next(iter(state.memory.values())).dtype
         self.casts = q.dtype != self.dtype or k.dtype != self.dtype
@@ -135,7 +137,8 @@ class OneToken:
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
-        self.quotients = config.step != "raw" or config.normalizer == "sum"  # which want lr beside phi(k)
+        self.dampens, self.anchored = config.algorithm.dampens, config.retention.anchored
+        self.quotients = config.by_key or config.normalizer == "sum"  # which want lr beside phi(k)
         self.features = (batch, 1, heads, -1) if self.quotients else self.row
         # An axis of time changes no bit of what is done to each number alone.
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
@@ -167,8 +170,8 @@ class OneToken:
             }  # fmt: skip
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None, name: str,
-        squashed: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState, params: Params | None,
+        initial: Named | None, name: str, squashed: bool,
     ) -> tuple[Tensor, MemoryState]:  # fmt: skip
         """y and the new state; `squashed` is that of `short_way`."""
         if torch.is_autocast_enabled(self.device):
@@ -177,12 +180,14 @@ class OneToken:
         lr = self.gate(0, gates.lr, squashed) if lr is None else lr
         retain = self.gate(1, gates.retain, squashed) if retain is None else retain
         momentum = self.gate(2, gates.momentum, squashed) if momentum is None else momentum
+        if self.dampens:
+            lr = lr * (1 - momentum).reshape(lr.shape)
         phi_q, phi_k = self.features_of(q, k, state, params)
         if self.values != self.dtype:
             v = v.to(self.dtype)
         if self.quotients:
             v = v.reshape(*self.features)
-            if self.config.step != "raw":
+            if self.config.by_key:
                 phi_k, v, lr = stepped(self.config, phi_k, v, lr, execute)
             if self.config.normalizer == "sum":
                 near = Tokens(phi_k, phi_q, v, lr, retain, momentum)
@@ -196,6 +201,8 @@ class OneToken:
             token: tuple[Any, ...] = (phi_k, phi_q, v, lr, retain, momentum)
             if self.keyed:
                 token = self.gated(token, gates)
+            if self.anchored:
+                token = (*token, *[None] * (len(Tokens._fields) - len(token)), self.start(initial, state))
             y, new = self.steps[0](*token, state)
             if state.normalizer is not None:
                 phi_k = phi_k if gates.write is None else phi_k * self.factor("write", gates.write)
@@ -218,6 +225,16 @@ class OneToken:
         if self.inspects and not (squashed and self.tells):
             expect_within(given, 0, self.tops[index])
         return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
+
+    def start(self, initial: Named | None, state: MemoryState) -> tuple[Tensor, ...]:
+        """The weights `[N, ...]` that the memory goes back to."""
+        batch, heads = state.position.shape
+        if initial is None:
+            shapes = (self.config.feature_map.output_dim(self.width), self.shape[-1])
+            initial = starts(self.config.structure, *shapes, heads=heads, dtype=self.dtype, device=state.position.device)
+        own = [initial[name].to(self.dtype) for name in state.memory]
+        ranks = [item.dim() for item in state.memory.values()]
+        return tuple([x.expand(batch, *x.shape[-rank + 1 :]).flatten(0, 1) for x, rank in zip(own, ranks, strict=True)])
 
     def gated(self, token: tuple[Any, ...], gates: Gates) -> tuple[Any, ...]:
         """The token with the keys that it erases and writes with, and its retain_value: as `to_tokens` has them."""
@@ -289,7 +306,7 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
 
 def _is_online(config: MemoryConfig) -> bool:
     """Whether a linear memory takes a linear step at every token."""
-    return config.chunk == 1 and config.commit == "token" and config.retention.linear and config.forms.linear
+    return config.chunk == 1 and config.commit == "token" and config.retention.linear and config.forms.linear and not config.retention.anchored
 
 
 def _is_direct(config: MemoryConfig) -> bool:
@@ -356,8 +373,9 @@ def _general(config: MemoryConfig) -> TokenStep:
 
     def step(*given: Any) -> tuple[Tensor, MemoryState]:
         *token, state = given
-        carry = carry_of(state)
-        y, new, _ = token_step(config, Tokens(*token), carry, (), run=execute, blocks=blocks)
+        carry, fields = carry_of(state), len(Tokens._fields)
+        start = token[fields] if len(token) > fields else ()
+        y, new, _ = token_step(config, Tokens(*token[:fields]), carry, start, run=execute, blocks=blocks)
         new = new.rebuilt(tuple(apart(list(new.flat), carry.flat, execute)))  # type: ignore[arg-type]
         return y, named_state(tuple(state.memory), tuple(state.slots), new, state.position.shape)
 

@@ -62,8 +62,9 @@ def memory_scan(
             defaults.
         phi_params: parameters from `config.feature_map.init(D, heads=H)`; may be left out without any.
         state: the state to go on from; None starts at `initial`.
-        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts; None takes the
-            structure's own (zero for a matrix). The retention has the last word on where that is: `Retention.start`.
+        initial: weights `[H, ...]` or `[B, H, ...]` by name, where a memory starts and restarts, and what it forgets
+            towards under a retention `towards` the start, to be given with a state, too; None takes the structure's own
+            (zero for a matrix). The retention has the last word on where that is: `Retention.start`.
         write_mask: `[B, T]` bool; at False the token is read but leaves the memory exactly as it was, whatever it
             carries.
         reset_mask: `[B, T]` bool; at True the memory restarts from `initial` before that token.
@@ -297,9 +298,9 @@ class Stepper:
         if self.buffers is not None:
             return self._in_place(self.buffers, q, k, v, gates)
         config, state, params, name = self.config, self.state, self.phi_params, self.name
-        found = short_way(config, q, k, v, gates, state, params, None, name)
+        initial = self.initial if state is None or config.retention.anchored else None
+        found = short_way(config, q, k, v, gates, state, params, initial, name)
         if found is None:
-            initial = self.initial if state is None else None
             found = memory_step(config, q, k, v, gates, state=state, phi_params=params, initial=initial, name=name)
         y, self.state = found
         return y

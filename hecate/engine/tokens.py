@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +51,14 @@ class Carry(NamedTuple):
     anchor: Memory
     pending: Memory
     pending_retain: Memory
+    keys: Memory
     position: Tensor
 
     @property
     def flat(self) -> tuple[Tensor, ...]:
         """All tensors in order."""
-        return (*self.memory, *self.slots, *self.anchor, *self.pending, *self.pending_retain, self.position)
+        kinds = self.memory, self.slots, self.anchor, self.pending, self.pending_retain, self.keys
+        return (*chain.from_iterable(kinds), self.position)
 
     def rebuilt(self, flat: tuple[Tensor, ...]) -> Carry:
         """A carry of the same layout from other tensors."""

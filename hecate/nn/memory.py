@@ -311,6 +311,7 @@ class Memory(RuleParameters, MemoryLayer):
         across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
         q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
+        v = normalise_qk(v, self.config.layer_v_norm)
         if self.gating is not None:
             own = None if state is None else state.gating
             restarts = (
@@ -377,13 +378,15 @@ class Memory(RuleParameters, MemoryLayer):
             if conv is not None:
                 mixed, past = conv.token(mixed, past, torch.unsafe_split_with_sizes)
             qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
-            qk, v = qk.view(*batch, 1, 2, heads, -1), v.view(*batch, 1, heads, -1)
+            qk, v = qk.view(*batch, 1, 2, heads, -1), normalise_qk(v.view(*batch, 1, heads, -1), self.config.layer_v_norm)
             q, k = (qk if self.qk_norm == "none" else token_unit(qk, self.qk_norm)).unbind(2)
         made = gates.forward(x)
         params = self.phi_params if self.has_params else None
-        found = short_way(self.config, q, k, v, made, state.memory, params, None, self.name, squashed=True)
+        start = self.initial.tensors if self.config.retention.anchored else None
+        found = short_way(self.config, q, k, v, made, state.memory, params, start, self.name, squashed=True)
         if found is None:
-            found = memory_scan(self.config, q, k, v, made, phi_params=params, state=state.memory, name=self.name)
+            how = {"phi_params": params, "state": state.memory, "initial": start, "name": self.name}
+            found = memory_scan(self.config, q, k, v, made, **how)
         with below_autograd():
             y = self.gated(found[0], opened, plain=near and mixed.dtype in EXACT and not casts)
             y = linear(y, *_WEIGHTS(out._parameters))

@@ -106,6 +106,16 @@ class Retention(Variant, family="retention"):
         return self.linear
 
     @property
+    def anchored(self) -> bool:
+        """Whether what is forgotten gives way to the weights that a memory started at: (1 - retain) of these are added
+        to every step. [RET-START-D2]"""
+        return False
+
+    def settled(self, *, deep: bool) -> Retention:
+        """Itself, with what it leaves to the structure said: whether that is a deep one."""
+        return self
+
+    @property
     def weighted_sum(self) -> bool:
         """Whether memories stay weighted sums of what was written, with weights fixed by the gates: what a sum of
         weights can normalise."""

@@ -12,6 +12,7 @@ from hecate.errors import ConfigError, shorten
 from hecate.retention.base import GateForm, Retention, StepForm
 from hecate.tape.ops import over, sum_to_gate
 
+Towards = Literal["zero", "start"]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Shares = Annotated[tuple[_Share, ...], Field(min_length=1)]
 
@@ -60,8 +61,21 @@ class Decaying(Retention):
         return over(retain, memory) * g, self.centred(g, retain), sum_to_gate(g * memory, retain)
 
 
-class Decay(Decaying):
-    """decay: M' = retain M + D, retain in [0, 1] the kept fraction.
+class Forgetting(Decaying):
+    """Helper for retentions that forget towards zero or towards where the memory started."""
+
+    towards: Towards | None = None
+
+    @property
+    def anchored(self) -> bool:
+        return self.towards == "start"
+
+    def settled(self, *, deep: bool) -> Retention:
+        return self.model_copy(update={"towards": "start"}) if deep and self.towards is None else self
+
+
+class Decay(Forgetting):
+    """decay: M' = retain M + D, or M0 + retain (M - M0) + D towards the start M0; retain in [0, 1] the kept fraction.
 
     A stored item halves every log(1/2)/log(retain) tokens. Per token and head as in Titans and gated DeltaNet (whose
     papers write 1 - alpha and alpha for it), or per phi channel as in GLA. `memory_scan` takes whatever gate it is
@@ -75,11 +89,15 @@ class Decay(Decaying):
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in
             [1e-3, 1e-1], and `retain` but the default of a scan without gates.
+        towards: what is left when all is forgotten: "zero", or "start", the weights M0 that the memory started at.
+            None is "start" where the structure is deep, else "zero". All weights at zero are a point where every
+            gradient of a deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), can
+            not be written after some 300 tokens at retain .99. [RET-START-D2]
 
     Shapes: M, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
-    VJP: g_M = retain g, g_D = g, g_retain = <g, M>.
+    VJP: g_M = retain g, g_D = g, g_retain = <g, M>; towards the start also g_M0 = (1 - retain) g, g_retain -= <g, M0>.
     Traits: linear.
-    Cost: one multiply-add.
+    Cost: one multiply-add, two towards the start.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663); Gated Linear Attention Transformers (Yang et al., 2024,
     arXiv 2312.06635); Kimi Linear (Kimi Team, 2025, arXiv 2510.26692); Retentive Network (Sun et al., 2023, arXiv
     2307.08621), a rate per head. [RET-DECAY-D1, RET-DECAY-D2]
@@ -118,12 +136,12 @@ class Decay(Decaying):
         return self.retain
 
 
-class L2(Decaying):
+class L2(Forgetting):
     """l2: M' = retain (M + D), or retain M + D if decoupled, with retain = 1/(1 + penalty).
 
     A local penalty holds the memory near the last one, a global one near 0; `penalty` is their ratio. The minimiser of
     both shrinks the write with the memory: coupled. Yaad shrinks the past alone, as decoupled weight decay does, which
-    is `decay` by another parameter. A retain gate overrides the penalty token by token.
+    is `decay` by another parameter. A retain gate overrides the penalty token by token. `towards` is that of `decay`.
 
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: coupled: g_M = g_D = retain g, g_retain = <g, M + D>; decoupled: as `decay`.

@@ -19,6 +19,7 @@ from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
+from hecate.structure.bound import BLOCK, unbounded
 from hecate.variant import Config, Conflicts
 
 Named = str | Mapping[str, Any]
@@ -104,10 +105,15 @@ class MemoryConfig(Config):
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         layer_qk_norm: what `qk_norm` of a layer around the memory is where it is left out; None, "l2". Written out only
             where it is set; a scan takes q and k as they come.
+        layer_v_norm: what a layer around the memory does to values: "none", "l2" brings them to length 1, "rms" to a
+            root of mean squares of 1; a scan takes them as they come. Errors of a deep memory's step grow with theirs.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
             V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
-        step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2); "flow" (1 -
-            exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr.
+        step: "raw" lr; "normalized" lr over a bound of the largest eigenvalue of J J^T, J the derivative of predictions
+            by the weights: lr/(eps + |phi|^2), eps = 1e-6, for a linear memory with chunk=1, else as
+            `hecate.structure.bound` says, in chunks by the row sums of their Gram matrix; "key_normalized" lr/(eps +
+            |phi|^2) for every memory and chunk, which "normalized" was up to 0.2; "implicit" lr/(1 + lr |phi|^2);
+            "flow" (1 - exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr.
         state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
@@ -128,7 +134,8 @@ class MemoryConfig(Config):
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
-    step: Literal["raw", "normalized", "implicit", "flow"] = "raw"
+    layer_v_norm: Literal["none", "l2", "rms"] = "none"
+    step: Literal["raw", "normalized", "key_normalized", "implicit", "flow"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
@@ -153,7 +160,8 @@ class MemoryConfig(Config):
             key_norm: Literal["none", "l2", "sum"] = ...,
             query_scale: Literal["none", "key_dim"] = ...,
             layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
-            step: Literal["raw", "normalized", "implicit", "flow"] = ...,
+            layer_v_norm: Literal["none", "l2", "rms"] = ...,
+            step: Literal["raw", "normalized", "key_normalized", "implicit", "flow"] = ...,
             state_dtype: Literal["float32", "float64"] = ...,
             on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
         ) -> None: ...
@@ -167,6 +175,9 @@ class MemoryConfig(Config):
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
         object.__setattr__(self, "_programs", {})
         object.__setattr__(self, "refusals", {})
+        deep = getattr(self.structure, "factored", False) and not self.structure.linear
+        if hasattr(self.retention, "settled") and not getattr(self.structure, "transposed", True):
+            object.__setattr__(self, "retention", self.retention.settled(deep=deep))
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
@@ -214,6 +225,19 @@ class MemoryConfig(Config):
     def programs(self) -> dict[Any, Any]:
         """What `memory_step` has bound of this config, by the looks of its tensors; no copy has it."""
         return self._programs  # type: ignore[attr-defined]
+
+    @property
+    def blocks(self) -> int:
+        """Of how many blocks of a chunk the step is normalised by what its tokens' writes do to one another; 0 where
+        it is no matter of the memory's, but of each key's own length, if of any. [RULE-STEP-D3]"""
+        if self.step != "normalized" or not self.structure.factored or (self.forms.linear and self.chunk == 1):
+            return 0
+        return -(-self.chunk // BLOCK) if self.algorithm.takes_any_gradient() else 0
+
+    @property
+    def by_key(self) -> bool:
+        """Whether the step is a matter of each key's own length."""
+        return self.step != "raw" and not self.blocks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -272,7 +296,7 @@ class MemoryConfig(Config):
         if isinstance(data, str):
             data = {"kind": data}
         if not isinstance(data, Mapping) or "kind" not in data:
-            return data
+            return _of_earlier(data) if isinstance(data, Mapping) else data
         rule, own = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
         return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
 
@@ -316,7 +340,31 @@ class MemoryConfig(Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
+        for path, reason in self._no_bound():
+            yield path, reason
         self.check_step(self.algorithm.lr)
+
+    def _no_bound(self) -> Conflicts:
+        """Why a step cannot be normalised, or a start not be gone back to."""
+        structure, deep = self.structure, not (self.forms.linear or self.forms.transposed)
+        if self.step == "normalized" and deep and structure.factored:
+            if (reason := unbounded(structure.graph())) is not None:
+                yield ("step",), f"'normalized' with {structure.named}: {reason}; use step='raw'"
+            if not self.algorithm.takes_any_gradient():
+                own = f"algorithm {self.algorithm.kind!r} descends a loss of its own, whose curvature has no bound here"
+                yield ("step",), f"'normalized' with {structure.named}: {own}; use step='raw'"
+        if self.blocks and self.chunk > 1 and self.decay_order == "before_gradient":
+            own = "every token of a chunk takes its gradient at weights of its own, and no row sum bounds what they do"
+            yield ("step",), f"'normalized' with decay_order='before_gradient' and chunk={self.chunk}: {own}"
+        if self.retention.anchored:
+            towards = f"retention {self.retention.kind!r} towards 'start'"
+            if not self.readout.plain:
+                yield ("retention", "towards"), f"'start': readout {self.readout.kind!r} solves for sums of values alone"
+            if self.normalizer != "none":
+                sums = "the start is no weighted sum of values, which the normaliser could divide"
+                yield ("normalizer",), f"{self.normalizer!r}: {sums}; {towards} needs normalizer='none'"
+            if self.writes > 1:
+                yield ("writes",), f"{self.writes} writes a token: {towards} would go back at each of them"
 
     def _no_gating(self) -> Iterator[str]:
         """Why its gating cannot make what its memory takes."""
@@ -417,6 +465,25 @@ class MemoryConfig(Config):
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
 
 
+_ALWAYS = frozenset(
+    "structure bias retention algorithm feature_map chunk commit read decay_order normalizer key_norm query_scale step "
+    "state_dtype on_nonfinite".split()
+)
+
+
+def _of_earlier(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a config, those that a version before 0.3 has written out whole as they are spelled now: what it
+    meant keeps its numbers. [RULE-OLD-I1]"""
+    if not _ALWAYS <= data.keys() or "layer_v_norm" in data:
+        return data
+    found, retention = dict(data), data["retention"]
+    if isinstance(retention, Mapping) and retention.get("kind") in ("decay", "l2"):
+        found["retention"] = {"towards": "zero", **retention}
+    if data["step"] == "normalized":
+        found["step"] = "key_normalized"
+    return found
+
+
 def frozen_gradients(config: MemoryConfig) -> bool:
     """Whether gradients are taken at a remembered state rather than at the current one."""
     return config.chunk > 1 and config.commit == "token"
@@ -427,6 +494,11 @@ def accumulated_retain(config: MemoryConfig) -> bool:
     seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
     seen = seen and frozen_gradients(config)
     return seen or config.commit == "chunk"
+
+
+def remembered_keys(config: MemoryConfig) -> int:
+    """How many keys of an unfinished chunk are carried from token to token."""
+    return min(config.chunk, BLOCK) - 1 if config.blocks else 0
 
 
 class NamedRule(NamedTuple):

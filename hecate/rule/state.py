@@ -10,7 +10,7 @@ from torch import Tensor
 from hecate.checks import named
 from hecate.errors import NonFiniteError
 from hecate.late import look
-from hecate.rule.config import MemoryConfig, accumulated_retain, frozen_gradients
+from hecate.rule.config import MemoryConfig, accumulated_retain, frozen_gradients, remembered_keys
 from hecate.states import State
 from hecate.tape.ops import over
 
@@ -75,7 +75,8 @@ class MemoryState(State, _MemoryFields):
         anchor: `memory` at the chunk's start, where gradients are taken; empty unless chunk > 1.
         pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
             gradients by weight name; and there, as where gradients see the decayed state of the chunk's start, the
-            product of its retain gates as `"retain"`.
+            product of its retain gates as `"retain"`; where the step is normalised by what a chunk's writes do to one
+            another, the last keys that it wrote as `"keys"`, `[B, H, K, P]`.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
@@ -157,6 +158,8 @@ def initial_state(
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
     if accumulated_retain(config):
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
+    if count := remembered_keys(config):
+        pending["keys"] = first.new_zeros(*first.shape[:2], count, d_phi)
     weights = {name: tuple(weight.shape[2:]) for name, weight in memory.items()}
     shapes = slot_shapes(config, weights, d_phi, d_v)
     slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in shapes.items()}

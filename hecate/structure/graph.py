@@ -30,7 +30,8 @@ class Op(Protocol):
     """An operation between layers, on the last axis alone; `name` is what a tape calls it.
 
     `slopes` is what its derivatives need of the inputs, `vjp` gives the inputs' cotangents, linear in g, and `vjp_vjp`
-    those of (inputs, g) from those of `vjp`'s result.
+    those of (inputs, g) from those of `vjp`'s result. `bound` and `bound_vjp`, for memories whose step is normalised,
+    are explained in `hecate.structure.bound`.
     """
 
     @property
@@ -64,6 +65,14 @@ class Act(NamedTuple):
         (c,) = cotangents
         return (c * g * activate(self.kind, x, 2),), c * slope
 
+    def bound(self, slopes: tuple[Tensor, Tensor], a: Tensor) -> tuple[Tensor]:
+        return (a * slopes[1].square(),)
+
+    def bound_vjp(self, slopes: tuple[Tensor, Tensor], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
+        x, slope = slopes
+        (g,) = shares
+        return (2 * a * slope * activate(self.kind, x, 2) * g,), g * slope.square()
+
 
 class Add(NamedTuple):
     """x + y."""
@@ -81,6 +90,12 @@ class Add(NamedTuple):
 
     def vjp_vjp(self, slopes: None, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
         return (None, None), cotangents[0] + cotangents[1]
+
+    def bound(self, slopes: None, a: Tensor) -> tuple[Tensor, Tensor]:
+        return a, a
+
+    def bound_vjp(self, slopes: None, a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
+        return (None, None), shares[0] + shares[1]
 
 
 class Multiply(NamedTuple):
@@ -101,6 +116,14 @@ class Multiply(NamedTuple):
     def vjp_vjp(self, slopes: tuple[Tensor, ...], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
         (x, y), (cx, cy) = slopes, cotangents
         return (cy * g, cx * g), cx * y + cy * x
+
+    def bound(self, slopes: tuple[Tensor, ...], a: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = slopes
+        return a * y.square(), a * x.square()
+
+    def bound_vjp(self, slopes: tuple[Tensor, ...], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
+        (x, y), (gx, gy) = slopes, shares
+        return (2 * a * x * gy, 2 * a * y * gx), gx * y.square() + gy * x.square()
 
 
 class Normalise(NamedTuple):
@@ -131,6 +154,15 @@ class Normalise(NamedTuple):
         (jc,), (jg,) = self.vjp(slopes, c), self.vjp(slopes, g)
         along, gy, cy = ((a * b).mean(-1, keepdim=True) for a, b in ((c, jg), (g, y), (c, y)))
         return (-(along * y + gy * jc + cy * jg) * scale,), jc
+
+    def bound(self, slopes: tuple[Tensor, Tensor], a: Tensor) -> tuple[Tensor]:
+        return (a.sum(-1, keepdim=True) * slopes[1].square(),)  # 1/s is the largest slope
+
+    def bound_vjp(self, slopes: tuple[Tensor, Tensor], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
+        y, scale = slopes
+        g = shares[0].sum(-1, keepdim=True)
+        total = a.sum(-1, keepdim=True)
+        return (-2 / y.shape[-1] * g * total * scale**3 * y,), g * scale.square()
 
 
 class Linear(NamedTuple):

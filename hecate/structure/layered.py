@@ -133,7 +133,11 @@ class MLP(Layered):
 
     The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
     The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
-    `expansion` times the larger of the input and output widths.
+    `expansion` times the larger of the input and output widths. W_L starts at `last` times its draw: a memory that says
+    little before it was written takes its first writes whole.
+
+    `tanh` without bias is odd, f(-p) = -f(p): it learns odd maps fastest and even ones not at all; for these take gelu
+    and bias. [STR-MLP-D2]
 
     Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u `[N, V]`.
     VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T d_i: the reverse of
@@ -153,6 +157,7 @@ class MLP(Layered):
     norm: Literal["none", "layer"] = "none"
     norm_eps: float = Field(1e-6, gt=0)
     bias: bool = False
+    last: float = Field(1.0, gt=0)
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
@@ -169,7 +174,9 @@ class MLP(Layered):
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
         drawn = super().start(name, shape, generator, **place)
-        return torch.zeros_like(drawn) if name.startswith("b") else drawn
+        if name.startswith("b"):
+            return torch.zeros_like(drawn)
+        return self.last * drawn if self.last != 1 and name == f"w{self.layers}" else drawn
 
     def graph(self) -> Graph:
         nodes: list[Linear | Apply] = []

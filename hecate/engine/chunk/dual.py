@@ -53,8 +53,9 @@ class Row(NamedTuple):
 class Dual:
     """The block of a config.
 
-    States are memory, slots, the weights that queries meet in place of the memory, and those at which gradients are
-    taken, `counts` of each: none where they are the memory; `reads` is whether there are outputs. `row.kept`, `[N, C]`
+    States are memory, slots, the weights that queries meet in place of the memory, those at which gradients are taken,
+    and the start to which the memory is what has been added, `counts` of each: none where they are the memory, or it is
+    the whole; `reads` is whether there are outputs. `row.kept`, `[N, C]`
     or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W` is that of `kept_t p_t` at W, and what it
     writes at is p_t. (*row, *states) -> (y if it `reads`, *memory, *slots).
     """
@@ -70,18 +71,18 @@ class Dual:
         return Block("chunk.step", self.forward, self.vjp if self.loss.hand_written else None)
 
     def states(self, inputs: Tensors) -> list[Memory]:
-        """Memory, slots, the weights that are met, those at which gradients are taken."""
+        """Memory, slots, the weights that are met, those at which gradients are taken, the start."""
         found: list[Any] = [inputs[at:end] for at, end in zip(self.ends, self.ends[1:], strict=False)]
-        return [own or (found[0] if index != 1 else ()) for index, own in enumerate(found)]
+        return [own or (found[0] if index in (2, 3) else ()) for index, own in enumerate(found)]
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Any]:
         """Outputs, and what the VJP needs beside them."""
-        row, (memory, slots, met, anchor) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
+        row, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
         past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
         d, found, flowed = past.factors(one((u,)))
         h = (row.phi_k,) if row.kept is not None else self.faced(found)
-        values, kept = self.read(row, met, slots, d, h, plus) if self.reads else ([], [])
+        values, kept = self.read(row, (met, slots, start), d, h, plus) if self.reads else ([], [])
         held = zip(memory, slots or [None] * len(memory), d, h, strict=True)
         new = zip(*(_written(row, plus, *each) for each in held), strict=True)
         outputs = (*values[-1:], *(weight for column in new for weight in column))
@@ -93,9 +94,11 @@ class Dual:
         return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]
 
     def read(
-        self, row: Row, met: Memory, slots: Memory, d: Memory, h: Sequence[Any], plus: Plus
+        self, row: Row, states: tuple[Memory, Memory, Memory], d: Memory, h: Sequence[Any], plus: Plus
     ) -> tuple[list[Tensor], list[Any]]:
-        """The value of every node for the queries, each at its own token's state, and what the layers kept."""
+        """The value of every node for the queries, each at its own token's state, and what the layers kept; `states`
+        are the weights that are met, slots and start."""
+        met, slots, start = states
         values: list[Tensor] = [row.phi_q]
         kept: list[Any] = []
         for node in self.graph.nodes:
@@ -105,6 +108,7 @@ class Dual:
                 scores = None if at in self.biases else torch.bmm(q, h[at].mT)
                 attend = row.seen if scores is None else scores * row.seen
                 z, answers = _answer(row, plus, q, met[at], slot)
+                z = plus(z, q, start[at].mT) if start else z
                 values.append(plus(z, attend, d[at], -1))
                 kept.append((scores, attend, answers))
             else:
@@ -115,14 +119,15 @@ class Dual:
     def vjp(self, residuals: Any, *cotangents: Tensor) -> Tensors:
         """Cotangents of all inputs."""
         inputs, past, of_bias, d, h, flowed, values, kept = residuals
-        row, (memory, slots, met, _) = Row(*inputs[: self.ends[0]]), self.states(inputs)
-        found, count, (*_, own_met, apart) = list(cotangents[self.reads :]), len(memory), self.given
+        row, (memory, slots, met, _, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)
+        found, count, (*_, own_met, apart, _) = list(cotangents[self.reads :]), len(memory), self.given
         back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, own_met)
         none, gq = [None] * count, None
         for each in zip(memory, slots or none, d, h, found, found[count:] or none, strict=False):
             back.written(*each)
         if self.reads:
-            gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h))
+            back.start = [None] * len(start)
+            gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h, start or none))
         gh = [None] if row.kept is not None else self.faced(back.h)
         above, gu, arrived = past.factors_vjp(flowed, back.d, gh, () if apart else back.memory)
         gpred, gv = self.loss.pullback(of_bias, [gu])
@@ -134,7 +139,7 @@ class Dual:
             gp = back.h[0] + times(row.kept, gp)
         of_row = (gp, gq, gv, *map(back.gate, Row._fields[3:]))
         own = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
-        return (*of_row, *own, *(gweights if apart else ()))
+        return (*of_row, *own, *(gweights if apart else ()), *back.start)
 
     def unread(self, back: _Back, gy: Tensor, values: list[Tensor], kept: list[Any], given: Any) -> Tensor:
         """The cotangent of the queries; the others are added to those of the write."""
@@ -195,8 +200,8 @@ class _Back:
         self.minus: dict[str, Any] = {
             name: None if own is None else -own for name, own in (("into", row.into), ("slot_into", row.slot_into))
         }
-        columns: Any = [], [], [], [], []
-        self.d, self.h, self.memory, self.slots, self.met = columns
+        columns: Any = [], [], [], [], [], []
+        self.d, self.h, self.memory, self.slots, self.met, self.start = columns
 
     def add(self, name: str, g: Tensor) -> None:
         """Adds to a gate's."""
@@ -236,10 +241,11 @@ class _Back:
         return (summed, known) if wide else (known, summed)
 
     def read(
-        self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, scores: Maybe,
-        attend: Tensor, answers: list[Tensor],
+        self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, start: Maybe,
+        scores: Maybe, attend: Tensor, answers: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d."""
+        """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d, and q M0^T
+        more where there is a start."""
         gattend = torch.bmm(g, d.mT)
         self.d[at] = self.plus(self.d[at], attend.mT, g, -1)
         self.add("seen", gattend if scores is None else gattend * scores)
@@ -268,6 +274,9 @@ class _Back:
                 self.met[at] = torch.bmm(left.mT, right)
             else:
                 self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
+        if start is not None:
+            self.start[at] = torch.bmm(g.mT, q)
+            gq = self.plus(gq, g, start)
         return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
 
 

@@ -27,10 +27,11 @@ from hecate.engine.chunk.batched import predict, predict_block, predict_states, 
 from hecate.engine.chunk.dual import Dual
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, restarted, select
+from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
 from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
+from hecate.structure.bound import BLOCK, KEYS, lengths
 from hecate.structure.graph import Graph
 from hecate.tape import Run, Tensors, formula_block, one, several, waits
 
@@ -44,6 +45,7 @@ class Chunk(TokenEngine):
     """All gradients of a chunk at one state, for every structure, bias and retention."""
 
     name = "chunk"
+    anchors = bounds = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no chunks, or chooses gradients token by token."""
@@ -52,6 +54,8 @@ class Chunk(TokenEngine):
         if not config.algorithm.takes_any_gradient():
             return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
         retention, form = config.retention, config.forms.algorithm
+        if retention.anchored and config.decay_order == "before_gradient":
+            return "every gradient of a chunk would be taken at weights of its own, on their way back to the start"
         if retention.links != "token":
             own = f"retention.link_at={retention.links!r}"
             if form is None or not (config.structure.factored and retention.additive):
@@ -106,6 +110,8 @@ def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, po
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
     """The most tokens that one step takes; `late` where launches count."""
+    if config.blocks:
+        return min(config.chunk, BLOCK)
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
     return min(config.chunk, BUILT if dual_graph(config, channelwise) is None else DEVICE_DUAL if late else DUAL)
@@ -154,6 +160,8 @@ def chunked(
         tokens, moved = _laid(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
     step, rows = (steps or steps_and_rows)(config, tokens, [span.size for span in spans], run)
+    if config.blocks:
+        rows = _placed(config, rows, position or 0, [span.size for span in spans], layout)
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
@@ -164,7 +172,7 @@ def chunked(
                 span = Span(span.size, *at)
                 if layout.resets is not None:
                     carry = restarted(config, layout.resets[:, index], initial, carry, own)
-            y, carry = step(carry, row, span, own)
+            y, carry = step(carry, (*row, *initial) if config.retention.anchored else row, span, own)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
@@ -178,6 +186,41 @@ def chunked(
 
 def _bytes(tensors: Tensors) -> int:
     return sum(item.numel() * item.element_size() for item in tensors if item is not None)
+
+
+def _placed(
+    config: MemoryConfig, rows: list[Tensors], position: int, sizes: list[int], layout: Layout | None
+) -> list[Tensors]:
+    """Rows with the places of their tokens in their blocks and which are written, as `lengths` takes them."""
+    found: list[Tensors] = []
+    for row, size in zip(rows, sizes, strict=True):
+        place, write = None, None
+        if layout is not None:
+            place, write = (x[:, len(found) * size :][:, :size] for x in (layout.place % BLOCK, layout.write))
+        elif position % BLOCK or size > BLOCK:
+            device = next(item for item in row if item is not None).device
+            place = torch.arange(position, position + size, device=device) % BLOCK
+        position = (position + size) % config.chunk
+        found.append((*row, place, write))
+    return found
+
+
+def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, Tensors, Memory]:
+    """A row apart: itself, what `_placed` has added, the start."""
+    start = len(carry.memory) if config.retention.anchored else 0
+    more = start + (2 if config.blocks else 0)
+    split = len(row) - more
+    return row[:split], row[split : len(row) - start], several(row[len(row) - start :])
+
+
+def _lengths(
+    config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, placed: Tensors, run: Run
+) -> tuple[Tensor, Carry]:
+    """The length of every token's step, and the carry with the last keys."""
+    (place, write), keys = placed, carry.keys[0]
+    before = keys[:, :0] if place is None else keys
+    c = one(run(lengths(config.structure.graph(), config.blocks), p, place, write, before, *at))
+    return c, carry._replace(keys=several(run(KEYS, keys, p, write)))
 
 
 def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
@@ -212,6 +255,7 @@ def _commit_dual(
     config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
+    row, placed, start_at = _of_row(config, carry, row)
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
@@ -223,18 +267,33 @@ def _commit_dual(
             answers = several(run(predict_block(graph), one(row[2:3]), *at))
         else:
             met = config.rule.moved(memory, start, at, carry.pending_retain[0], run=run)
-    states = memory, carry.slots, met, at
+    coefficients = row[4:]
+    if config.blocks:
+        c, carry = _lengths(config, one(row[1:2]), at or memory, carry, placed, run)
+        seen, a, s, into, *rest, slot_into, slot_kept = coefficients
+        seen, into = one(run(_COLUMNS, seen, c)), one(run(_TIMES, into, c))
+        slot_into = None if slot_into is None else one(run(_TIMES, slot_into, c))
+        coefficients = (seen, a, s, into, *rest, slot_into, slot_kept)
+    if start_at:  # what is carried is what has been added to it
+        memory, at = per_weight(run, _LESS, memory, start_at), at or memory
+    states = memory, carry.slots, met, at, start_at
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
-    answers += several(run(step, *row[1:4], own, *row[4:], *chain.from_iterable(states)))
+    answers += several(run(step, *row[1:4], own, *coefficients, *chain.from_iterable(states)))
     y, new, slots = answers[0], answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
+    if start_at:
+        new = per_weight(run, _MORE, new, start_at)
     return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
+    row, placed, start = _of_row(config, carry, row)
     phi_k, phi_q, v, *gates = several(row[1:-1])
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if kept is None else anchor
+    if config.blocks:
+        c, carry = _lengths(config, phi_k, at, carry, placed, run)
+        gates[0] = one(run(_TIMES, gates[0], c))
     built = token_gradients(config, at, (phi_k, v, kept), run)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
@@ -242,6 +301,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     for mask, *each in zip(masks, *columns, strict=True):
         before, own = carry.memory, TokenGates(*each[: len(gates)])
         memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), own, run=run)
+        memory = regained(config, memory, start, own.retain, run)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
@@ -275,15 +335,19 @@ def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
 
 def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: kept, phi_k, phi_q, v and the gates."""
+    row, placed, start = _of_row(config, carry, row)
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
     since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
     at = weights if since is None else carry.memory
+    if config.blocks:
+        c, carry = _lengths(config, phi_k, at, carry, placed, run)
+        lr = one(run(_TIMES, lr, c))
     pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run)
     kept = one(run(PRODUCT, carry.pending_retain[0], retain))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
     if span.closes is False:
         return predict(config, weights, phi_q, run), waiting
-    new = committed_chunk(config, waiting, one(run(LAST, momentum)), run)
+    new = committed_chunk(config, waiting, start, one(run(LAST, momentum)), run)
     if isinstance(span.closes, Tensor):
         new = select(span.closes, new, waiting, run)
     if config.read == "before":
@@ -310,6 +374,17 @@ _SINCE = formula_block(
     "chunk.since",
     lambda total, kept: total.unsqueeze(1) * kept,
     lambda total, kept, g: ((g * kept).sum(1), total.unsqueeze(1) * g),
+)
+_LESS = formula_block("chunk.less", torch.sub, lambda a, b, g: (g, -g))
+_MORE = formula_block("chunk.more", torch.add, lambda a, b, g: (g, g))
+_TIMES = formula_block("chunk.times", torch.mul, lambda a, b, g: (g * b, g * a))
+
+
+# Rates of pairs `[N, C, C]`, of what a token reads and of what was written, times the lengths `[N, C]` of the latter.
+_COLUMNS = formula_block(
+    "chunk.columns",
+    lambda seen, c: seen * c.unsqueeze(-2),
+    lambda seen, c, g: (g * c.unsqueeze(-2), (g * seen).sum(-2)),
 )
 PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
 LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)

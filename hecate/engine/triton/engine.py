@@ -104,7 +104,7 @@ class Triton(TokenEngine):
         if not _raw(call):
             return super().run(call, run)
         inputs = call.inputs
-        q, k, *gates = cast_inputs(inputs, call.spec.dtype, run, narrow=True)
+        q, k, *gates = cast_inputs(call.config, inputs, call.spec.dtype, run, narrow=True)
         masks = [None if mask is None else by_head(mask, inputs.v.shape[2]) for mask in (inputs.write, inputs.reset)]
         ((initial, carry),) = call.memories
         y, carry = self._scan(call, Tokens(k, q, *gates, *masks), carry, initial, run, raw=True)

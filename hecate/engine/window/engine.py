@@ -120,7 +120,7 @@ class Window(Engine):
             tokens = to_tokens(config, inputs, call.params, call.spec.dtype, run)
             plan = _plan(config, given_features(tokens.phi_k.shape[-1]), call.shape)
         else:
-            q, k, *rest = cast_inputs(inputs, call.spec.dtype, run)
+            q, k, *rest = cast_inputs(config, inputs, call.spec.dtype, run)
             heads = inputs.k.shape[2]
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
             tokens = Tokens(k, q, *rest, *masks)

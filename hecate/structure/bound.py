@@ -1,0 +1,214 @@
+"""The length of a normalised step: one over a bound of the curvature that a chunk's writes meet, with its derivative.
+
+A write of lr G moves the predictions of all tokens that meet the same weights, that of token t by lr J_t J_j^T u_j for
+the gradient of token j; J is the derivative of the prediction by the weights. In a stack of linear layers J J^T is the
+sum over layers of B B^T |h|^2, h the layer's input and B the derivative of the prediction by its output. `spread` walks
+down the graph with bounds of squares of the columns of B, which its Frobenius norm adds up (1 at the prediction, the
+spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step of token t is
+
+    c_t = 1 / (floor + sum over layers and over tokens j <= t of its block of sqrt(b_t b_j) |h_t . h_j|)
+
+the row sums of the Gram matrix of a block's writes so far, which bound its largest eigenvalue; alone it is one over
+floor + sum b |h|^2. A chunk longer than `BLOCK` tokens is normalised block by block, times one over their number: a
+matrix that is positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
+
+Shapes: values and keys `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.structure.graph import INPUT, Cotangents, Graph, Linear, Trace, source, trace
+from hecate.tape import Block, Tensors
+
+BLOCK = 64  # tokens of a chunk whose writes are weighed against one another
+FLOOR = 1e-2  # a key that meets nothing makes no step of more than 100 lr
+ROOT = 1e-6  # beside b under the root, whose derivative is infinite at 0
+
+
+def unbounded(graph: Graph) -> str | None:
+    """Why the curvature of a graph has no bound here; None if it has."""
+    used: set[int] = set()
+    for node in graph.nodes:
+        sources = (node.source,) if isinstance(node, Linear) else node.sources
+        if not isinstance(node, Linear) and not (hasattr(node.op, "bound") and hasattr(node.op, "bound_vjp")):
+            return f"operation {node.op.name!r} gives no bound of its slope"
+        for at in sources:
+            if at > INPUT and at in used:
+                return "a value that two nodes use, whose slopes would add up"
+            used.add(at)
+    return None
+
+
+def spread(past: Trace) -> list[Tensor | None]:
+    """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all of
+    them together; None of p and of what no prediction hears of."""
+    bounds: list[Tensor | None] = [None] * len(past.values)
+    bounds[-1] = torch.ones_like(past.values[INPUT][..., :1])
+    for index in reversed(range(len(past.graph.nodes))):
+        node, a = past.graph.nodes[index], bounds[index + 1]
+        if a is None:
+            continue
+        if isinstance(node, Linear):
+            if node.source > INPUT:
+                columns = past.weights[node.weight].square().sum(-2, keepdim=True)
+                bounds[node.source] = a.sum(-1, keepdim=True) * columns
+        else:
+            for at, share in zip(node.sources, node.op.bound(past.slopes[index], a), strict=True):
+                if at > INPUT:
+                    bounds[at] = share
+    return bounds
+
+
+def spread_vjp(
+    past: Trace, bounds: Sequence[Tensor | None], layers: Sequence[Tensor | None], values: Cotangents
+) -> list[Tensor | None]:
+    """The reverse of `spread`: cotangents of the weights, and, added to `values`, of the values, from those of the
+    bounds b `[N, C, 1]` of every layer."""
+    gbounds = Cotangents(past.values)
+    gweights: list[Tensor | None] = [None] * len(past.weights)
+    for index, node in enumerate(past.graph.nodes):
+        a = bounds[index + 1]
+        if a is None:
+            continue
+        if isinstance(node, Linear):
+            g = layers[node.weight]
+            above = gbounds[node.source] if node.source > INPUT else None
+            if above is not None:
+                weight = past.weights[node.weight]
+                columns = weight.square().sum(-2, keepdim=True)
+                more = (above * columns).sum(-1, keepdim=True)
+                g = more if g is None else g + more
+                into = (above * a.sum(-1, keepdim=True)).sum(1, keepdim=True)
+                gweights[node.weight] = 2 * weight * into
+            gbounds.add(index + 1, g)
+            continue
+        shares = [gbounds[at] if at > INPUT else None for at in node.sources]
+        if all(share is None for share in shares):
+            continue
+        known = tuple(a.new_zeros(()) if share is None else share for share in shares)
+        ginputs, ga = node.op.bound_vjp(past.slopes[index], a, known)
+        gbounds.add(index + 1, ga)
+        for at, g in zip(node.sources, ginputs, strict=True):
+            values.add(at, None if g is None else g.expand_as(source(past.values, at)))
+    return gweights
+
+
+class _Rows(NamedTuple):
+    """sqrt(b + `ROOT`) h of every layer, and what their derivative needs."""
+
+    past: Trace
+    bounds: list[Tensor | None]
+    layers: list[tuple[int, int, int]]  # weight, value, source
+    roots: list[Tensor]
+    rows: list[Tensor]
+
+    @classmethod
+    def of(cls, graph: Graph, weights: Sequence[Tensor], p: Tensor) -> _Rows:
+        past = trace(graph, weights, p)
+        bounds, nodes = spread(past), enumerate(graph.nodes, 1)
+        layers = [(n.weight, at, n.source) for at, n in nodes if isinstance(n, Linear) and bounds[at] is not None]
+        roots = [(bounds[at].sum(-1, keepdim=True) + ROOT).sqrt() for _, at, _ in layers]  # type: ignore[union-attr]
+        rows = [root * source(past.values, of) for root, (_, _, of) in zip(roots, layers, strict=True)]
+        return cls(past, bounds, layers, roots, rows)
+
+    def vjp(self, cotangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Cotangents of the weights and of p from those of the rows."""
+        values = Cotangents(self.past.values)
+        of_bounds: list[Tensor | None] = [None] * len(self.past.weights)
+        for (weight, _, of), root, g in zip(self.layers, self.roots, cotangents, strict=True):
+            values.add(of, root * g)
+            of_bounds[weight] = (g * source(self.past.values, of)).sum(-1, keepdim=True) / (2 * root)
+        known = spread_vjp(self.past, self.bounds, of_bounds, values)
+        return self.past.through(values, known)
+
+
+def lengths(graph: Graph, blocks: int) -> Block:
+    """(p `[N, C, P]`, place, write, keys `[N, K, P]`, *weights) -> c `[N, C]`.
+
+    `keys` are the last K tokens that were written before; `place`, `[C]` or `[N, C]`, counts the tokens of its block
+    that were written before each, None those among the C; `write` `[N, C]` says which of the C are written, None all of
+    them; `blocks` is how many a chunk has.
+    """
+
+    def forward(
+        p: Tensor, place: Tensor | None, write: Tensor | None, keys: Tensor, *weights: Tensor
+    ) -> tuple[Tensors, Any]:
+        size, earlier = p.shape[1], keys.shape[1]
+        every = _Rows.of(graph, weights, torch.cat([keys, p], 1) if earlier else p)
+        if size == 1 and not earlier:
+            total, seen, grams = sum(row.square().sum(-1) for row in every.rows), None, []
+        else:
+            place = torch.arange(size, device=p.device) if place is None else place
+            seen = _seen(place, write, size, earlier)
+            grams = [torch.bmm(row[:, earlier:], row.mT) for row in every.rows]
+            total = sum(torch.where(seen, gram.abs(), 0.0).sum(-1) for gram in grams)
+        c = 1 / (blocks * (FLOOR + total))
+        return (c,), (every, seen, grams, c, earlier)
+
+    def vjp(residuals: Any, g: Tensor) -> Tensors:
+        every, seen, grams, c, earlier = residuals
+        gtotal = (-blocks * c.square() * g).unsqueeze(-1)
+        if seen is None:
+            grows = [2 * gtotal * row for row in every.rows]
+        else:
+            grows = []
+            for row, gram in zip(every.rows, grams, strict=True):
+                ggram = torch.where(seen, gram.sign(), 0.0) * gtotal
+                grow = torch.bmm(ggram.mT, row[:, earlier:])
+                late = grow[:, earlier:] + torch.bmm(ggram, row)
+                grows.append(torch.cat([grow[:, :earlier], late], 1) if earlier else late)
+        gweights, gp = every.vjp(grows)
+        return gp[:, earlier:], None, None, gp[:, :earlier], *gweights
+
+    return Block("structure.lengths", forward, vjp)
+
+
+def _seen(place: Tensor, write: Tensor | None, size: int, earlier: int) -> Tensor:
+    """Which of the K earlier tokens and of the C present ones are weighed against each of the latter, itself included:
+    `[1 or N, C, K + C]`."""
+    device = place.device
+    if write is None:
+        number = torch.arange(-earlier, size, device=device)
+        behind = number[earlier:, None] - number
+        return (behind >= 0) & (behind <= place.reshape(-1, size, 1))
+    before = write.long().cumsum(1) - write.long()
+    ahead = torch.arange(-earlier, 0, device=device).expand(len(write), earlier)
+    number, there = torch.cat([ahead, before], 1), torch.cat([torch.ones_like(ahead, dtype=torch.bool), write], 1)
+    behind = before.unsqueeze(2) - number.unsqueeze(1)
+    itself = torch.eye(size, dtype=torch.bool, device=device)
+    late = (torch.arange(size, device=device)[:, None] > torch.arange(size, device=device)) | itself
+    order = torch.cat([torch.ones(size, earlier, dtype=torch.bool, device=device), late], 1)
+    near = (behind >= 0) & (behind <= place.unsqueeze(-1)) & order
+    return near & (there.unsqueeze(1) | torch.cat([torch.zeros_like(order[:, :earlier]), itself], 1))
+
+
+def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
+    every, count = torch.cat([keys, p], 1), keys.shape[1]
+    if write is None:
+        return (every[:, every.shape[1] - count :],), (count, p.shape[1], None)
+    there = torch.cat([torch.ones_like(every[:, :count, 0], dtype=torch.bool), write], 1)
+    rank = there.long().flip(1).cumsum(1).flip(1)  # 1 for the last that is written
+    slot = torch.where(there & (rank <= count), count - rank, count)
+    index = torch.arange(every.shape[1], device=every.device).expand_as(slot)
+    index = slot.new_zeros(len(slot), count + 1).scatter(1, slot, index)[:, :count]
+    return (every.gather(1, index.unsqueeze(-1).expand(-1, -1, every.shape[-1])),), (count, p.shape[1], index)
+
+
+def _kept_vjp(residuals: Any, g: Tensor) -> Tensors:
+    count, size, index = residuals
+    if index is None:
+        every = torch.cat([torch.zeros_like(g[:, :1]).expand(-1, size, -1), g], 1)
+    else:
+        every = g.new_zeros(len(g), count + size, g.shape[-1])
+        every = every.scatter_add(1, index.unsqueeze(-1).expand_as(g), g)
+    return every[:, :count], every[:, count:], None
+
+
+KEYS = Block("structure.keys", _kept, _kept_vjp)
+"""(keys `[N, K, P]`, p `[N, C, P]`, write `[N, C]` or None) -> the last K keys that were written."""
