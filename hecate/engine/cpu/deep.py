@@ -29,6 +29,7 @@ from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
+from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
 from hecate.tape import ByHand, Run, Tensors, execute, several
 
@@ -43,6 +44,7 @@ class CompiledLayers(TokenEngine):
     """Kernels of numba on a CPU, the state in cache, for structures of linear layers and retentions that add."""
 
     name = "compiled_layers"
+    anchors = bounds = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no kernel."""
@@ -216,6 +218,7 @@ class Scan:
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
         self.new, self.zeros = first.new_empty, first.new_zeros
+        self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
 
     def packed(self, weights: Memory) -> Tensor:
         """A state `[N, size]`, its weights in whole vectors and fours."""
@@ -254,7 +257,7 @@ class Scan:
             tokens.momentum,
             none.bool() if tokens.write is None else tokens.write,
             none.bool() if tokens.reset is None else tokens.reset,
-            none if tokens.reset is None else self.packed(self.initial),
+            self.packed(self.initial) if self.starts else none,
             *given,
         )
         arguments = (
@@ -282,6 +285,8 @@ class Scan:
             step.centred,
             config.decay_order == "before_gradient",
             config.read == "before",
+            config.retention.anchored,
+            number(FLOOR if config.blocks else 0.0),
         )
         run = getattr(kernels, kernel)
         workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
@@ -308,7 +313,7 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     kept = call.new(call.count, -(-call.length // call.segment), plan.size) if keeps else none
     record = kept, torch.empty_like(kept) if call.slots else none
     linked = plan.size if config.retention.dual else 0
-    scratch = [linked, plan.row, plan.row, 2 * plan.widest, 3 * plan.widest, len(call.shapes)]
+    scratch = [linked, plan.row, plan.row, 2 * plan.widest, 3 * plan.widest, len(call.shapes), plan.row, plan.row]
     call.launch("forward", (memory, slot, y, *record), scratch)
     return (y[..., :v], *call.unpacked(memory), *(call.unpacked(slot) if call.slots else ())), record
 
@@ -321,7 +326,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     weights, (*shape, v), none = len(call.shapes), tokens.v.shape, call.new(0)
     memory, slots = call.packed(tuple(finals[:weights])), tuple(finals[weights:])
     slot = call.packed(slots) if slots else none
-    initial = call.zeros(memory.shape) if tokens.reset is not None else none
+    initial = call.zeros(memory.shape) if call.starts else none
     wide_v = v + -v % call.per
     gk, gq, gv = (call.zeros(*shape, width) for width in (call.inputs + -call.inputs % call.per,) * 2 + (wide_v,))
     gates = [call.zeros(*shape) for _ in range(3)]
@@ -340,6 +345,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         plan.row,
         plan.row,
         plan.size if config.decay_order == "before_gradient" else 0,
+        *[plan.row] * 4,
     ]
     given = (*several(record), call.padded(gy), memory, slot, initial, gk, gq, gv, *gates)
     call.launch("backward", given, scratch)
@@ -347,7 +353,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     return (
         *call.unpacked(memory),
         *(call.unpacked(slot) if slots else ()),
-        *(call.unpacked(initial) if tokens.reset is not None else (None,) * weights),
+        *(call.unpacked(initial) if call.starts else (None,) * weights),
         gk[..., : call.inputs],
         gq[..., : call.inputs],
         gv[..., :v],

@@ -8,7 +8,8 @@ The columns of a node are those of `NODE`. The values of a token lie side by sid
 an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
 
 Names as in `wide`: M state, S momentum, G and H their cotangents. With a link A is what is carried, W = link(A), and M
-the cotangent of W; without one W is A, and M is G. [ENG-LAYERS-D1]
+the cotangent of W; without one W is A, and M is G. With `anchor` what is forgotten gives way to the start, and with
+a `floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.bound`. [ENG-LAYERS-D1]
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 from numba import njit
 
+from hecate.engine.cpu.bound import bounded, bounded_back
 from hecate.engine.cpu.formulas import activated, centred, errors, linked, norm_pulled, normed, unlinked
 from hecate.engine.cpu.passes import (
     added, backs, copy, decayed, digest, dots, dots_more, fill, moved, out_of_line, product, product_added,
-    products_added, pulled_once, pulled_twice, scaled, summed, unwritten, unwritten_on, written, written_on,
+    products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on, written,
+    written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
@@ -31,7 +34,7 @@ LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
 
 def kernel(function: Any) -> Any:
     """Compiled when first called; kept on disk where there is a place for it."""
-    function.__qualname__ = f"{function.__name__}_{digest('layers')}"
+    function.__qualname__ = f"{function.__name__}_{digest('layers', 'bound')}"
     options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
     try:
         return njit(cache=True, **options)(function)
@@ -212,8 +215,8 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre,
 @kernel
 def forward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, W, x, f,
-    u, row, scales,
+    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, anchor, floor,
+    W, x, f, u, row, scales, bv, bt,
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
@@ -243,17 +246,22 @@ def forward(
                 _evaluated(plan, eps, nodes, Z, zo, x, nil)
                 copy(x, last, y, at * V, V)
             if writes:
-                r = retain[at]
+                r, l = retain[at], lr[at]
+                back = number(r, 1) - r
                 if order:
                     scaled(A, base, A, base, size, r)
+                    if anchor:
+                        regained(A, base, initial, base, size, back)
                     r = number(r, 1)
                 _learned(
                     plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L,
                     last, row, hidden,
                 )  # fmt: skip
-                _stepped(
-                    plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, lr[at], r, momentum[at], centre, row
-                )
+                if floor > 0:
+                    l /= floor + bounded(plan, nodes, Z, zo, x, nil, bv, bt, L, hidden)
+                _stepped(plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, l, r, momentum[at], centre, row)
+                if anchor and not order:
+                    regained(A, base, initial, base, size, back)
                 if link > 0:
                     _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             if not before:
@@ -265,8 +273,8 @@ def forward(
 @helper
 def _replayed(
     first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
-    momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W, x, f, u, row, scales,
-    X,
+    momentum, write, reset, initial, base, segment, form, a, b, link, la, lb, centre, order, anchor, floor, states,
+    states_S, W, x, f, u, row, scales, X, bv, bt,
 ):  # fmt: skip
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
     out_of_line()
@@ -278,20 +286,27 @@ def _replayed(
         o = segment + 1 if reset.size > 0 and reset[at] else i
         to = (i + 1) * size
         if write.size == 0 or write[at]:
-            r, Z, zo, A, ao = retain[at], states, o * size, states, o * size
+            r, l, Z, zo, A, ao = retain[at], lr[at], states, o * size, states, o * size
+            back = number(r, 1) - r
             if link > 0:
                 Z = W
             if order:
                 scaled(states, o * size, X, nil, size, r)
+                if anchor:
+                    regained(X, nil, initial, base, size, back)
                 Z, zo, A, ao, r = X, nil, X, nil, number(r, 1)
             _learned(
                 plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, 2 * i * V, form, a, b, P,
                 V, L, last, row, hidden,
             )  # fmt: skip
+            if floor > 0:
+                l /= floor + bounded(plan, nodes, Z, zo, x, i * L, bv, bt, L, hidden)
             _stepped(
-                plan, nodes, A, ao, states_S, o * size, states, states_S, to, x, i * L, f, i * L, lr[at], r,
-                momentum[at], centre, row,
+                plan, nodes, A, ao, states_S, o * size, states, states_S, to, x, i * L, f, i * L, l, r, momentum[at],
+                centre, row,
             )  # fmt: skip
+            if anchor and not order:
+                regained(states, to, initial, base, size, back)
             if link > 0:
                 _links(plan, nodes, link, la, lb, states, to, W, to, scales, (i + 1) * weights)
         else:
@@ -354,18 +369,25 @@ def _step_back(
 
 @helper
 def _write_back(
-    plan, nodes, size, L, P, V, last, width, hidden, l, r, m, G, H, go, Z, A, S, ao, Q, mo, gk, ko, gv, vo, form,
-    centre, order, x, f, xo, u, uo, row, g, up, X,
+    plan, nodes, size, L, P, V, last, width, hidden, l, r, m, initial, g_initial, G, H, go, Z, A, S, ao, Q, mo, gk, ko,
+    gv, vo, form, centre, order, anchor, floor, x, f, xo, u, uo, row, g, up, X, bv, bt, gbv, gbt,
 ):  # fmt: skip
     """What the write of a token sends to its key, value and gates (returned), to G and H of the token before, and to
     the weights at which its gradient was taken, added to M."""
     out_of_line()
     Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
+    short, back, lost = number(l, 1), number(r, 1) - r, number(r, 0)
     if order:
         scaled(A, ao, X, nil, size, r)
+        if anchor:
+            regained(X, nil, initial, go, size, back)
         Y, yo, B, bo, kept = X, nil, X, nil, number(r, 1)
+    elif anchor:
+        lost = regained_back(G, go, initial, go, g_initial, go, size, back)
+    if floor > 0:
+        short /= floor + bounded(plan, nodes, Y, yo, x, xo, bv, bt, L, hidden)
     gl, gr, gm = _step_back(
-        plan, nodes, B, bo, S, ao, G, H, go, x, xo, f, xo, l, kept, m, g, up, L, centre, row, hidden
+        plan, nodes, B, bo, S, ao, G, H, go, x, xo, f, xo, l * short, kept, m, g, up, L, centre, row, hidden
     )  # fmt: skip
     _raised(plan, nodes, Y, yo, x, xo, f, xo, up, g, row, hidden)
     for j in range(width):
@@ -374,11 +396,16 @@ def _write_back(
             c *= u[uo + V + j]
             g[last + j] += c
         gv[vo + j] = -c
+    if floor > 0:
+        e = -short * short * l * gl
+        bounded_back(plan, nodes, Y, yo, Q, mo, x, xo, bv, bt, e, gbv, gbt, g, row, L, hidden)
     _through(plan, nodes, Y, yo, Q, mo, x, xo, g, f, xo, up, row, hidden, nil + 1)
     copy(g, nil, gk, ko, P)
     if order:
+        if anchor:
+            lost = regained_back(G, go, initial, go, g_initial, go, size, back)
         gr = decayed(G, go, A, ao, size, r)
-    return gl, gr, gm
+    return gl * short, gr - lost, gm
 
 
 @helper
@@ -405,7 +432,7 @@ def _restart_back(plan, nodes, link, la, lb, A, o, W, scales, so, M, G, H, base,
 def backward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
     write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, link, la,
-    lb, centre, order, before, W, x, f, u, row, scales, states, states_S, M, z, g, up, X,
+    lb, centre, order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
     segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
@@ -427,8 +454,8 @@ def backward(
                 copy(kept_S, (n * segments + index) * size, states_S, nil, size)
             _replayed(
                 first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
-                retain, momentum, write, reset, segment, form, a, b, link, la, lb, centre, order, states, states_S, W,
-                x, f, u, row, scales, X,
+                retain, momentum, write, reset, initial, base, segment, form, a, b, link, la, lb, centre, order, anchor,
+                floor, states, states_S, W, x, f, u, row, scales, X, bv, bt,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at, i = first + t * heads, t - start
@@ -445,9 +472,9 @@ def backward(
                             plan, nodes, link, la, lb, states, to * size, W, to * size, scales, to * weights, M, G, base
                         )  # fmt: skip
                     glr[at], gr[at], gm[at] = _write_back(
-                        plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], G, H, base,
-                        Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form, centre, order, x, f, i * L,
-                        u, 2 * i * V, row, g, up, X,
+                        plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], initial,
+                        g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form, centre,
+                        order, anchor, floor, x, f, i * L, u, 2 * i * V, row, g, up, X, bv, bt, gbv, gbt,
                     )  # fmt: skip
                     if before:
                         _read_back(

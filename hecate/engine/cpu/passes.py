@@ -73,6 +73,28 @@ def scaled(A, at, B, to, size, r):
 
 
 @helper
+def regained(A, at, B, to, size, w):
+    """A += w B."""
+    out_of_line()
+    for j in range(0, size, per_vector(A)):
+        store(A, at + j, mad(w, load(B, to + j, ONE), load(A, at + j, ONE)))
+
+
+@helper
+def regained_back(G, go, B, o, T, to, size, w):
+    """<G, B>, and T += w G."""
+    out_of_line()
+    sum0 = zeros(G)
+    step = per_vector(G)
+    for j in range(0, size, ROWS * step):
+        g = load_rows(G, go + j, step, ONE)
+        sum0 = mad(g, load_rows(B, o + j, step, ONE), sum0)
+        store_rows(T, to + j, step, mad(w, g, load_rows(T, to + j, step, ONE)))
+    a, b, c, d = sums(sum0)
+    return a + b + c + d
+
+
+@helper
 def decayed(G, go, A, o, size, r):
     """<G, A>, and G = r G."""
     out_of_line()
@@ -154,6 +176,29 @@ def dots_more(W, o, V, P, x, at, y, to):
         e, f, g, h = get(y, to + c)
         put(y, to + c, (a + e, b + f, c0 + g, d + h))
         o += ROWS * P
+
+
+@helper
+def columns(W, o, V, P, x, to):
+    """x += the sums of squares of W's columns."""
+    out_of_line()
+    for _ in range(0, V, ROWS):
+        for j in range(0, P, per_vector(W)):
+            w = load_rows(W, o + j, P, ONE)
+            store(x, to + j, add(load(x, to + j, ONE), total(w, w)))
+        o += ROWS * P
+
+
+@helper
+def spread_columns(W, o, M, mo, V, P, x, at):
+    """M += W diag(x)."""
+    out_of_line()
+    for _ in range(0, V, ROWS):
+        for j in range(0, P, per_vector(W)):
+            c = load(x, at + j, ONE)
+            store_rows(M, mo + j, P, mad(c, load_rows(W, o + j, P, ONE), load_rows(M, mo + j, P, ONE)))
+        o += ROWS * P
+        mo += ROWS * P
 
 
 @helper
