@@ -231,7 +231,9 @@ class OneToken:
         batch, heads = state.position.shape
         if initial is None:
             shapes = (self.config.feature_map.output_dim(self.width), self.shape[-1])
-            initial = starts(self.config.structure, *shapes, heads=heads, dtype=self.dtype, device=state.position.device)
+            initial = starts(
+                self.config.structure, *shapes, heads=heads, dtype=self.dtype, device=state.position.device
+            )
         own = [initial[name].to(self.dtype) for name in state.memory]
         ranks = [item.dim() for item in state.memory.values()]
         return tuple([x.expand(batch, *x.shape[-rank + 1 :]).flatten(0, 1) for x, rank in zip(own, ranks, strict=True)])
@@ -306,7 +308,13 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
 
 def _is_online(config: MemoryConfig) -> bool:
     """Whether a linear memory takes a linear step at every token."""
-    return config.chunk == 1 and config.commit == "token" and config.retention.linear and config.forms.linear and not config.retention.anchored
+    return (
+        config.chunk == 1
+        and config.commit == "token"
+        and config.retention.linear
+        and config.forms.linear
+        and not config.retention.anchored
+    )
 
 
 def _is_direct(config: MemoryConfig) -> bool:

@@ -378,7 +378,10 @@ class Memory(RuleParameters, MemoryLayer):
             if conv is not None:
                 mixed, past = conv.token(mixed, past, torch.unsafe_split_with_sizes)
             qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
-            qk, v = qk.view(*batch, 1, 2, heads, -1), normalise_qk(v.view(*batch, 1, heads, -1), self.config.layer_v_norm)
+            qk, v = (
+                qk.view(*batch, 1, 2, heads, -1),
+                normalise_qk(v.view(*batch, 1, heads, -1), self.config.layer_v_norm),
+            )
             q, k = (qk if self.qk_norm == "none" else token_unit(qk, self.qk_norm)).unbind(2)
         made = gates.forward(x)
         params = self.phi_params if self.has_params else None

@@ -38,7 +38,7 @@ class RandomFourier(RandomMap):
 
     kind: Literal["random_fourier"] = "random_fourier"
     d_phi: Size | None = Field(default=None, gt=0, description="number of features, even when paired; null: 4 D")
-    sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
+    sigma: float = Field(default=0.4, gt=0, description="bandwidth of the Gaussian kernel")
     form: Literal["phased", "paired"] = "phased"
     orthogonal: bool = False
     widening: ClassVar[int] = 4

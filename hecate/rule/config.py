@@ -359,7 +359,10 @@ class MemoryConfig(Config):
         if self.retention.anchored:
             towards = f"retention {self.retention.kind!r} towards 'start'"
             if not self.readout.plain:
-                yield ("retention", "towards"), f"'start': readout {self.readout.kind!r} solves for sums of values alone"
+                yield (
+                    ("retention", "towards"),
+                    f"'start': readout {self.readout.kind!r} solves for sums of values alone",
+                )
             if self.normalizer != "none":
                 sums = "the start is no weighted sum of values, which the normaliser could divide"
                 yield ("normalizer",), f"{self.normalizer!r}: {sums}; {towards} needs normalizer='none'"

@@ -229,10 +229,17 @@ RULES |= {
     ),
     "titans": NamedRule(
         MemoryConfig(
-            structure=MLP(layers=2, activation="silu"), retention=Decay(), algorithm=Momentum(lr=0.01), key_norm="l2"
+            structure=MLP(layers=2, expansion=2, activation="tanh", last=0.1),
+            retention=Decay(retain=0.9999, towards="start"),
+            algorithm=Momentum(lr=2.0, dampening=True, lr_start=0.75),
+            step="normalized",
+            key_norm="l2",
+            layer_v_norm="l2",
         ),
-        "Titans (Behrouz et al., 2025, arXiv 2501.00663), a memory of two layers; unlike those of one, it diverges in "
-        "training where lr is ten times as large",
+        "Titans (Behrouz et al., 2025, arXiv 2501.00663), a memory of two layers that forgets towards its start, where "
+        "the paper's forgets towards zero, a point that it cannot be written at; lr is a share of the longest stable "
+        "step, times (1 - momentum); tanh learns odd maps best, for even ones take activation gelu and bias. As "
+        "printed: retention.towards zero, step raw, algorithm.dampening false, and lr .01",
     ),
     "ttt_linear": NamedRule(
         MemoryConfig(key_norm="l2", chunk=16),
@@ -240,12 +247,22 @@ RULES |= {
         "16, without the paper's residual and layer norm inside the memory",
     ),
     "ttt_linear_norm": NamedRule(
-        MemoryConfig(structure=MLP(layers=1, residual=True, norm="layer", bias=True), algorithm=GD(lr=1.0), chunk=16),
+        MemoryConfig(
+            structure=MLP(layers=1, residual=True, norm="layer", bias=True),
+            algorithm=GD(lr=0.1),
+            chunk=16,
+            layer_v_norm="rms",
+        ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
         "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width",
     ),
     "ttt_mlp": NamedRule(
-        MemoryConfig(structure=MLP(layers=2, residual=True, norm="layer", bias=True), algorithm=GD(lr=0.1), chunk=16),
+        MemoryConfig(
+            structure=MLP(layers=2, residual=True, norm="layer", bias=True),
+            algorithm=GD(lr=0.1),
+            chunk=16,
+            layer_v_norm="rms",
+        ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
         "gelu; norm and lr as in ttt_linear_norm",
     ),
@@ -281,7 +298,12 @@ RULES |= {
     ),
     "moneta": NamedRule(
         MemoryConfig(
-            structure=_MIRAS, bias=Lp(p=3.0), retention=Lq(q=4.0, eps=1e-3), algorithm=GD(lr=2e-3), key_norm="l2"
+            structure=_MIRAS,
+            bias=Lp(p=3.0),
+            retention=Lq(q=4.0, eps=1e-3),
+            algorithm=GD(lr=2e-3),
+            key_norm="l2",
+            layer_v_norm="rms",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map of q = 4; the "
         "printed one, retention.form='paper', lacks the power of the coordinates",
@@ -293,6 +315,7 @@ RULES |= {
             retention=retention.L2(penalty=1e-4, decoupled=True),
             algorithm=GD(lr=0.01),
             key_norm="l2",
+            layer_v_norm="rms",
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all channels, several "
         "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
@@ -300,7 +323,9 @@ RULES |= {
         "little is forgotten",
     ),
     "memora": NamedRule(
-        MemoryConfig(structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2"),
+        MemoryConfig(
+            structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2", layer_v_norm="rms"
+        ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
     ),
     "omeganet": NamedRule(
@@ -342,7 +367,7 @@ RULES |= {
         "contracting form; the printed one lacks a factor",
     ),
     "deep_momentum": NamedRule(
-        MemoryConfig(retention=Decay(), algorithm=DeepMomentum(), key_norm="l2"),
+        MemoryConfig(retention=Decay(), algorithm=DeepMomentum(lr=10.0), key_norm="l2"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a linear memory, taught "
         "descent; the printed objective ignores the gradient's sign",
     ),
