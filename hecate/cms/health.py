@@ -15,6 +15,7 @@ from hecate.cms.config import CMSConfig, LevelConfig
 from hecate.errors import HealthWarning, StabilityWarning
 from hecate.nn import LayerState, Memory
 from hecate.nn.rule import features_of
+from hecate.nn.strength import NOTHING, write_strength
 from hecate.rule import memory_weights
 
 LevelCall = tuple[Tensor, Tensor, LayerState]  # a level's input and output, and its state after it
@@ -55,7 +56,7 @@ def _largest_step(period: int, memory: Memory) -> float | None:
     """The largest eigenvalue of the sum of lr phi(k) phi(k)^T over a window of random keys, at the ceiling of the lr
     gate; None if no window can diverge."""
     config = memory.config
-    if period == 1 or not config.algorithm.linear or config.diverging(math.inf) is None:
+    if period == 1 or config.blocks or not config.algorithm.linear or config.diverging(math.inf) is None:
         return None
     count = min(period, KEYS)
     keys, params = memory.random_keys(count, memory.qk_norm)
@@ -80,6 +81,8 @@ class LevelHealth(NamedTuple):
         output_rms: root mean square of the level's output.
         half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
         cotangent: norm of what a unit cotangent of y puts on the level's output and state.
+        strength: the most that a write changes an answer, in shares of its error or value; None where none can be
+            followed for 32 tokens. [NN-WRITE-D1]
         dead: why the level is dead, None if it is not.
     """
 
@@ -92,6 +95,7 @@ class LevelHealth(NamedTuple):
     output_rms: float
     half_life: float
     cotangent: float
+    strength: float | None
     dead: str | None
 
 
@@ -142,6 +146,7 @@ def level_health(
             output_rms=float(out.double().square().mean().sqrt()),
             half_life=_half_life(memory, given),
             cotangent=math.hypot(*map(float, norms)),
+            strength=_strength(memory, given, before),
             dead=None,
         )
     never = bool((written < every).all())
@@ -150,8 +155,15 @@ def level_health(
         "its firing gate stays shut": found.fired == 0.0,
         "its output is zero": found.output_rms == 0.0,
         "no gradient reaches it": found.cotangent == 0.0,
+        "its writes change nothing": found.strength is not None and found.strength < NOTHING,
     }
     return found._replace(dead="; ".join(fault for fault, holds in faults.items() if holds) or None)
+
+
+def _strength(memory: Memory, x: Tensor, before: LayerState) -> float | None:
+    asked = memory.asked(x, before)[0]
+    found = write_strength(asked if asked.config.writes == 1 else asked.each_write())
+    return None if found is None else found.largest
 
 
 def _norm(memory: Memory, state: LayerState) -> float:

@@ -3,5 +3,16 @@
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, Recall, View
+from hecate.nn.strength import Strength, write_strength
 
-__all__ = ["Attention", "MemoryView", "Recall", "View", "implicit_attention", "look", "nonlinearity"]
+__all__ = [
+    "Attention",
+    "MemoryView",
+    "Recall",
+    "Strength",
+    "View",
+    "implicit_attention",
+    "look",
+    "nonlinearity",
+    "write_strength",
+]

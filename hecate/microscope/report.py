@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError, ConfigError, HealthWarning
 from hecate.files import refusing, write_file
 from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
+from hecate.nn.strength import NOTHING
 from hecate.train.report import markdown_table
 from hecate.train.run import open_run
 from hecate.train.trainer import Trainer
@@ -40,6 +42,9 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
             fixed, so there more are refused and fewer are the first of a sequence.
         out: where `figures/` and `report.md` go; None takes the run folder.
 
+    Warns:
+        HealthWarning: a memory that writes nothing.
+
     Raises:
         CheckpointError: no run folder, no checkpoint, or nowhere to write.
         ConfigError: a model without memories, or no matplotlib.
@@ -48,6 +53,7 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
     trainer, step = open_run(run, "newest")
     read = _sequence(trainer, tokens)
     view = look(trainer.model, read)
+    warn_of_silence(view)
     folder = Path(run if out is None else out)
     with refusing(f"write the report into {folder}", "choose another --out"):
         path = folder / "report.md"
@@ -97,14 +103,28 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
         f"Checkpoint of step {step}, the first {tokens} tokens of the first validation sequence. "
         "Map: how much of each written token's value is in each answer, exactly, where the rule is "
         "linear in its values. Bands: least to largest over heads. Recall: the cosine between the "
-        "answer to a key and the value that was written with it, by age.",
-        markdown_table(("memory", "norm", "effective rank", "recall, newest -> oldest", "attention map"), rows),
+        "answer to a key and the value that was written with it, by age. Write: the share of an error that one write "
+        "takes away at once, and 32 tokens on.",
+        markdown_table(("memory", "norm", "effective rank", "recall, newest -> oldest", "write", "attention map"), rows),
         *(f"![{name}](figures/{path.name})" for name, path in zip(view, figures, strict=True)),
     ]
     return "\n\n".join(lines) + "\n"
 
 
-def _facts(view: MemoryView) -> tuple[str, str, str, str]:
+def warn_of_silence(view: View) -> None:
+    """A `HealthWarning`, two calls up, for every memory whose writes change nothing. [SCOPE-STRENGTH-I1]"""
+    for name, item in view.items():
+        if item.strength is not None and item.strength.largest < NOTHING:
+            warnings.warn(
+                f"memory {name!r} writes nothing: no write that was followed changes an answer by more than "
+                f"{item.strength.largest:.1g} of a value; raise algorithm.lr or lr_start, let a deep memory forget "
+                "towards its start (retention.towards), or take step='normalized'",
+                HealthWarning,
+                stacklevel=3,
+            )
+
+
+def _facts(view: MemoryView) -> tuple[str, str, str, str, str]:
     """Means over heads and weights: at the start and at the end, of the youngest and the oldest."""
     norm, rank = (
         " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
@@ -113,7 +133,10 @@ def _facts(view: MemoryView) -> tuple[str, str, str, str]:
     if view.recall.known():
         recalled = view.recall.by_age().means.nanmean(0)
         recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
-    return norm, rank, recall, view.refusal or "yes"
+    strength, write = view.strength, "too short to tell"
+    if strength is not None:
+        write = " -> ".join(f"{100 * float(item.mean()):.1f} %" for item in (strength.share, strength.share_later))
+    return norm, rank, recall, write, view.refusal or "yes"
 
 
 def _mean(items: dict[str, Tensor], at: int) -> float:

@@ -20,6 +20,7 @@ from hecate.files import write_file
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.draw import draw_memory
 from hecate.nn.rule import Asked
+from hecate.nn.strength import Strength, write_strength
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
 
@@ -165,6 +166,12 @@ class MemoryView:
         return self._over_time[2]
 
     @cached_property
+    def strength(self) -> Strength | None:
+        """What single writes of its longest scan change, at once and 32 tokens on; None where none can be followed for
+        so long. [NN-WRITE-D1]"""
+        return write_strength(max(self.scans, key=lambda asked: asked.v.shape[1]))
+
+    @cached_property
     @torch.no_grad()
     def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
         """Recall, norms and ranks by one walk over the moments: states are looked at and let go."""
@@ -216,6 +223,7 @@ class View(dict[str, MemoryView]):
     norms: dict[str, dict[str, Tensor]] = _of_each("norms")
     ranks: dict[str, dict[str, Tensor]] = _of_each("ranks")
     recall: dict[str, Recall] = _of_each("recall")
+    strength: dict[str, Strength | None] = _of_each("strength")
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
         """A PNG file per memory, `microscope-NAME.png`; returns them."""

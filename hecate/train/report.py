@@ -76,7 +76,7 @@ def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Map
 def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
     text = (
         "On one validation sequence. Half-life: tokens after which the retain gates leave half of a memory. Cotangent: "
-        "what a unit cotangent of the layer's output puts on the level."
+        "what a unit cotangent of the layer's output puts on the level. Write: the most that a write changes an answer."
     )
     rows = [
         (
@@ -86,12 +86,14 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
             "all" if level.fired is None else f"{level.fired:.1%}",
             f"{level.norm_start:.3g} -> {level.norm_end:.3g}",
             *(f"{figure:.3g}" for figure in (level.output_rms, level.half_life, level.cotangent)),
+            "-" if level.strength is None else f"{level.strength:.1%}",
             level.dead or "no",
         )
         for layer, levels in health.items()
         for level in levels
     ]
-    header = "level", "period", "commits", "fired", "memory norm", "output rms", "half-life", "cotangent", "dead"
+    figures = "memory norm", "output rms", "half-life", "cotangent", "write"
+    header = "level", "period", "commits", "fired", *figures, "dead"
     return f"{text}\n\n{markdown_table(header, rows)}" if rows else ""
 
 

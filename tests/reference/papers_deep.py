@@ -61,17 +61,34 @@ def moneta(q, k, v, eta, alpha, w1, w2, eps):
     return np.array(out), w1, w2
 
 
-def yaad(q, k, v, eta, alpha, w1, w2, delta, eps):
-    """W = alpha W - eta grad: of |e|^2 / 2 if |e| <= delta, of delta |e|_1 beyond.
+def titans(q, k, v, lr, retain, momentum, w1, w2, floor=0.01):
+    """Titans' memory W_2 tanh(W_1 k) that forgets towards its start, with steps of lr (1 - momentum) over the floor and
+    a bound of |J|^2: |h|^2 of the last layer, |k|^2 |W_2 diag(tanh')|_F^2 of the first."""
+    start, (s1, s2), out = (w1, w2), (0 * w1, 0 * w2), []
+    for t in range(len(v)):
+        h = np.tanh(w1 @ k[t])
+        e, slope = w2 @ h - v[t], 1 - h**2
+        bound = (1 + 1e-6) * (h @ h) + (np.sum((w2 * slope) ** 2) + 1e-6) * (k[t] @ k[t])
+        step = lr[t] * (1 - momentum[t]) / (floor + bound)
+        s1 = momentum[t] * s1 - step * np.outer((w2.T @ e) * slope, k[t])
+        s2 = momentum[t] * s2 - step * np.outer(e, h)
+        w1, w2 = (w0 + retain[t] * (w - w0) + s for w0, w, s in zip(start, (w1, w2), (s1, s2), strict=True))
+        out.append(w2 @ np.tanh(w1 @ q[t]))
+    return np.array(out), w1, w2, s1, s2
 
-    |x| is sqrt(x^2 + eps^2), as the paper smooths it.
+
+def yaad(q, k, v, eta, alpha, w1, w2, delta, eps):
+    """W = W_0 + alpha (W - W_0) - eta grad: of |e|^2 / 2 if |e| <= delta, of delta |e|_1 beyond.
+
+    |x| is sqrt(x^2 + eps^2), as the paper smooths it; it forgets towards zero, where this one's start W_0 is.
     """
-    out = []
+    start, out = (w1, w2), []
     for t in range(len(v)):
         e = miras_read(w1, w2, k[t]) - v[t]
         u = e if np.linalg.norm(e) <= delta else delta * e / np.sqrt(e * e + eps**2)
         g1, g2 = miras_gradients(w1, w2, k[t], u)
-        w1, w2 = alpha[t] * w1 - eta[t] * g1, alpha[t] * w2 - eta[t] * g2
+        pairs = zip(start, (w1, w2), (g1, g2), strict=True)
+        w1, w2 = (w0 + alpha[t] * (w - w0) - eta[t] * g for w0, w, g in pairs)
         out.append(miras_read(w1, w2, q[t]))
     return np.array(out), w1, w2
 

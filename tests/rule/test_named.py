@@ -68,9 +68,9 @@ def test_a_wrong_gradient_is_noticed(monkeypatch):
         lost.append(1)
         return (first.detach(), *rest)  # the same values
 
-    assert max(errors("titans", 8, engine="sequential").values()) < 1e-12
+    assert max(errors("ttt_mlp", 8, engine="sequential").values()) < 1e-12
     monkeypatch.setattr(MLP, "pullback", pullback)
-    found = gradient_errors("titans", 8, directions=1, engine="sequential", autodiff="torch")
+    found = gradient_errors("ttt_mlp", 8, directions=1, engine="sequential", autodiff="torch")
     assert lost and max(found.values()) > 1e-3
 
 
@@ -127,8 +127,8 @@ def cut(gates: Gates, tokens: slice) -> Gates:
 @pytest.mark.spec("RULE-NAMED-I2")
 @pytest.mark.parametrize("name", FORGETTING)
 def test_half_life_at_the_starting_gates(name):
-    """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of every weight
-    of a deep one, or of the dual state that it carries; directions forget by new writes alone. Per
+    """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of what every weight
+    of a deep one is away from its start, or of the dual state that it carries; directions forget by new writes alone. Per
     channel, each at its own pace; the item lies in the first."""
     config = named_rule(name)
     channels = starting_gates(name)(torch.zeros(1, 1, 3)).retain.detach().reshape(-1)
@@ -152,7 +152,8 @@ def test_half_life_at_the_starting_gates(name):
             close(last[key], weight, rounding, key)
         else:
             each = channels**half_life if len(channels) > 1 else kept
-            close(last[key], each * weight, rounding, key)
+            start = config.structure.init(4, 4, dtype=weight.dtype)[key] if config.retention.anchored else torch.zeros(())
+            close(last[key] - start, each * (weight - start), rounding, key)
     assert y[0].norm() > 1e-3, "the item was stored"
     if config.structure.linear:
         close(y, started ** torch.arange(1.0 + half_life)[:, None] * y[0], rounding)

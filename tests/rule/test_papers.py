@@ -129,7 +129,7 @@ def test_titans_linear_with_momentum(engine, length):
 def test_titans_deep():
     draw = Draw(13)
     structure = {"kind": "mlp", "layers": 2, "expansion": 3, "activation": "silu"}
-    config = config_of(structure=structure, retention="decay", algorithm="momentum")
+    config = config_of(structure=structure, retention={"kind": "decay", "towards": "zero"}, algorithm="momentum")
     gates = (0.3 * draw.rate, 1 - 0.3 * draw.keep, 0.5 * draw.carry)
     initial = {"w1": torch.tensor(draw.w1)[None], "w2": torch.tensor(draw.w2)[None]}
     got = run(config, draw, draw.unit, gates, initial=initial)

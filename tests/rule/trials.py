@@ -120,9 +120,9 @@ def titans_linear(config: MemoryConfig, length: int) -> Trial:
 
 def titans(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
-    w1, w2 = x.weights(16, 4), x.weights(3, 16)
-    given = gates(x, lr=0.2)
-    y, *state = papers.titans_mlp(x.unit_q, x.unit_k, x.v, given["lr"], 1 - x.retain, x.momentum, w1, w2)
+    w1, w2 = x.weights(8, 4), x.weights(3, 8)
+    given = gates(x)
+    y, *state = papers_deep.titans(x.unit_q, x.unit_k, x.v, given["lr"], x.retain, x.momentum, w1, w2)
     names = ("w1", "w2", "slots.momentum.w1", "slots.momentum.w2")
     return Trial(x, y, dict(zip(names, state, strict=True)), given, {"w1": w1, "w2": w2})
 

@@ -1,0 +1,124 @@
+"""Every rule, preset and level writes: when it is fresh, at token 300, and at token 1,024 its answer has a size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import hecate
+from hecate.errors import ShapeError
+from hecate.nn import Memory
+from hecate.nn.strength import reading_lag, write_strength
+from hecate.rule.config import RULES, MemoryConfig
+
+PRESETS = Path(hecate.__file__).parent / "presets"
+WRITES = 0.03
+# Whose writes weigh less by design, at token 300, and what of an answer or error they move there at least.
+LESS = {
+    "linear_attention": (2e-3, "an average of 300 values moves by a 300th"),
+    "abc": (2e-3, "a softmax over slots averages what each of them has got"),
+    "raven": (2e-3, "a token is written to 32 slots at a small rate"),
+    "mesa": (0.02, "the gain of least squares falls as 1/t"),
+    "gated_kalmanet": (0.02, "the gain of least squares"),
+}
+SUMS = {"hebbian": 60.0, "mamba3": 60.0}  # sums that hardly forget: their answers grow with the tokens
+
+
+def levels(found: Any, path: str) -> Iterator[tuple[str, Any, int]]:
+    """The memories of a preset, and their periods."""
+    if isinstance(found, list):
+        for item in found:
+            yield from levels(item, f"{path}.{item['name']}" if isinstance(item, dict) and "name" in item else path)
+    if not isinstance(found, dict):
+        return
+    for key, value in found.items():
+        if key == "memory" and isinstance(value, dict | str):
+            yield path, value, found.get("period", 1)
+        else:
+            yield from levels(value, f"{path}.{key}" if key in ("self_reference",) else path)
+
+
+def presets() -> dict[str, tuple[Any, int]]:
+    found = {}
+    for path in sorted(PRESETS.rglob("*.yaml")):
+        for name, memory, period in levels(yaml.safe_load(path.read_text()), path.stem):
+            found[name] = (memory, period)
+    return found
+
+
+def measured(config: Any, places: tuple[int, ...], length: int) -> tuple[Any, float]:
+    """Strength at places, and |y| / |v| at the end of random tokens, of a fresh layer."""
+    torch.manual_seed(0)
+    layer = Memory(96, heads=3, config=config)
+    with torch.no_grad():
+        asked = layer.asked(torch.randn(2, length, 96))[0]
+        if asked.config.writes > 1:
+            asked, places = asked.each_write(), tuple(asked.config.writes * (t + 1) - 1 for t in places)
+        lag = reading_lag(asked)
+        closing = [t // lag * lag + lag - 1 if lag > 1 else t for t in places]
+        y = asked.scan()[0]
+        last = asked.v[:, -1].norm(dim=-1).mean()
+        return write_strength(asked, closing), float(y[:, -1].norm(dim=-1).mean() / last)
+
+
+def test_presets_are_found():
+    found = presets()
+    assert {"hope.fast", "hope.slow", "cms.deep", "titans_170m", "tnt.global"} <= set(found)
+
+
+@pytest.mark.spec("NN-WRITE-I1")
+@pytest.mark.parametrize("name", sorted(set(RULES) - {"in_place_ttt"}))  # whose targets are 0 where it is fresh
+def test_rules_write(name: str):
+    found, size = measured(name, (8, 300), 1024)
+    best = torch.stack([found.share, found.share_later, found.pull, found.pull_later]).amax(0)
+    assert best[0] >= WRITES or name in LESS
+    assert best[1] >= LESS.get(name, (WRITES,))[0], f"{name}: {found}"
+    assert 0.05 <= size <= SUMS.get(name, 5.0)
+
+
+@pytest.mark.spec("NN-WRITE-I1")
+@pytest.mark.parametrize("name", sorted(presets()))
+def test_presets_and_levels_write(name: str):
+    memory, period = presets()[name]
+    config = MemoryConfig.model_validate(memory)
+    if period > 1:
+        config = config.model_copy(update={"chunk": period, "commit": "chunk"})
+    if period > 512:
+        pytest.skip("a period of that length takes minutes; 512 stands for them")
+    found, size = measured(config, (8, 300) if period < 512 else (8,), 1100)
+    best = torch.stack([found.share, found.share_later, found.pull, found.pull_later]).amax(0)
+    # A token is one of `period` that a step sums up.
+    least = WRITES if period < 64 else 1.0 / period
+    assert (best >= least).all(), f"{name}: {found}"
+    if period < 512:
+        assert 0.05 <= size <= 5
+
+
+@pytest.mark.spec("NN-WRITE-D1")
+def test_strength_is_that_of_the_formula():
+    """A delta rule of lr 1/2 and unit keys takes half of every error, and pulls by half of what v is new."""
+    source = torch.Generator().manual_seed(0)
+    layer = Memory(8, heads=2, config=MemoryConfig(algorithm={"kind": "gd", "lr": 1.0}))
+    asked = layer.asked(torch.randn(3, 60, 8, generator=source))[0]
+    found = write_strength(asked, [5, 20])
+    assert found.share == pytest.approx([0.5, 0.5], abs=1e-5)
+    assert found.tokens.tolist() == [5, 20]
+    with pytest.raises(ShapeError, match="below 28"):
+        write_strength(asked, [28])
+    assert write_strength(asked.between(0, 30, None)) is None
+
+
+def test_a_memory_that_is_printed_dead_is_dead():
+    """Titans as printed, after its weights have gone to zero."""
+    printed = {
+        "kind": "titans", "step": "raw", "layer_v_norm": "none", "retention": {"kind": "decay", "towards": "zero"},
+        "structure": {"kind": "mlp", "activation": "silu"}, "algorithm": {"kind": "momentum", "lr": 0.01},
+    }  # fmt: skip
+    found, size = measured(printed, (300,), 600)
+    assert found.largest < 1e-3
+    assert size < 1e-2
