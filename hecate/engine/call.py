@@ -284,7 +284,7 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
     batch, _, heads = inputs.lr.shape
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
     if count := remembered_keys(config):
-        pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]))
+        pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]) + 1)
     if accumulated_retain(config):
         pending["retain"] = tuple(inputs.retain.shape[3:])
         kept = state.pending.get("retain")

@@ -22,7 +22,7 @@ from hecate.engine.tokens import (
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.config import frozen_gradients
 from hecate.structure import Memory
-from hecate.structure.bound import BLOCK, KEYS, lengths
+from hecate.structure.bound import KEYS, lengths
 from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
@@ -208,9 +208,9 @@ def regained(config: MemoryConfig, memory: Memory, initial: Memory, retain: Tens
 def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, run: Run) -> tuple[Tokens, Carry]:
     """A token with the length of its step, and the carry with its key; gradients are taken at the weights `at`.
     [RULE-STEP-D3]"""
-    p, place = one(run(_ROW, token.phi_k)), (carry.position % BLOCK).unsqueeze(1)
+    p = one(run(_ROW, token.phi_k))
     keys = carry.keys[0] if carry.keys else p[:, :0]
-    c = one(run(lengths(config.structure.graph(), config.blocks), p, place, None, keys, *at))
+    c = one(run(lengths(config.structure.graph(), config.blocks), p, None, keys, *at))
     lr = one(run(_MULTIPLY, token.lr, one(run(_ONLY, c))))
     if carry.keys:
         carry = carry._replace(keys=run(KEYS, keys, p, None))

@@ -76,7 +76,7 @@ class MemoryState(State, _MemoryFields):
         pending: what an unfinished chunk has summed up: under `commit="chunk"` the lr-weighted
             gradients by weight name; and there, as where gradients see the decayed state of the chunk's start, the
             product of its retain gates as `"retain"`; where the step is normalised by what a chunk's writes do to one
-            another, the last keys that it wrote as `"keys"`, `[B, H, K, P]`.
+            another, the last keys that were written as `"keys"`, `[B, H, K, P + 1]`, 1 behind each.
         position: tokens written since the chunk's start, `[B, H]` int64.
         normalizer: the state of the sum normaliser, or None.
         seen: tokens written since the start or the last reset, `[B]` int64, where the feature map
@@ -159,7 +159,7 @@ def initial_state(
     if accumulated_retain(config):
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
     if count := remembered_keys(config):
-        pending["keys"] = first.new_zeros(*first.shape[:2], count, d_phi)
+        pending["keys"] = first.new_zeros(*first.shape[:2], count, d_phi + 1)
     weights = {name: tuple(weight.shape[2:]) for name, weight in memory.items()}
     shapes = slot_shapes(config, weights, d_phi, d_v)
     slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in shapes.items()}

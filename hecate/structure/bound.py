@@ -1,18 +1,22 @@
-"""The length of a normalised step: one over a bound of the curvature that a chunk's writes meet, with its derivative.
+"""The length of a normalised step: one over a bound of the curvature that writes meet, with its derivative.
 
 A write of lr G moves the predictions of all tokens that meet the same weights, that of token t by lr J_t J_j^T u_j for
 the gradient of token j; J is the derivative of the prediction by the weights. In a stack of linear layers J J^T is the
 sum over layers of B B^T |h|^2, h the layer's input and B the derivative of the prediction by its output. `spread` walks
 down the graph with bounds of squares of the columns of B, which its Frobenius norm adds up (1 at the prediction, the
-spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step of token t is
+spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step of a token that
+takes its gradient at the present memory is one over floor + sum b |h|^2. The tokens of a chunk, which take theirs at one
+state, share it: the step of token t is
 
-    c_t = 1 / (floor + sum over layers and over tokens j <= t of its block of sqrt(b_t b_j) |h_t . h_j|)
+    c_t = 1 / (floor + sum over layers and over the last K + 1 tokens j <= t of sqrt(b_t b_j) |h_t . h_j|)
 
-the row sums of the Gram matrix of a block's writes so far, which bound its largest eigenvalue; alone it is one over
-floor + sum b |h|^2. A chunk longer than `BLOCK` tokens is normalised block by block, times one over their number: a
-matrix that is positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
+K + 1 the length of a chunk: a row sum of the Gram matrix, which bounds its largest eigenvalue. The sum goes back beyond
+the chunk's start, lest its first tokens take whole steps each and a key that comes again and again diverge. A chunk
+longer than `BLOCK` tokens is normalised by rows of that many, times one over the number of its blocks: a matrix that is
+positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
 
-Shapes: values and keys `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`.
+Shapes: values `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`; keys `[N, K, P + 1]`, the last column 1 for keys that
+there were.
 """
 
 from __future__ import annotations
@@ -129,23 +133,20 @@ class _Rows(NamedTuple):
 
 
 def lengths(graph: Graph, blocks: int) -> Block:
-    """(p `[N, C, P]`, place, write, keys `[N, K, P]`, *weights) -> c `[N, C]`.
+    """(p `[N, C, P]`, write, keys, *weights) -> c `[N, C]`.
 
-    `keys` are the last K tokens that were written before; `place`, `[C]` or `[N, C]`, counts the tokens of its block
-    that were written before each, None those among the C; `write` `[N, C]` says which of the C are written, None all of
-    them; `blocks` is how many a chunk has.
+    `keys` are the last that were written before; `write` `[N, C]` says which of the C are written, None all of them;
+    `blocks` is how many a chunk has.
     """
 
-    def forward(
-        p: Tensor, place: Tensor | None, write: Tensor | None, keys: Tensor, *weights: Tensor
-    ) -> tuple[Tensors, Any]:
+    def forward(p: Tensor, write: Tensor | None, keys: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
         size, earlier = p.shape[1], keys.shape[1]
-        every = _Rows.of(graph, weights, torch.cat([keys, p], 1) if earlier else p)
-        if size == 1 and not earlier:
-            total, seen, grams = sum(row.square().sum(-1) for row in every.rows), None, []
+        every = _Rows.of(graph, weights, torch.cat([keys[..., :-1], p], 1) if earlier else p)
+        if not earlier:
+            seen, grams = None, []
+            total = sum(row.square().sum(-1) for row in every.rows)
         else:
-            place = torch.arange(size, device=p.device) if place is None else place
-            seen = _seen(place, write, size, earlier)
+            seen = _seen(keys[..., -1] > 0, write, size)
             grams = [torch.bmm(row[:, earlier:], row.mT) for row in every.rows]
             total = sum(torch.where(seen, gram.abs(), 0.0).sum(-1) for gram in grams)
         c = 1 / (blocks * (FLOOR + total))
@@ -154,42 +155,37 @@ def lengths(graph: Graph, blocks: int) -> Block:
     def vjp(residuals: Any, g: Tensor) -> Tensors:
         every, seen, grams, c, earlier = residuals
         gtotal = (-blocks * c.square() * g).unsqueeze(-1)
-        if seen is None:
-            grows = [2 * gtotal * row for row in every.rows]
-        else:
-            grows = []
-            for row, gram in zip(every.rows, grams, strict=True):
-                ggram = torch.where(seen, gram.sign(), 0.0) * gtotal
-                grow = torch.bmm(ggram.mT, row[:, earlier:])
-                late = grow[:, earlier:] + torch.bmm(ggram, row)
-                grows.append(torch.cat([grow[:, :earlier], late], 1) if earlier else late)
+        grows = [2 * gtotal * row for row in every.rows] if seen is None else []
+        for row, gram in zip(every.rows, grams, strict=False):
+            ggram = torch.where(seen, gram.sign(), 0.0) * gtotal
+            grow = torch.bmm(ggram.mT, row[:, earlier:])
+            late = grow[:, earlier:] + torch.bmm(ggram, row)
+            grows.append(torch.cat([grow[:, :earlier], late], 1))
         gweights, gp = every.vjp(grows)
-        return gp[:, earlier:], None, None, gp[:, :earlier], *gweights
+        gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1))
+        return gp[:, earlier:], None, gkeys, *gweights
 
     return Block("structure.lengths", forward, vjp)
 
 
-def _seen(place: Tensor, write: Tensor | None, size: int, earlier: int) -> Tensor:
-    """Which of the K earlier tokens and of the C present ones are weighed against each of the latter, itself included:
-    `[1 or N, C, K + C]`."""
-    device = place.device
+def _seen(there: Tensor, write: Tensor | None, size: int) -> Tensor:
+    """Which of the K keys, those that are `there`, and of the C tokens are weighed against each of the latter: the last
+    K that were written, and itself: `[N, C, K + C]`."""
+    (count, earlier), device = there.shape, there.device
+    number = torch.arange(-earlier, size, device=device)
+    late = number[earlier:, None] >= number
     if write is None:
-        number = torch.arange(-earlier, size, device=device)
-        behind = number[earlier:, None] - number
-        return (behind >= 0) & (behind <= place.reshape(-1, size, 1))
+        near = late & (number[earlier:, None] - number <= earlier)
+        return near & torch.cat([there, there.new_ones(count, size)], 1).unsqueeze(1)
     before = write.long().cumsum(1) - write.long()
-    ahead = torch.arange(-earlier, 0, device=device).expand(len(write), earlier)
-    number, there = torch.cat([ahead, before], 1), torch.cat([torch.ones_like(ahead, dtype=torch.bool), write], 1)
-    behind = before.unsqueeze(2) - number.unsqueeze(1)
-    itself = torch.eye(size, dtype=torch.bool, device=device)
-    late = (torch.arange(size, device=device)[:, None] > torch.arange(size, device=device)) | itself
-    order = torch.cat([torch.ones(size, earlier, dtype=torch.bool, device=device), late], 1)
-    near = (behind >= 0) & (behind <= place.unsqueeze(-1)) & order
-    return near & (there.unsqueeze(1) | torch.cat([torch.zeros_like(order[:, :earlier]), itself], 1))
+    ranks = torch.cat([number[:earlier].expand(count, earlier), before], 1)
+    near = late & (before.unsqueeze(2) - ranks.unsqueeze(1) <= earlier)
+    itself = number[earlier:, None] == number
+    return near & (torch.cat([there, write], 1).unsqueeze(1) | itself)
 
 
 def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
-    every, count = torch.cat([keys, p], 1), keys.shape[1]
+    every, count = torch.cat([keys, torch.nn.functional.pad(p, (0, 1), value=1.0)], 1), keys.shape[1]
     if write is None:
         return (every[:, every.shape[1] - count :],), (count, p.shape[1], None)
     there = torch.cat([torch.ones_like(every[:, :count, 0], dtype=torch.bool), write], 1)
@@ -207,8 +203,8 @@ def _kept_vjp(residuals: Any, g: Tensor) -> Tensors:
     else:
         every = g.new_zeros(len(g), count + size, g.shape[-1])
         every = every.scatter_add(1, index.unsqueeze(-1).expand_as(g), g)
-    return every[:, :count], every[:, count:], None
+    return every[:, :count], every[:, count:, :-1], None
 
 
 KEYS = Block("structure.keys", _kept, _kept_vjp)
-"""(keys `[N, K, P]`, p `[N, C, P]`, write `[N, C]` or None) -> the last K keys that were written."""
+"""(keys `[N, K, P + 1]`, p `[N, C, P]`, write `[N, C]` or None) -> the last K keys that were written."""

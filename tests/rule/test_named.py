@@ -153,7 +153,7 @@ def test_half_life_at_the_starting_gates(name):
         else:
             each = channels**half_life if len(channels) > 1 else kept
             start = config.structure.init(4, 4, dtype=weight.dtype)[key] if config.retention.anchored else torch.zeros(())
-            close(last[key] - start, each * (weight - start), rounding, key)
+            close(last[key], start + each * (weight - start), rounding, key)
     assert y[0].norm() > 1e-3, "the item was stored"
     if config.structure.linear:
         close(y, started ** torch.arange(1.0 + half_life)[:, None] * y[0], rounding)

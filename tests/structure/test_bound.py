@@ -11,7 +11,7 @@ from hecate.structure import Layered
 from hecate.structure.bound import FLOOR, KEYS, lengths, unbounded
 from hecate.structure.graph import INPUT, Act, Add, Apply, Graph, Linear, evaluate
 
-N, C, K, WIDTH = 2, 5, 3, 4
+N, C, K, WIDTH = 2, 5, 4, 4
 STRUCTURES = {
     "matrix": structure.Matrix(),
     "two layers": structure.MLP(activation="tanh"),
@@ -31,7 +31,9 @@ def drawn(made: Layered, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, lis
         return (scale * torch.randn(*shape, generator=source, dtype=torch.float64)).requires_grad_()
 
     weights = [draw(N, *shape, scale=1.5 * shape[-1] ** -0.5) for shape in made.shapes(WIDTH, WIDTH).values()]
-    return draw(N, C, WIDTH), draw(N, K, WIDTH), weights
+    keys = torch.nn.functional.pad(draw(N, K, WIDTH).detach(), (0, 1), value=1.0)
+    keys[0, 0, -1] = 0  # one that there was not
+    return draw(N, C, WIDTH), keys.requires_grad_(), weights
 
 
 def jacobian(made: Layered, weights: list[torch.Tensor], p: torch.Tensor) -> torch.Tensor:
@@ -48,7 +50,7 @@ def jacobian(made: Layered, weights: list[torch.Tensor], p: torch.Tensor) -> tor
 @CASES
 def test_a_token_alone_is_bounded_by_its_jacobian(made: Layered):
     p, keys, weights = drawn(made)
-    (c,), _ = lengths(made.graph(), 1).forward(p[:, :1], torch.zeros(1, dtype=torch.int64), None, keys[:, :0], *weights)
+    (c,), _ = lengths(made.graph(), 1).forward(p[:, :1], None, keys[:, :0], *weights)
     for n in range(N):
         j = jacobian(made, [w[n] for w in weights], p[n, 0])
         largest, bound = torch.linalg.eigvalsh(j @ j.T)[-1].item(), 1 / c[n, 0].item() - FLOOR
@@ -59,86 +61,75 @@ def test_a_token_alone_is_bounded_by_its_jacobian(made: Layered):
 
 @pytest.mark.spec("STR-BOUND-D1")
 @CASES
-def test_row_sums_bound_what_a_block_does(made: Layered):
-    """With the row sums of a block's last token for all of its tokens, no step overshoots: the largest eigenvalue of
-    the Gram matrix of all J_t is below the largest row sum, which is among 1/c - floor of the tokens or their sums."""
+def test_row_sums_bound_what_a_chunk_does(made: Layered):
+    """Sums of both directions make whole rows of the Gram matrix of all J_t, whose largest eigenvalue is below the
+    largest of them."""
     p, keys, weights = drawn(made)
-    seen = []
-    for order in (range(C), reversed(range(C))):  # causal sums of both directions make whole rows
-        at = list(order)
-        (c,), _ = lengths(made.graph(), 1).forward(p[:, at], None, None, keys[:, :0], *weights)
-        seen.append((1 / c - FLOOR)[:, [at.index(i) for i in range(C)]])
+    empty, block = torch.zeros_like(keys), lengths(made.graph(), 1)
+    forth, back = (block.forward(x, None, empty, *weights)[0][0] for x in (p, p.flip(1)))
+    alone = torch.cat([block.forward(p[:, t : t + 1], None, keys[:, :0], *weights)[0][0] for t in range(C)], 1)
+    whole = 1 / forth + 1 / back.flip(1) - 1 / alone - FLOOR
     for n in range(N):
         j = torch.cat([jacobian(made, [w[n] for w in weights], p[n, t]) for t in range(C)])
-        alone = torch.stack([
-            1 / lengths(made.graph(), 1).forward(p[n : n + 1, t : t + 1], None, None, keys[:1, :0], *[w[n : n + 1] for w in weights])[0][0] - FLOOR
-            for t in range(C)
-        ]).flatten()  # fmt: skip
-        whole = seen[0][n] + seen[1][n] - alone
-        assert torch.linalg.eigvalsh(j @ j.T)[-1] <= whole.max() * (1 + 1e-5)
+        assert torch.linalg.eigvalsh(j @ j.T)[-1] <= whole[n].max() * (1 + 1e-5)
 
 
 @CASES
 def test_derivative_by_hand(made: Layered):
     p, keys, weights = drawn(made, 1)
     write = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=torch.bool)
-    none = torch.zeros(0)
-    for place, mask, before in (
-        (torch.tensor([2, 3, 0, 1, 2]), None, keys),
-        (None, None, keys[:, :0]),
-        (torch.tensor([[2, 3, 3, 0, 1], [1, 2, 3, 0, 0]]), write, keys),
-    ):
-        block = lengths(made.graph(), 2)
-        (c,), residuals = block.forward(p, place, mask, before, *weights)
+    for mask, before in ((None, keys), (None, keys[:, :0]), (write, keys)):
+        block, tokens = lengths(made.graph(), 2), p if before.shape[1] else p[:, :1]
+        (c,), residuals = block.forward(tokens, mask, before, *weights)
         g = torch.randn(c.shape, generator=torch.Generator().manual_seed(2), dtype=c.dtype)
-        gp, _, _, gkeys, *gweights = block.vjp(residuals, g)
+        gp, _, gkeys, *gweights = block.vjp(residuals, g)
         found = torch.autograd.grad((c * g).sum(), (p, *weights, keys), allow_unused=True)
         assert found[0].abs().max() > 1e-4
-        for mine, wanted in zip((gp, *gweights, gkeys if before.shape[1] else none), found, strict=True):
-            if wanted is not None and mine is not None and mine.numel():
-                assert (mine - wanted).abs().max() <= 1e-10 * wanted.abs().max()
+        mine = (torch.nn.functional.pad(gp, (0, 0, 0, C - gp.shape[1])), *gweights, gkeys)
+        for own, wanted in zip(mine, found, strict=True):
+            if wanted is not None and own.numel():
+                assert (own - wanted).abs().max() <= 1e-10 * wanted.abs().max()
     smooth = made.kind != "mlp" or made.activation != "relu"
     if smooth:
         few = [item.detach()[:, :2].clone().requires_grad_() for item in (p,)]
 
         def scalar(x: torch.Tensor, *ws: torch.Tensor) -> torch.Tensor:
-            return lengths(made.graph(), 1).forward(x, None, None, keys.detach()[:, :0], *ws)[0][0]
+            return lengths(made.graph(), 1).forward(x, None, keys.detach(), *ws)[0][0]
 
         assert torch.autograd.gradcheck(scalar, (*few, *weights), atol=1e-7)
 
 
 def test_which_tokens_count():
-    """Against a loop over pairs: only tokens of the same block that were written, itself always."""
+    """Against a loop over pairs: the last K that were written and itself."""
     made = STRUCTURES["two layers"]
     p, keys, weights = drawn(made)
-    place = torch.tensor([[2, 3, 3, 0, 1], [1, 2, 3, 0, 0]])
     write = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 0, 1]], dtype=torch.bool)
-    (c,), _ = lengths(made.graph(), 1).forward(p, place, write, keys, *weights)
 
     def alone(n: int, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = [w[n] for w in weights]
-        z = own[0] @ x
-        h = torch.tanh(z)
+        h = torch.tanh(own[0] @ x)
         b = ((1 - h**2) ** 2 * own[1].square().sum(0)).sum()
         return (b + 1e-6).sqrt() * x, (torch.tensor(1.0) + 1e-6).sqrt() * h
 
-    for n in range(N):
-        stream = [alone(n, x) for x in keys[n]]
-        for t in range(C):
-            own = alone(n, p[n, t])
-            near = stream[len(stream) - int(place[n, t]) :] if place[n, t] else []
-            total = sum((a @ b).abs() for other in (*near, own) for a, b in zip(own, other, strict=True))
-            assert c[n, t].item() == pytest.approx(1 / (FLOOR + total.item()), rel=1e-6)
-            if write[n, t]:
-                stream.append(own)
+    for mask in (None, write):
+        (c,), _ = lengths(made.graph(), 3).forward(p, mask, keys, *weights)
+        for n in range(N):
+            stream = [alone(n, x[:-1]) if x[-1] > 0 else None for x in keys[n]]
+            for t in range(C):
+                own = alone(n, p[n, t])
+                near = [item for item in stream[-K:] if item is not None]
+                total = sum((a @ b).abs() for other in (*near, own) for a, b in zip(own, other, strict=True))
+                assert c[n, t].item() == pytest.approx(1 / (3 * (FLOOR + total.item())), rel=1e-6)
+                if mask is None or mask[n, t]:
+                    stream.append(own)
 
 
 def test_last_keys():
     p, keys, _ = drawn(STRUCTURES["matrix"])
-    write = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 1]], dtype=torch.bool)
+    write = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 0, 0, 1]], dtype=torch.bool)
     (new,), residuals = KEYS.forward(keys, p, write)
-    assert torch.equal(new[0], p[0, [0, 2, 3]])
-    assert torch.equal(new[1], torch.stack([keys[1, 1], keys[1, 2], p[1, 4]]))
+    assert torch.equal(new[0, :, :-1], p[0, [0, 2, 3, 4]])
+    assert torch.equal(new[1], torch.cat([keys[1, 1:], torch.nn.functional.pad(p[1, 4:], (0, 1), value=1.0)]))
     g = torch.randn_like(new)
     gkeys, gp, _ = KEYS.vjp(residuals, g)
     wanted = torch.autograd.grad((new * g).sum(), (keys, p))

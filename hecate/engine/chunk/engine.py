@@ -161,8 +161,8 @@ def chunked(
         spans = [Span(size, True, True)] * layout.spans
     step, rows = (steps or steps_and_rows)(config, tokens, [span.size for span in spans], run)
     if config.blocks:
-        rows = _placed(config, rows, position or 0, [span.size for span in spans], layout)
-
+        masks: Tensors = (None,) * len(rows) if layout is None else layout.write.split(size, 1)
+        rows = [(*row, mask) for row, mask in zip(rows, masks, strict=True)]
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
         for index, row in enumerate(rows, first):
@@ -188,38 +188,20 @@ def _bytes(tensors: Tensors) -> int:
     return sum(item.numel() * item.element_size() for item in tensors if item is not None)
 
 
-def _placed(
-    config: MemoryConfig, rows: list[Tensors], position: int, sizes: list[int], layout: Layout | None
-) -> list[Tensors]:
-    """Rows with the places of their tokens in their blocks and which are written, as `lengths` takes them."""
-    found: list[Tensors] = []
-    for row, size in zip(rows, sizes, strict=True):
-        place, write = None, None
-        if layout is not None:
-            place, write = (x[:, len(found) * size :][:, :size] for x in (layout.place % BLOCK, layout.write))
-        elif position % BLOCK or size > BLOCK:
-            device = next(item for item in row if item is not None).device
-            place = torch.arange(position, position + size, device=device) % BLOCK
-        position = (position + size) % config.chunk
-        found.append((*row, place, write))
-    return found
-
-
-def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, Tensors, Memory]:
-    """A row apart: itself, what `_placed` has added, the start."""
+def _of_row(config: MemoryConfig, carry: Carry, row: Tensors) -> tuple[Tensors, Tensor | None, Memory]:
+    """A row apart: itself, which of its tokens are written where their steps want to know, the start."""
     start = len(carry.memory) if config.retention.anchored else 0
-    more = start + (2 if config.blocks else 0)
-    split = len(row) - more
-    return row[:split], row[split : len(row) - start], several(row[len(row) - start :])
+    split = len(row) - start
+    row, initial = row[:split], several(row[split:])
+    return (row[:-1], row[-1], initial) if config.blocks else (row, None, initial)
 
 
 def _lengths(
-    config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, placed: Tensors, run: Run
+    config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
 ) -> tuple[Tensor, Carry]:
     """The length of every token's step, and the carry with the last keys."""
-    (place, write), keys = placed, carry.keys[0]
-    before = keys[:, :0] if place is None else keys
-    c = one(run(lengths(config.structure.graph(), config.blocks), p, place, write, before, *at))
+    (keys,) = carry.keys
+    c = one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at))
     return c, carry._replace(keys=several(run(KEYS, keys, p, write)))
 
 
@@ -255,7 +237,7 @@ def _commit_dual(
     config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
     """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
-    row, placed, start_at = _of_row(config, carry, row)
+    row, write, start_at = _of_row(config, carry, row)
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
@@ -269,7 +251,7 @@ def _commit_dual(
             met = config.rule.moved(memory, start, at, carry.pending_retain[0], run=run)
     coefficients = row[4:]
     if config.blocks:
-        c, carry = _lengths(config, one(row[1:2]), at or memory, carry, placed, run)
+        c, carry = _lengths(config, one(row[1:2]), at or memory, carry, write, run)
         seen, a, s, into, *rest, slot_into, slot_kept = coefficients
         seen, into = one(run(_COLUMNS, seen, c)), one(run(_TIMES, into, c))
         slot_into = None if slot_into is None else one(run(_TIMES, slot_into, c))
@@ -287,12 +269,12 @@ def _commit_dual(
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
-    row, placed, start = _of_row(config, carry, row)
+    row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, *gates = several(row[1:-1])
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     at = config.rule.weights(anchor, run=run) if kept is None else anchor
     if config.blocks:
-        c, carry = _lengths(config, phi_k, at, carry, placed, run)
+        c, carry = _lengths(config, phi_k, at, carry, write, run)
         gates[0] = one(run(_TIMES, gates[0], c))
     built = token_gradients(config, at, (phi_k, v, kept), run)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
@@ -335,12 +317,12 @@ def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
 
 def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
     """One step where a chunk closes: kept, phi_k, phi_q, v and the gates."""
-    row, placed, start = _of_row(config, carry, row)
+    row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
     since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
     at = weights if since is None else carry.memory
     if config.blocks:
-        c, carry = _lengths(config, phi_k, at, carry, placed, run)
+        c, carry = _lengths(config, phi_k, at, carry, write, run)
         lr = one(run(_TIMES, lr, c))
     pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run)
     kept = one(run(PRODUCT, carry.pending_retain[0], retain))

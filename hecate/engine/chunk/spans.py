@@ -105,15 +105,13 @@ class Layout(NamedTuple):
 
     `places` `[N, T]` names the place of a token in `[N, K S]`, `tokens` the token at a place, T for none. Masks are
     `[N, K]`: whether a span holds the token that opens or that closes a chunk, whether it begins one, and whether the
-    memory restarts before it. `write` and `place`, written tokens of the chunk before each, are `[N, K S]`; `position`
-    is that after the last token.
+    memory restarts before it. `write` is `[N, K S]`; `position` that after the last token.
     """
 
     spans: int
     places: Tensor
     tokens: Tensor
     write: Tensor
-    place: Tensor
     opens: Tensor
     closes: Tensor
     starts: Tensor
@@ -151,7 +149,6 @@ def layout_of(
         places,
         tokens,
         laid(written),
-        laid(place),
         within(written & (place == 0) & ~carried),
         within(written & (place == chunk - 1)),
         within((place == 0) & ~carried),
