@@ -103,8 +103,15 @@ RULES |= {
         "residual and bonus",
     ),
     "comba": NamedRule(
-        MemoryConfig(retention=Decay(gate="softplus"), decay_order="before_gradient", gating=Comba()),
-        "Comba (Hu et al., 2025, arXiv 2506.02475): q and k come normalised, as the layer's qk_norm does",
+        MemoryConfig(
+            retention=Decay(gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            layer_qk_norm="none",
+            gating=Comba(),
+        ),
+        "Comba (Hu et al., 2025, arXiv 2506.02475): a layer corrects q by k as both come and brings them to unit "
+        "length then, as the released one; what is erased is c k, which its kernels normalise again",
     ),
     "efla": NamedRule(
         MemoryConfig(step="flow"),
@@ -127,7 +134,10 @@ RULES |= {
     ),
     "pgdn": NamedRule(
         MemoryConfig(
-            retention=Decay(gate="softplus"), decay_order="before_gradient", key_norm="l2", gating=Curvature()
+            retention=Decay(gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            gating=Curvature(gate="softplus"),
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): gated_delta with a preconditioned written key",
     ),
@@ -136,7 +146,7 @@ RULES |= {
             retention=Decay(channels=True, rank="head", gate="softplus"),
             decay_order="before_gradient",
             key_norm="l2",
-            gating=Curvature(),
+            gating=Curvature(gate="softplus"),
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
     ),

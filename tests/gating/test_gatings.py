@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Complement, Hypergradient, Masks, Sizes, Written, corrections
+from hecate.gating import Complement, Curvature, Hypergradient, Masks, Sizes, Written, corrections
 from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
@@ -101,12 +102,30 @@ def test_rwkv7():
 
 
 @pytest.mark.spec("GATE-COMBA-D1")
-def test_comba():
+@pytest.mark.parametrize("key_norm", ["l2", "none"])
+def test_comba(key_norm):
+    """The query is corrected by the key as both come, and brought to unit length then, as released; without `key_norm`
+    what comes is what is read with."""
     lr, retain = per_token(2), per_token(3)
-    case = Case("comba", lr=lr, retain=retain)
+    case = Case("comba", config=named_rule("comba", key_norm=key_norm), lr=lr, retain=retain)
     gates = retain[0, :, 0].numpy(), lr[0, :, 0].numpy()
-    true, _ = older.comba(case["q"], case["k"], case["v"], *gates, float(logits.comba(case["a"])), float(case["d"]))
+    q, k, c, d = case["q"], case["k"], float(logits.comba(case["a"])), float(case["d"])
+    q = q - d * c * k
+    if key_norm == "l2":
+        q, k = unit(q), unit(k)
+    true, _ = older.comba(q, k, case["v"], *gates, c)
     close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+@pytest.mark.spec("GATE-COMBA-D1")
+def test_a_layer_of_comba_corrects_the_query_ahead_of_its_norm():
+    layer = Memory(8, 2, "comba", conv_kernel=0).double()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, _ = (part.unflatten(-1, (2, 4)) for part in layer.qkv(x).split(8, -1))
+    asked, *_ = layer.asked(x)
+    c = 1 / (1 + math.exp(-1))
+    close(asked.q, q - c * k, 1e-14)
+    assert asked.config.key_norm == "l2"
 
 
 @pytest.mark.spec("GATE-MDN-D1")
@@ -136,17 +155,38 @@ def test_mamba3():
 
 
 @pytest.mark.spec("GATE-CURV-D1")
+@pytest.mark.parametrize("gate", ["softplus", "sigmoid"])
 @pytest.mark.parametrize("name", ["pgdn", "pkda"])
-def test_curvature(name):
+def test_curvature(name, gate):
     lr, retain = per_token(2), per_token(3, *((P,) if name == "pkda" else ()))
-    case = Case(name, lr=lr, retain=retain)
-    decay, rate = (logits.sigmoid(case.logit(gate) + case[f"{gate}.bias"]) for gate in ("decay", "rate"))
+    case = Case(name, config=named_rule(name, gating=Curvature(gate=gate)), lr=lr, retain=retain)
+    decay, rate = (case.logit(part) + case[f"{part}.bias"] for part in ("decay", "rate"))
+    rate = logits.sigmoid(rate)
+    if gate == "softplus":
+        decay = np.exp(-np.exp(case["decay.rate"]) * np.logaddexp(0, decay))
+    else:
+        decay = logits.sigmoid(decay)
     # The layer's keys are of unit length before, so the curvature is that of the key as it comes.
     factor = newer.curvature(case["k"], decay, rate, center=case["center"])
     true, _ = newer.preconditioned_delta(
         unit(case["q"]), unit(case["k"]), case["v"], factor, lr[0, :, 0].numpy(), retain[0, :, 0].numpy()
     )
     close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+def test_preconditioned_rules_let_curvature_fade_as_released():
+    """exp(-A softplus(W x + b)), A in U(1, 16) and softplus(b) log-uniform in [1e-3, 1e-1], W at zero."""
+    for name in ("pgdn", "pkda"):
+        gating = Memory(64, 32, name, generator=torch.Generator().manual_seed(0)).gating
+        start = gating.params.tensors
+        rate, step = start["decay.rate"].exp(), torch.nn.functional.softplus(start["decay.bias"])
+        assert named_rule(name).gating.gate == "softplus" and not start["decay.weight"].any()
+        assert 1 <= rate.min() < 4 and 12 < rate.max() <= 16 and 1e-3 <= step.min() < 3e-3 and 4e-2 < step.max() <= 1e-1
+    # What 0.1 and 0.2 have written of their gating goes on as a sigmoid.
+    written = {"kind": "curvature", "base": 1.5, "eps": 1e-6, "center": -0.2, "decay": 0.99, "rate": 0.5}
+    assert MemoryConfig(gating=written, retention="decay").gating.gate == "sigmoid"
+    with pytest.raises(ConfigError, match="decay=0.9 is where a sigmoid starts.*leave decay out"):
+        Curvature(gate="softplus", decay=0.9)
 
 
 @pytest.mark.spec("GATE-OSDN-D1")
@@ -392,7 +432,7 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "rwkv7", "retention": "decay"}, "set writes=2"),
         ({"gating": "mlstm"}, "normalizer='max'"),
         ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "bounded=False"),
-        ({"gating": "comba", "key_norm": "l2"}, "would undo"),
+        ({"gating": "comba", "key_norm": "sum"}, "a corrected query has; use 'l2'"),
         ({"gating": "complement"}, "no retain gate"),
         ({"gating": "complement", "retention": "decay"}, "set retention.channels, or gating.keys"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),

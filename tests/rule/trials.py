@@ -295,8 +295,8 @@ def rwkv7(config: MemoryConfig, length: int) -> Trial:
 
 def comba(config: MemoryConfig, length: int) -> Trial:
     x, c, d = Inputs(length), 0.7, 0.4
-    y, weight = older.comba(x.unit_q, x.unit_k, x.v, x.retain, x.lr, c, d)
-    x.q, x.k = x.unit_q - d * c * x.unit_k, x.unit_k
+    x.q = x.q - d * c * x.k  # the layer's correction, ahead of both norms
+    y, weight = older.comba(unit(x.q), x.unit_k, x.v, x.retain, x.lr, c)
     return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": x.retain, "erase": c})
 
 
