@@ -429,11 +429,29 @@ def accumulated_retain(config: MemoryConfig) -> bool:
     return seen or config.commit == "chunk"
 
 
+class Difference(NamedTuple):
+    """Where a default layer of a rule is on purpose not the layer that was published.
+
+    `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it.
+    """
+
+    name: str
+    what: str
+    by: float
+
+
 class NamedRule(NamedTuple):
-    """A rule's configuration and where it comes from."""
+    """A rule's configuration, where it comes from, and what sets its default layer apart from the published one."""
 
     config: MemoryConfig
     paper: str
+    differs: tuple[Difference, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The paper, and every difference with its number."""
+        differences = ", ".join(f"{item.what} ({item.by:.2f})" for item in self.differs)
+        return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
 
 RULES: dict[str, NamedRule] = {}
