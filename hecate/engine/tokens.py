@@ -76,6 +76,14 @@ def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[T
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
 
 
+def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Tensors:
+    """lr of each of `count` weights: one `[N, ...]` of so many axes for all, or its columns. [ENG-RATES-D1]"""
+    return (lr,) * count if lr.dim() == axes else run(_COLUMNS, lr)
+
+
+_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
+
+
 # Heads.
 
 

@@ -1,4 +1,5 @@
 from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
+from hecate.gating.chunk import LargeChunk
 from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient
 from hecate.gating.heads import Head, Heads
 from hecate.gating.mamba3 import Mamba3
@@ -23,6 +24,7 @@ __all__ = [
     "Heads",
     "Hypergradient",
     "KalmaNet",
+    "LargeChunk",
     "Mamba3",
     "Masks",
     "Mesa",

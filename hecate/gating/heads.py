@@ -144,6 +144,11 @@ def logit(share: float) -> float:
     return math.log(share / (1 - share))
 
 
+def inverse_softplus(value: float) -> float:
+    """The number whose softplus is a positive one."""
+    return value + math.log(-math.expm1(-value))
+
+
 def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
     """W x + b in float32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)

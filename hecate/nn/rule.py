@@ -145,9 +145,9 @@ class RuleParameters(HeldRule):
         super().__init__()
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
-        sizes = Sizes(d_model, heads, d_key, d_value, config.writes)
-        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         d_phi = config.feature_map.output_dim(d_key)
+        sizes = Sizes(d_model, heads, d_key, d_value, config.writes, len(config.structure.shapes(d_phi, d_value)))
+        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
         slots = slot_shapes(config, weights, d_phi, d_value)

@@ -289,6 +289,9 @@ class MemoryConfig(Config):
             if structure.transposed:
                 without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
+        if retention.needs_weights and not structure.drawn:
+            own = f"{structure.named} starts at zero, and slots without a length would keep none"
+            yield ("retention", "identity"), f"False: {own}; leave it True, or use a structure that starts at a draw"
         if retention.links != "token":
             for reason in self._no_border():
                 yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"
@@ -367,6 +370,18 @@ class MemoryConfig(Config):
         if accumulated_retain(self):
             chunks = f"chunk={self.chunk} with commit={self.commit!r} and decay_order={self.decay_order!r}"
             yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
+
+    def rates_refusal(self) -> str | None:
+        """Why weights cannot have an lr each; None if they can. [RULE-RATES-D1]"""
+        if self.commit != "chunk":
+            return f"commit={self.commit!r} takes steps whose lr the algorithm knows; it needs commit='chunk'"
+        if self.forms.linear or self.forms.transposed:
+            return f"{self.structure.named} is one weight"
+        if self.step != "raw":
+            return f"step={self.step!r} makes lr of phi(k), which only one weight meets"
+        if not self.algorithm.takes_any_gradient():
+            return f"algorithm {self.algorithm.kind!r} makes gradients with one lr for all weights"
+        return None
 
     def _no_border(self) -> Iterator[str]:
         """Why the link cannot be taken at a chunk's start."""

@@ -17,6 +17,7 @@ from hecate.gating import (
     Heads,
     Hypergradient,
     KalmaNet,
+    LargeChunk,
     Mamba3,
     Mesa,
     MomentumDeltaGates,
@@ -261,18 +262,20 @@ RULES |= {
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
-            structure=GatedMLP(),
+            structure=GatedMLP(expansion=1),
             bias=Dot(),
-            retention=Sphere(slot="row", form="divide"),
-            algorithm=NewtonSchulz(momentum=0.5),
+            retention=Sphere(slot="row", form="divide", identity=False),
+            algorithm=NewtonSchulz(momentum=0.5, polynomial="schedule"),
             key_norm="l2",
+            gating=LargeChunk(),
             chunk=32,
             commit="chunk",
             read="before",
         ),
         "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought back to the length "
-        "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr weighs the "
-        "tokens of a chunk",
+        "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr, one for "
+        "each matrix, weighs the tokens of a chunk; without rotary positions and the window attention that shares q, "
+        "k and v with it",
     ),
     "in_place_ttt": NamedRule(
         MemoryConfig(

@@ -19,6 +19,7 @@ from tests.memories import close
 from tests.reference import gates_2026 as logits
 from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer
+from tests.reference import papers_deep as deep
 
 T, MODEL, P, V = 17, 6, 4, 3
 SOLVED = corrections._solved
@@ -36,6 +37,7 @@ NEW = (
     "mlstm",
     "hgrn2",
     "in_place_ttt",
+    "large_chunk_ttt",
     "oja",
     "gated_mesa",
     "gated_kalmanet",
@@ -55,7 +57,8 @@ class Case:
             return torch.randn(shape, generator=source, dtype=torch.float64)
 
         self.config = (config or named_rule(name)).model_copy(update={"state_dtype": "float64"})
-        gating, sizes = self.config.gating, Sizes(MODEL, 1, P, V, self.config.writes)
+        gating, weights = self.config.gating, len(self.config.structure.shapes(P, V))
+        sizes = Sizes(MODEL, 1, P, V, self.config.writes, weights)
         self.params = {
             name: gating.start(name, shape, sizes, source) + 0.3 * normal(*shape)
             for name, shape in gating.shapes(sizes).items()
@@ -138,6 +141,23 @@ def test_momentum_delta():
     )  # fmt: skip
     assert (mu[1:] * beta[1:] / beta[:-1]).max() > 1, "the gate must leave [0, 1] for this to say anything"
     true, *_ = newer.momentum_delta(unit(case["q"]), unit(case["k"]), case["v"], alpha, beta, mu, eta)
+    close(case.scanned(), torch.from_numpy(true), 1e-12)
+
+
+@pytest.mark.spec("GATE-LARGE-D1")
+def test_large_chunk():
+    """Every matrix has its own lr, and a chunk's step the mean of its momenta."""
+    chunk = 4
+    case = Case("large_chunk_ttt", chunk, config=named_rule("large_chunk_ttt", chunk=chunk))
+    lr = np.logaddexp(0, np.einsum("td,wd->tw", case.x[0].numpy(), case["lr.weight"]) + case["lr.bias"])
+    own = logits.sigmoid(case.logit("momentum") + case["momentum.bias"])
+    mean = np.array([own[t - t % chunk : t + 1].mean() for t in range(T)])
+    gates = case.made.gates
+    close(gates["lr"][0, :, 0], torch.from_numpy(lr), 1e-13)
+    close(gates["momentum"][0, :, 0], torch.from_numpy(mean), 1e-13)
+    assert "retain" not in gates
+    weights = [item[0].numpy() for item in case.config.structure.init(P, V, dtype=torch.float64).values()]
+    true, *_ = deep.large_chunk(unit(case["q"]), unit(case["k"]), case["v"], lr, mean, weights, chunk)
     close(case.scanned(), torch.from_numpy(true), 1e-12)
 
 
@@ -437,6 +457,8 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "complement", "retention": "decay"}, "set retention.channels, or gating.keys"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
         ({"gating": "hypergradient"}, "key_norm is 'none'; set key_norm='l2'"),
+        ({"kind": "large_chunk_ttt", "algorithm": "gd"}, "algorithm 'gd' has none; use one that has"),
+        ({"kind": "large_chunk_ttt", "commit": "token"}, "it needs commit='chunk'"),
         ({"kind": "osdn", "writes": 2}, "one key per token, not writes=2"),
         ({"kind": "osdn", "feature_map": "elu"}, "not those of feature_map 'elu'; use 'identity'"),
         ({"kind": "osdn", "gating": {"kind": "hypergradient", "high": 2.5}}, "times lr=1 within 2"),

@@ -168,17 +168,18 @@ def miras(function: Callable[..., Any], scale_v: float = 1.0, **settings: str) -
 
 def large_chunk(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
-    shapes = {"w1": (8, 4), "w2": (3, 8), "w3": (8, 4)}
+    hidden, lr = 4 * config.structure.expansion, x.rng.uniform(0.1, 0.95, size=(length, 3))
+    shapes = {"w1": (hidden, 4), "w2": (3, hidden), "w3": (hidden, 4)}
     initial = {name: x.weights(*shape) for name, shape in shapes.items()}
-    # The paper leaves open where weights start; here beside the identity.
-    start = [w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]] for w in initial.values()]
-    y, *final = papers_deep.large_chunk(x.unit_q, x.unit_k, x.v, x.lr, x.momentum, start, config.chunk)
+    y, *final = papers_deep.large_chunk(
+        x.unit_q, x.unit_k, x.v, lr, x.momentum, list(initial.values()), config.chunk
+    )
     state = {
         prefix + name: item
         for prefix, items in zip(("", "slots.momentum.", "pending."), final, strict=True)
         for name, item in zip(shapes, items, strict=True)
     }
-    return Trial(x, y, state, {"lr": x.lr, "momentum": x.momentum}, initial)
+    return Trial(x, y, state, {"lr": lr, "momentum": x.momentum}, initial)
 
 
 def features(x: Inputs) -> tuple[Array, Array]:
