@@ -1,6 +1,7 @@
 from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
 from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient
 from hecate.gating.heads import Head, Heads
+from hecate.gating.mamba2 import Mamba2
 from hecate.gating.mamba3 import Mamba3
 from hecate.gating.mlstm import MLSTM
 from hecate.gating.momentum_delta import MomentumDeltaGates
@@ -23,6 +24,7 @@ __all__ = [
     "Heads",
     "Hypergradient",
     "KalmaNet",
+    "Mamba2",
     "Mamba3",
     "Masks",
     "Mesa",

@@ -17,6 +17,7 @@ from hecate.gating import (
     Heads,
     Hypergradient,
     KalmaNet,
+    Mamba2,
     Mamba3,
     Mesa,
     MomentumDeltaGates,
@@ -28,38 +29,56 @@ from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, MemoryConfig, NamedRule
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
+_UNGATED = Heads(lr=False)  # every token is written with lr 1
+_CONSTANT = Heads(lr=False, retain=False)
 _MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
 
 RULES |= {
     "hebbian": NamedRule(
-        MemoryConfig(bias=Dot()),
+        MemoryConfig(bias=Dot(), gating=_UNGATED, layer_qk_norm="none", layer_activation="none"),
         "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
         "rule",
     ),
     "linear_attention": NamedRule(
-        MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum", layer_qk_norm="none"),
+        MemoryConfig(
+            bias=Dot(),
+            feature_map=ELU(),
+            gating=_UNGATED,
+            normalizer="sum",
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
         "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): a layer leaves q and k their lengths, "
         "features of vectors of unit length are too alike to tell keys apart",
     ),
     "retnet": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
-        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), which a layer's "
-        "gate starts at; turning of queries and keys is the feature map's",
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(retain="retnet"),
+            gating=_CONSTANT,
+            query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
+        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), without a gate",
     ),
     "gla": NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
+            gating=_UNGATED,
             query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_activation="none",
         ),
         "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, gates.retain [B, T, H, "
         "P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
     ),
     "mamba2": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95)),
-        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060), the recurrence: dt is lr and exp(-A dt) retain, "
-        "as gates of their own; without the skip D x",
+        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), gating=Mamba2(), layer_qk_norm="none"),
+        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060): lr is dt, retain exp(-A dt), d x is added; keys "
+        "and queries are per head, the convolution has no bias",
     ),
     "delta": NamedRule(
         MemoryConfig(key_norm="l2"),
@@ -98,7 +117,9 @@ RULES |= {
         "rotations; set writes for another number",
     ),
     "rwkv7": NamedRule(
-        MemoryConfig(retention=Decay(channels=True), writes=2, gating=RWKV7()),
+        MemoryConfig(
+            retention=Decay(channels=True), writes=2, gating=RWKV7(), layer_qk_norm="none", layer_activation="none"
+        ),
         "RWKV-7 (Peng et al., 2025, arXiv 2503.14456), the recurrence and its gates; without token shift, value "
         "residual and bonus",
     ),
@@ -107,9 +128,9 @@ RULES |= {
         "Comba (Hu et al., 2025, arXiv 2506.02475): q and k come normalised, as the layer's qk_norm does",
     ),
     "efla": NamedRule(
-        MemoryConfig(step="flow"),
+        MemoryConfig(step="flow", layer_qk_norm="none"),
         "Error-Free Linear Attention (Lei et al., 2025, arXiv 2512.12602): the delta rule's gradient flow solved over "
-        "a time lr; keys are not normalised, or it is lr = 1 - exp(-lr)",
+        "a time lr, in DeltaNet's layer; a layer leaves keys their length, of length 1 it is lr = 1 - exp(-lr)",
     ),
     "momentum_delta": NamedRule(
         MemoryConfig(
@@ -122,7 +143,9 @@ RULES |= {
         "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); without its correction of the query",
     ),
     "mamba3": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(), writes=2, gating=Mamba3()),
+        MemoryConfig(
+            bias=Dot(), retention=Decay(), writes=2, gating=Mamba3(), layer_qk_norm="none", layer_conv_kernel=0
+        ),
         "Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output",
     ),
     "pgdn": NamedRule(
@@ -156,27 +179,40 @@ RULES |= {
         "decay; a layer brings values to unit length, to a scan they come so; its gates are ours",
     ),
     "mlstm": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM()),
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(),
+            normalizer="max",
+            query_scale="key_dim",
+            gating=MLSTM(),
+            layer_qk_norm="none",
+        ),
         "xLSTM (Beck et al., 2024, arXiv 2405.04517), the matrix memory with exponential gates, stabilised",
     ),
     "hgrn2": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(retain=0.9, channels=True),
+            gating=Complement(lr=False, query="silu"),
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
         "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; in a layer the key is the logit of "
         "retain, as in the released one; without the lower bounds of retain that grow over layers",
     ),
     "longhorn": NamedRule(
-        MemoryConfig(step="implicit"),
+        MemoryConfig(step="implicit", layer_qk_norm="none"),
         "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal approximation",
     ),
     "dgd": NamedRule(
-        MemoryConfig(retention=Decay(), step="implicit"),
+        MemoryConfig(retention=Decay(), step="implicit", layer_qk_norm="none"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose descent direction is "
         "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1",
     ),
     "mesa": NamedRule(
-        MemoryConfig(algorithm=RLS(), key_norm="l2"),
-        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
-        "gamma and beta at 1 and one ridge for all channels",
+        MemoryConfig(algorithm=RLS(), key_norm="l2", step="weighted"),
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum of tokens weighed by lr, the paper's "
+        "beta, with its gamma at 1 and one ridge for all channels",
     ),
     "gated_mesa": NamedRule(
         MemoryConfig(
@@ -218,10 +254,16 @@ RULES |= {
     ),
     "raven": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), layer_qk_norm="rms", readout=readout.Slots(), gating=Raven()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            layer_qk_norm="rms",
+            layer_conv_kernel=0,
+            layer_activation="silu",
+            readout=readout.Slots(),
+            gating=Raven(),
         ),
         "Raven (Afzal, Bick et al., 2026; no paper read), by its layer in flash-linear-attention: gsa with a router to "
-        "32 slots a token; as many slots as a key is wide, without noise in training and SiLU of values",
+        "32 slots a token; as many slots as a key is wide, without noise in training",
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
