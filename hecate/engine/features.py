@@ -248,14 +248,14 @@ def _series(x: Tensor, order: int) -> Tensor:
     return total
 
 
-def _weighted(phi: Tensor, v: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
+def _rooted(phi: Tensor, v: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
     # A token of weight 0, as one that is masked, is not there: its gate hears nothing.
     some = lr != 0
     root = torch.where(some, lr, 1.0).sqrt() * some
     return (phi * root.unsqueeze(-1), v * root.unsqueeze(-1)), (phi, v, root)
 
 
-def _weighted_vjp(kept: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor) -> Tensors:
+def _rooted_vjp(kept: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor) -> Tensors:
     phi, v, root = kept
     wide = root.unsqueeze(-1)
     twice = 2 * torch.where(root == 0, torch.inf, root)
@@ -263,7 +263,7 @@ def _weighted_vjp(kept: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor)
     return gphi * wide, gv * wide, both
 
 
-_WEIGHTED = by_hand(Block("step.weighted", _weighted, _weighted_vjp))
+_WEIGHTED = by_hand(Block("step.weighted", _rooted, _rooted_vjp))
 
 # By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
 _STEPS = {

@@ -72,7 +72,8 @@ class LanguageModelConfig(Config):
         memory: rule and conventions of every layer's memory.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
             `hecate.nn.Memory`; conv_kernel and qk_norm left out are `memory.layer_conv_kernel` and
-            `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its rule: what they leave unread stays at its default.
+            `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its
+            rule: what they leave unread stays at its default.
         levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
         self_reference: as in `hecate.cms.SelfReferential`.
         attention: as in `hecate.nn.Composed`.

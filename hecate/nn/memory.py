@@ -157,9 +157,9 @@ class Memory(RuleParameters, MemoryLayer):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    x goes through projections to q, k, v, a short causal convolution with SiLU (`config.layer_activation`), `qk_norm`, phi (inside the scan), the
-    memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates come from x. Parameters live
-    here; the memory's state is explicit, per sequence, never a buffer.
+    x goes through projections to q, k, v, a short causal convolution with SiLU (`config.layer_activation`), `qk_norm`,
+    phi (inside the scan), the memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates
+    come from x. Parameters live here; the memory's state is explicit, per sequence, never a buffer.
 
     Args:
         d_model: width of x and y.

@@ -107,8 +107,8 @@ class MemoryConfig(Config):
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
         layer_qk_norm, layer_conv_kernel: what `qk_norm` and `conv_kernel` of a layer around the memory are where they
             are left out; None, "l2" and 4.
-        layer_activation: what a layer does to q, k and v behind the convolution; None, "silu", which a layer without
-            one leaves out. Fields of a layer are written out only where they are set; a scan takes q, k, v as they come.
+        layer_activation: what a layer does to q, k and v behind its convolution, or without one; None, "silu" behind
+            one alone. These three are written out only where they are set; a scan takes q, k and v as they come.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
             V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2); "flow" (1 -

@@ -78,7 +78,8 @@ def delta_product(x: Tensor, w: Weights) -> Tensor:
 
 
 def rwkv7(x: Tensor, w: Weights) -> Tensor:
-    """RWKV-7 (arXiv 2503.14456): S <- S (diag(w) - kk^T (a * kk)) + v k~^T, r, k, v without an activation."""
+    """RWKV-7 (arXiv 2503.14456): S <- S (diag(w) - kk^T (a * kk)) + v k~^T, r, k, v without an activation. Beside the
+    norm goes the token's own value (`bonus`), weighed by r (r_k * k~), r_k from -0.04."""
     r, k, v = qkv(x, w, active=False)
 
     def low(gate: str, inner: Tensor) -> Tensor:
@@ -95,7 +96,8 @@ def rwkv7(x: Tensor, w: Weights) -> Tensor:
         erased = outer(asked(m, kk[:, t]), a[:, t] * kk[:, t])
         m = scaled(m, kept[:, t]) - erased + outer(v[:, t], written[:, t])
         ys.append(asked(m, r[:, t]))
-    return out(x, torch.stack(ys, 1), w)
+    bonus = -0.04 * (r * written).sum(-1, keepdim=True) * v
+    return out(x, torch.stack(ys, 1), w, bonus if "bonus" in w.published else None)
 
 
 def efla(x: Tensor, w: Weights) -> Tensor:

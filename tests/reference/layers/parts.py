@@ -95,10 +95,11 @@ def outer(v: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhv,bhp->bhvp", v, k)
 
 
-def out(x: Tensor, y: Tensor, w: Weights) -> Tensor:
+def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tensor:
     """The norm of every head, the SiLU gate and the projection of answers `[B, T, H, V]`; in their place, as published
     layers have it, no norm (`norm`), one of all heads (`whole_norm`), one about the mean (`layer_norm`); no gate
-    (`output_gate`), a sigmoid (`sigmoid_gate`), or a gate ahead of one norm of all heads (`gate_ahead`)."""
+    (`output_gate`), a sigmoid (`sigmoid_gate`), or a gate ahead of one norm of all heads (`gate_ahead`). What is
+    `beside` is added behind the norm."""
     published, gain = w.published, w["o_norm.weight"]
     gate = x @ w["g.weight"].mT
     if "gate_ahead" in published:
@@ -109,6 +110,7 @@ def out(x: Tensor, y: Tensor, w: Weights) -> Tensor:
         y = root_mean(y.flatten(-2), 1e-6) * gain.flatten()
     else:
         y = (y if "norm" in published else root_mean(y, 1e-6) * gain).flatten(-2)
+    y = y if beside is None else y + beside.flatten(-2)
     if "output_gate" not in published:
         y = y * (torch.sigmoid(gate) if "sigmoid_gate" in published else silu(gate))
     return y @ w["o.weight"].mT
