@@ -14,7 +14,15 @@ from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Mask, check_engine, check_made, check_sequence, check_sizes, check_state
-from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, ShortConv, convolved, normalise_qk, settle_qk_norm
+from hecate.nn.conv import (
+    DEFAULT_CONV_KERNEL,
+    DEFAULT_QK_NORM,
+    QKNorm,
+    ShortConv,
+    convolved,
+    normalise_qk,
+    settle_layer,
+)
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
@@ -93,7 +101,7 @@ class SelfReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        settle_qk_norm(self)
+        settle_layer(self)
         if refusal := self._refusal():
             raise ConfigError(refusal[1], path=refusal[0].split("."))
         return self
@@ -341,7 +349,7 @@ class SelfReferential(MemoryLayer):
         config: SelfReferenceConfig | None = None,
         *,
         d_head: int | None = None,
-        conv_kernel: int = 4,
+        conv_kernel: int = DEFAULT_CONV_KERNEL,
         output_gate: bool = True,
         feature_memory: MemoryConfig | None = None,
         engine: EngineName = "auto",

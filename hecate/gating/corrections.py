@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, pad
+from torch.nn.functional import logsigmoid, normalize, pad, silu
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit, rate_start, shrink, spread
@@ -57,8 +57,9 @@ class Comba(Gating):
 class Complement(Gating):
     """complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
 
-    The layer's key, behind its convolution, is the forget gate's logit, as in the released layer. a starts at 1, b at
-    retain 0.9 for k = 0: ours, for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
+    The layer's key is the forget gate's logit, as in the released layer, which leaves it its length
+    (`layer_qk_norm="none"`) and has neither an activation of it nor lr. a starts at 1, b at retain 0.9 for k = 0: ours,
+    for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
 
     Shapes: a and b `[H, D]`; phi keeps the width D of keys.
     References: HGRN2 (Qin et al., 2024, arXiv 2404.07904). [GATE-TIED-D1]
@@ -68,10 +69,12 @@ class Complement(Gating):
     one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
+    lr: bool = Field(True, description="whether lr has its head; else it is the algorithm's lr")
+    query: Literal["none", "silu"] = Field("none", description="what is done to queries alone")
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        return self._makes if self.keys else (*self._makes, "retain")
+        return tuple([name for name, own in (("retain", self.keys), ("lr", self.lr)) if not own] + [*self._makes])
 
     def refusal(self, config: Any) -> str | None:
         if not config.retention.uses_retain:
@@ -94,7 +97,8 @@ class Complement(Gating):
             k, retain = torch.ones_like(k), torch.sigmoid(logits)
         if retain is None:
             raise TypeError("a config without retain was not refused")
-        return made._replace(k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
+        q = silu(made.q) if self.query == "silu" else made.q
+        return made._replace(q=q, k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
 
 
 class Curvature(Gating):

@@ -21,6 +21,9 @@ from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
 from hecate.variant import Config, Conflicts
 
+LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
+"""Fields of a config that a layer around the memory reads, and a scan does not."""
+
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
 
@@ -102,12 +105,15 @@ class MemoryConfig(Config):
             max(|phi(q).z|, floor), with the gate floor.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
-        layer_qk_norm: what `qk_norm` of a layer around the memory is where it is left out; None, "l2". Written out only
-            where it is set; a scan takes q and k as they come.
+        layer_qk_norm, layer_conv_kernel: what `qk_norm` and `conv_kernel` of a layer around the memory are where they
+            are left out; None, "l2" and 4.
+        layer_activation: what a layer does to q, k and v behind its convolution, or without one; None, "silu" behind
+            one alone. These three are written out only where they are set; a scan takes q, k and v as they come.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
             V]`, lr, erase and write `[B, T, n, H]`. Retention acts once, before the first; it is read once.
         step: "raw" lr; "normalized" lr/(eps + |phi|^2), eps = 1e-6; "implicit" lr/(1 + lr |phi|^2); "flow" (1 -
-            exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr.
+            exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr; "weighted", of rls,
+            lr as the weight of the token's square error.
         state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
@@ -128,7 +134,9 @@ class MemoryConfig(Config):
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
-    step: Literal["raw", "normalized", "implicit", "flow"] = "raw"
+    layer_conv_kernel: Depth | None = Field(None, ge=0)
+    layer_activation: Literal["none", "silu"] | None = None
+    step: Literal["raw", "normalized", "implicit", "flow", "weighted"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
@@ -153,7 +161,9 @@ class MemoryConfig(Config):
             key_norm: Literal["none", "l2", "sum"] = ...,
             query_scale: Literal["none", "key_dim"] = ...,
             layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
-            step: Literal["raw", "normalized", "implicit", "flow"] = ...,
+            layer_conv_kernel: int | None = ...,
+            layer_activation: Literal["none", "silu"] | None = ...,
+            step: Literal["raw", "normalized", "implicit", "flow", "weighted"] = ...,
             state_dtype: Literal["float32", "float64"] = ...,
             on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
         ) -> None: ...
@@ -188,7 +198,7 @@ class MemoryConfig(Config):
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # So that what is written of a config that does not set it stays what it was.
-        return {name: value for name, value in write(self).items() if name != "layer_qk_norm" or value is not None}
+        return {name: value for name, value in write(self).items() if name not in LAYER_FIELDS or value is not None}
 
     @property
     def rule(self) -> MemoryRule:
@@ -279,6 +289,12 @@ class MemoryConfig(Config):
     def conflicts(self) -> Conflicts:
         """What the knobs and conventions rule out together."""
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
+        if self.layer_conv_kernel == 1:
+            yield ("layer_conv_kernel",), "must be 0 (none) or at least 2, got 1"
+        form = algorithm.token_form()
+        if self.step == "weighted" and (form is None or form.ridge is None):
+            other = f"algorithm {algorithm.kind!r} solves no least squares, in which a token could weigh lr"
+            yield ("step",), f"'weighted': {other}; use algorithm 'rls', or step 'raw'"
         if self.decay_order == "before_gradient" and not retention.uses_retain:
             nothing = f"retention {retention.kind!r} has nothing to decay"
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"

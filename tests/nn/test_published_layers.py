@@ -56,7 +56,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule):
     """Values, and the gradients of the input and of every weight. 1e-10: rounding of some 70 steps, whose products
-    grow it by less than a thousand."""
+    grow it by less than a thousand; a gradient counts from 1e-3 of the largest on, of which it is a difference."""
     if rule not in LAYERS:
         pytest.fail(f"{rule} has no published layer in tests/reference/layers")
     layer = drawn(rule)
@@ -73,7 +73,7 @@ def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule)
     )
     largest = max(float(grad.norm()) for grad in truth.values())
     for name, grad in truth.items():
-        assert float((grads[name] - grad).norm()) < 1e-10 * max(float(grad.norm()), 1e-6 * largest), name
+        assert float((grads[name] - grad).norm()) < 1e-10 * max(float(grad.norm()), 1e-3 * largest), name
     silent = [name for name, grad in truth.items() if not grad.any()]
     assert not silent, f"weights that do not matter here: {silent}"
 

@@ -30,11 +30,12 @@ def root_mean(x: Tensor, eps: float = 1e-12) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
 
 
-def projected(x: Tensor, w: Weights, name: str) -> Tensor:
-    """A projection `[B, T, H, D]` behind its convolution with SiLU, if it has one."""
+def projected(x: Tensor, w: Weights, name: str, *, active: bool = True) -> Tensor:
+    """A projection `[B, T, H, D]` behind its convolution, if it has one, and SiLU where it is `active`."""
     y = x @ w[f"{name}.weight"].mT
-    if f"{name}_conv.weight" in w and "conv" not in w.published:
-        y = silu(convolved(y, w[f"{name}_conv.weight"]))
+    if f"{name}_conv.weight" in w and "conv" not in w.published and f"{name}_conv" not in w.published:
+        y = convolved(y, w[f"{name}_conv.weight"])
+        y = silu(y) if active else y
     return y.unflatten(-1, (w.heads, -1))
 
 
@@ -44,9 +45,10 @@ def convolved(x: Tensor, taps: Tensor) -> Tensor:
     return conv1d(padded, taps.unsqueeze(1), groups=len(taps)).mT
 
 
-def qkv(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(x: Tensor, w: Weights, *, active: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v `[B, T, H, D or V]`."""
-    return projected(x, w, "q"), projected(x, w, "k"), projected(x, w, "v")
+    q, k, v = (projected(x, w, name, active=active) for name in "qkv")
+    return q, k, v
 
 
 def logits(x: Tensor, w: Weights, gate: str) -> Tensor:
@@ -80,11 +82,35 @@ def start(x: Tensor, w: Weights, name: str = "weight") -> Tensor:
     return w[f"initial.{name}"].expand(len(x), *w[f"initial.{name}"].shape)
 
 
-def out(x: Tensor, y: Tensor, w: Weights) -> Tensor:
-    """RMS norm of every head, SiLU gate and projection of answers `[B, T, H, V]`."""
-    if "norm" not in w.published:
-        y = root_mean(y, 1e-6) * w["o_norm.weight"]
-    y = y.flatten(-2)
-    if "g.weight" in w and "output_gate" not in w.published:
-        y = y * silu(x @ w["g.weight"].mT)
+def scaled(m: Tensor, retain: Tensor) -> Tensor:
+    """A memory `[B, H, V, P]` times what a token keeps of it, `[B, H]` or of channels `[B, H, P]`."""
+    return m * (retain.unsqueeze(2) if retain.dim() == 3 else retain[..., None, None])
+
+
+def asked(m: Tensor, q: Tensor) -> Tensor:
+    return torch.einsum("bhvp,bhp->bhv", m, q)
+
+
+def outer(v: Tensor, k: Tensor) -> Tensor:
+    return torch.einsum("bhv,bhp->bhvp", v, k)
+
+
+def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tensor:
+    """The norm of every head, the SiLU gate and the projection of answers `[B, T, H, V]`; in their place, as published
+    layers have it, no norm (`norm`), one of all heads (`whole_norm`), one about the mean (`layer_norm`); no gate
+    (`output_gate`), a sigmoid (`sigmoid_gate`), or a gate ahead of one norm of all heads (`gate_ahead`). What is
+    `beside` is added behind the norm."""
+    published, gain = w.published, w["o_norm.weight"]
+    gate = x @ w["g.weight"].mT
+    if "gate_ahead" in published:
+        return (root_mean(y.flatten(-2) * silu(gate), 1e-6) * gain.flatten()) @ w["o.weight"].mT
+    if "layer_norm" in published:
+        y = y - y.mean(-1, keepdim=True)
+    if "whole_norm" in published:
+        y = root_mean(y.flatten(-2), 1e-6) * gain.flatten()
+    else:
+        y = (y if "norm" in published else root_mean(y, 1e-6) * gain).flatten(-2)
+    y = y if beside is None else y + beside.flatten(-2)
+    if "output_gate" not in published:
+        y = y * (torch.sigmoid(gate) if "sigmoid_gate" in published else silu(gate))
     return y @ w["o.weight"].mT
