@@ -179,9 +179,10 @@ RULES |= {
             algorithm=Momentum(bounded=False),
             decay_order="before_gradient",
             key_norm="l2",
-            gating=MomentumDeltaGates(),
+            layer_qk_norm="none",
+            gating=MomentumDeltaGates(correction=True),
         ),
-        "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); without its correction of the query",
+        "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); a layer corrects q by k ahead of their norm",
     ),
     "mamba3": NamedRule(
         MemoryConfig(
@@ -285,17 +286,25 @@ RULES |= {
         MemoryConfig(
             bias=Dot(),
             retention=Decay(channels=True),
-            query_scale="key_dim",
             layer_qk_norm="none",
+            layer_conv_kernel=0,
+            layer_activation="silu",
             readout=readout.Slots(),
             gating=GSA(),
         ),
-        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; a layer leaves q "
-        "and k their lengths, a softmax of what unit vectors score is nearly even",
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide, whose scores are "
+        "not scaled, as released; a layer leaves q and k their lengths, a softmax of what unit vectors score is nearly "
+        "even",
     ),
     "abc": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_conv_kernel=0,
+            readout=readout.Slots(),
+            gating=ABC(),
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Complement, Curvature, Hypergradient, Masks, Sizes, Written, corrections
+from hecate.gating import Complement, Curvature, Hypergradient, Masks, MomentumDeltaGates, Sizes, Written, corrections
 from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
@@ -132,15 +132,17 @@ def test_a_layer_of_comba_corrects_the_query_ahead_of_its_norm():
 
 
 @pytest.mark.spec("GATE-MDN-D1")
-def test_momentum_delta():
-    case = Case("momentum_delta")
+@pytest.mark.parametrize("correction", [True, False])
+def test_momentum_delta(correction):
+    case = Case("momentum_delta", config=named_rule("momentum_delta", gating=MomentumDeltaGates(correction=correction)))
     f, rate, mu_rate = np.exp(case["f"]), case["alpha.rate"], case["mu.rate"]
     eta, beta, alpha, mu = logits.momentum_delta(
         *(case.logit(name) for name in ("eta", "b", "alpha", "mu")), f, rate, mu_rate, case["alpha.bias"],
         case["mu.bias"], MODEL,
     )  # fmt: skip
     assert (mu[1:] * beta[1:] / beta[:-1]).max() > 1, "the gate must leave [0, 1] for this to say anything"
-    true, *_ = newer.momentum_delta(unit(case["q"]), unit(case["k"]), case["v"], alpha, beta, mu, eta)
+    q = case["q"] - np.exp(case["d"]) * case["k"] if correction else case["q"]
+    true, *_ = newer.momentum_delta(unit(q), unit(case["k"]), case["v"], alpha, beta, mu, eta)
     close(case.scanned(), torch.from_numpy(true), 1e-12)
 
 

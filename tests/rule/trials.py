@@ -437,7 +437,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "mesa": mesa,
     "gated_mesa": gated_mesa,
     "gated_kalmanet": gated_kalmanet,
-    "gsa": slotted(heads.gsa),
+    "gsa": slotted(heads.gsa, 1.0),
     "abc": slotted(older.abc_gates),
     "raven": slotted(routed, 1.0),
     "titans_linear": titans_linear,

@@ -79,9 +79,9 @@ def written(
 
 def momentum_delta(x: Tensor, w: Weights) -> Tensor:
     """Momentum DeltaNet (arXiv 2605.05838): S <- mu S + eta (v - alpha M k) k^T, M <- alpha M + beta S, with bounds sin^2
-    and cos^2 of an angle on beta and alpha."""
+    and cos^2 of an angle on beta and alpha; q - d k is brought to unit length."""
     q, k, v = qkv(x, w)
-    q, k = unit(q), unit(k)
+    q, k = unit(q - w["d"].exp()[:, None] * k), unit(k)
     eta = 1 + torch.tanh(logits(x, w, "eta") / x.shape[-1] ** 0.5)
     angle = torch.arctan(eta * w["f"].exp())
     beta = torch.sin(angle) ** 2 * torch.sigmoid(logits(x, w, "b"))

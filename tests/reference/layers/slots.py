@@ -2,7 +2,7 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, silu
 
 from tests.reference.layers.parts import Layer, Weights, out, outer, qkv, scaled
 from tests.reference.layers.sums import turned
@@ -11,9 +11,10 @@ from tests.reference.layers.sums import turned
 def gsa(x: Tensor, w: Weights) -> Tensor:
     """Gated Slot Attention (arXiv 2409.07146), by the released layer: SiLU of q, k and v without a convolution, every
     slot keeps sigmoid(W x)^(1/8), the rest of it is written, scores are not scaled."""
-    q, k, v = qkv(x, w)
+    q, k, v = (silu(item) for item in qkv(x, w))
     kept = torch.exp(logsigmoid(slot_logits(x, w)) / 8)
-    return out(x, attended(x, w, q, k, v, kept, 1 - kept), w)
+    y = attended(x, w, q, k, v, kept, 1 - kept)
+    return out(x, silu(y) if "answers" in w.published else y, w)
 
 
 def abc(x: Tensor, w: Weights) -> Tensor:
