@@ -356,6 +356,8 @@ RULES |= {
             retention=Sphere(slot="row", form="divide", identity=False),
             algorithm=NewtonSchulz(momentum=0.5, polynomial="schedule"),
             key_norm="l2",
+            layer_conv_kernel=0,
+            layer_activation="silu",
             gating=LargeChunk(),
             chunk=32,
             commit="chunk",
