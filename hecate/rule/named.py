@@ -38,13 +38,21 @@ _HAS = {
     "conv": "a short convolution",
     "decay": "the retain sigmoid(w.x + b), from .99, in place of exp(-A softplus(w.x + b))",
     "diagonal": "the whole I - c k k^T in place of its diagonal",
+    "gelu_gate": "SiLU of the output gate in place of GELU",
+    "head_gate": "an output gate of each channel in place of one of each head",
     "gate_ahead": "a norm of each head and the gate behind it, in place of one norm of all behind the gate",
+    "lengths": "keys and queries of unit length in place of their own, with a step divided by their width",
+    "mean": "the sum of a block's steps in place of their mean",
     "layer_norm": "a root mean square in place of a layer norm",
     "norm": "a norm of each head",
+    "one_key": "queries that are not the keys",
     "output_gate": "an output gate",
+    "post_norm": "a root mean square of each head in place of a layer norm of all",
+    "residual": "no residual and layer norm in the memory",
     "sigmoid_gate": "SiLU of the output gate in place of a sigmoid",
     "skip": "no skip d v",
     "turned": "queries and keys that no position turns",
+    "unit_erase": "c k, of length c, in what is erased, in place of k",
     "v_conv": "values behind the convolution",
     "whole_norm": "a norm of each head in place of one of all",
 }
@@ -165,7 +173,8 @@ RULES |= {
             gating=Comba(),
         ),
         "Comba (Hu et al., 2025, arXiv 2506.02475): a layer corrects q by k as both come and brings them to unit "
-        "length then, as the released one; what is erased is c k, which its kernels normalise again",
+        "length then, as the released one",
+        _differs(sigmoid_gate=0.91, unit_erase=0.06),
     ),
     "efla": NamedRule(
         MemoryConfig(step="flow", layer_qk_norm="none"),
@@ -207,12 +216,15 @@ RULES |= {
             key_norm="l2",
             gating=Curvature(gate="softplus"),
         ),
-        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
+        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key, and an "
+        "output gate of full rank",
+        _differs(sigmoid_gate=0.89),
     ),
     "osdn": NamedRule(
         MemoryConfig(key_norm="l2", gating=Hypergradient()),
         "Online Scaled DeltaNet (Zhou et al., 2026, arXiv 2605.13473) by its authors' programs: delta with a factor on "
         "the channels of the written key, 1 at first, that follows its hypergradient and is forgotten by a gate",
+        _differs(output_gate=0.97),
     ),
     "oja": NamedRule(
         MemoryConfig(
@@ -287,14 +299,13 @@ RULES |= {
             bias=Dot(),
             retention=Decay(channels=True),
             layer_qk_norm="none",
-            layer_conv_kernel=0,
-            layer_activation="silu",
             readout=readout.Slots(),
             gating=GSA(),
         ),
         "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide, whose scores are "
         "not scaled, as released; a layer leaves q and k their lengths, a softmax of what unit vectors score is nearly "
         "even",
+        _differs(conv=0.03, answers=0.05, whole_norm=0.15, output_gate=0.97),
     ),
     "abc": NamedRule(
         MemoryConfig(
@@ -302,12 +313,13 @@ RULES |= {
             retention=Decay(channels=True),
             query_scale="key_dim",
             layer_qk_norm="none",
-            layer_conv_kernel=0,
+            layer_activation="none",
             readout=readout.Slots(),
             gating=ABC(),
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",
+        _differs(conv=0.04, turned=0.08),
     ),
     "raven": NamedRule(
         MemoryConfig(
@@ -335,19 +347,33 @@ RULES |= {
         "training where lr is ten times as large",
     ),
     "ttt_linear": NamedRule(
-        MemoryConfig(key_norm="l2", chunk=16),
+        MemoryConfig(key_norm="l2", chunk=16, layer_activation="none"),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the start of blocks of "
-        "16, without the paper's residual and layer norm inside the memory",
+        "16; beside the layer of its Mamba backbone, whose q and k share a projection",
+        _differs(residual=0.89, v_conv=0.03, lengths=0.21, turned=0.76, mean=0.49, post_norm=0.26, gelu_gate=0.15),
     ),
     "ttt_linear_norm": NamedRule(
-        MemoryConfig(structure=MLP(layers=1, residual=True, norm="layer", bias=True), algorithm=GD(lr=1.0), chunk=16),
+        MemoryConfig(
+            structure=MLP(layers=1, residual=True, norm="layer", bias=True),
+            algorithm=GD(lr=1.0),
+            chunk=16,
+            layer_activation="none",
+        ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
-        "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width",
+        "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width; beside the "
+        "layer of its Mamba backbone, whose q and k share a projection",
+        _differs(v_conv=0.04, lengths=1.19, turned=0.43, mean=0.63, post_norm=0.06, gelu_gate=0.15),
     ),
     "ttt_mlp": NamedRule(
-        MemoryConfig(structure=MLP(layers=2, residual=True, norm="layer", bias=True), algorithm=GD(lr=0.1), chunk=16),
+        MemoryConfig(
+            structure=MLP(layers=2, residual=True, norm="layer", bias=True),
+            algorithm=GD(lr=0.1),
+            chunk=16,
+            layer_activation="none",
+        ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
-        "gelu; norm and lr as in ttt_linear_norm",
+        "gelu; norm, lr and layer as in ttt_linear_norm",
+        _differs(v_conv=0.04, lengths=1.07, turned=0.47, mean=0.78, post_norm=0.06, gelu_gate=0.15),
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
@@ -365,8 +391,9 @@ RULES |= {
         ),
         "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought back to the length "
         "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr, one for "
-        "each matrix, weighs the tokens of a chunk; without rotary positions and the window attention that shares q, "
-        "k and v with it",
+        "each matrix, weighs the tokens of a chunk; without the window attention that shares q, k and v with it, and "
+        "the scale and offset of each channel of q and k, which start at 1 and 0",
+        _differs(turned=1.14, head_gate=1.26),
     ),
     "in_place_ttt": NamedRule(
         MemoryConfig(
@@ -374,6 +401,7 @@ RULES |= {
             algorithm=GD(lr=0.3),
             feature_map=GLU(),
             gating=TargetConv(),
+            layer_activation="none",
             chunk=32,
             writes=3,
             commit="chunk",
@@ -381,7 +409,9 @@ RULES |= {
         ),
         "In-Place Test-Time Training (2026, arXiv 2604.06169): the last layer of a gated MLP as the memory, targets by "
         "a convolution with two taps ahead; lr is the released code's, its paper's is 3; chunks of 32, not 4096 and "
-        "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk",
+        "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk; the "
+        "published one is the MLP of a block that is trained already",
+        _differs(one_key=1.31, lengths=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
     "moneta": NamedRule(
         MemoryConfig(

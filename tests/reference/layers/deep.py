@@ -19,7 +19,6 @@ from tests.reference.layers.parts import (
     lr_gate,
     out,
     outer,
-    projected,
     qkv,
     sigmoid_gate,
     start,
@@ -61,6 +60,10 @@ def perceptron(w: Weights) -> Callable[[Memory, Tensor], Tensor]:
 
 def matrix(weights: Memory, x: Tensor) -> Tensor:
     return asked(weights[0], x)
+
+
+def residual(weights: Memory, x: Tensor) -> Tensor:
+    return x + layered(asked(weights[0], x))
 
 
 def half_square(error: Tensor) -> Tensor:
@@ -308,11 +311,10 @@ def trellis(x: Tensor, w: Weights) -> Tensor:
 
 def ttt(x: Tensor, w: Weights) -> Tensor:
     """TTT (arXiv 2407.04620): gradients of |f(k) - v|^2 / 2 at the weights of a block's start, f(x) = x + LN(.), or a
-    plain matrix. The released layer has linear q, k and v (`linear`), of their own length with a step divided by their
-    width (`lengths`), turned within the block (`turned`), and divides the sum of a block's steps by their number
-    (`mean`)."""
-    linear = "linear" in w.published
-    q, k, v = (projected(x, w, name, active=not linear) for name in "qkv")
+    plain matrix. The released layer, that of its Mamba backbone, convolves q and k alone (`v_conv`), leaves them their
+    length and divides steps by their width (`lengths`), turns them within the block (`turned`), divides the sum of a
+    block's steps by their number (`mean`), and has a layer norm of all heads behind the memory (`post_norm`)."""
+    q, k, v = qkv(x, w, active=False)
     own, lr = w.config, lr_gate(x, w)
     if "lengths" in w.published:
         lr = lr / k.shape[-1]
@@ -321,9 +323,9 @@ def ttt(x: Tensor, w: Weights) -> Tensor:
     chunk, size = own["chunk"], x.shape[1]
     if "turned" in w.published:
         q, k = (torch.cat([turned(item[:, at : at + chunk]) for at in range(0, size, chunk)], 1) for item in (q, k))
-    normed = own["structure"]["kind"] == "matrix" and "residual" in w.published
-    f = (lambda m, x: x + layered(matrix(m, x))) if normed else matrix if own["structure"]["kind"] == "matrix" else None
-    f = perceptron(w) if f is None else f
+    f = matrix if own["structure"]["kind"] == "matrix" else perceptron(w)
+    if "residual" in w.published:
+        f = residual
     m, ys = starts(x, w), []
     for at in range(0, size, chunk):
         total = tuple(torch.zeros_like(item) for item in m)
@@ -334,7 +336,11 @@ def ttt(x: Tensor, w: Weights) -> Tensor:
             now = tuple(a - share * b for a, b in zip(m, total, strict=True))
             ys.append(f(now, q[:, t]))
         m = now
-    return out(x, torch.stack(ys, 1), w)
+    y = torch.stack(ys, 1)
+    if "post_norm" in w.published:
+        y = layered(y.flatten(-2)).unflatten(-1, (w.heads, -1))
+        w = Weights(w, w.heads, w.config, {*w.published, "norm"})
+    return out(x, y, w)
 
 
 def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
@@ -377,10 +383,11 @@ def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
 def in_place_ttt(x: Tensor, w: Weights) -> Tensor:
     """In-Place TTT (arXiv 2604.06169): z = silu(W_gate k) * (W_up k), y = W_down z by the weights of the chunk's start, to
     which the chunk then adds eta v z^T, v a convolution of the chunk's values with two taps ahead. The published one is
-    the MLP of a block: its key and query are one (`one_key`), without convolution, norm and gate."""
-    q, k, v = qkv(x, w)
-    k = unit(k)
-    q = k if "one_key" in w.published else unit(q)
+    the MLP of a block: its key and query are one (`one_key`), of their own length (`lengths`), without
+    convolution, norm and gate."""
+    q, k, v = qkv(x, w, active=False)
+    q = k if "one_key" in w.published else q
+    q, k = (q, k) if "lengths" in w.published else (unit(q), unit(k))
     chunk, eta, size = w.config["chunk"], w.config["algorithm"]["lr"], x.shape[1]
     taps, ahead = w["conv"], w.config["gating"]["ahead"]
 

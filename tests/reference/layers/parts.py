@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, pad, silu, softplus
+from torch.nn.functional import conv1d, gelu, pad, silu, softplus
 
 
 class Weights(dict[str, Any]):
@@ -98,7 +98,7 @@ def outer(v: Tensor, k: Tensor) -> Tensor:
 def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tensor:
     """The norm of every head, the SiLU gate and the projection of answers `[B, T, H, V]`; in their place, as published
     layers have it, no norm (`norm`), one of all heads (`whole_norm`), one about the mean (`layer_norm`); no gate
-    (`output_gate`), a sigmoid (`sigmoid_gate`), or a gate ahead of one norm of all heads (`gate_ahead`). What is
+    (`output_gate`), a sigmoid (`sigmoid_gate`), GELU (`gelu_gate`), or a gate ahead of one norm of all heads (`gate_ahead`). What is
     `beside` is added behind the norm."""
     published, gain = w.published, w["o_norm.weight"]
     gate = x @ w["g.weight"].mT
@@ -112,5 +112,6 @@ def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tenso
         y = (y if "norm" in published else root_mean(y, 1e-6) * gain).flatten(-2)
     y = y if beside is None else y + beside.flatten(-2)
     if "output_gate" not in published:
-        y = y * (torch.sigmoid(gate) if "sigmoid_gate" in published else silu(gate))
+        act = torch.sigmoid if "sigmoid_gate" in published else gelu if "gelu_gate" in published else silu
+        y = y * act(gate)
     return y @ w["o.weight"].mT

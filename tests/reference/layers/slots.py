@@ -9,9 +9,9 @@ from tests.reference.layers.sums import turned
 
 
 def gsa(x: Tensor, w: Weights) -> Tensor:
-    """Gated Slot Attention (arXiv 2409.07146), by the released layer: SiLU of q, k and v without a convolution, every
-    slot keeps sigmoid(W x)^(1/8), the rest of it is written, scores are not scaled."""
-    q, k, v = (silu(item) for item in qkv(x, w))
+    """Gated Slot Attention (arXiv 2409.07146), by the released layer: SiLU of q, k and v, every slot keeps
+    sigmoid(W x)^(1/8), the rest of it is written, scores are not scaled."""
+    q, k, v = (silu(item) for item in qkv(x, w, active=False))
     kept = torch.exp(logsigmoid(slot_logits(x, w)) / 8)
     y = attended(x, w, q, k, v, kept, 1 - kept)
     return out(x, silu(y) if "answers" in w.published else y, w)
