@@ -40,7 +40,8 @@ def polynomials(name: str, steps: int) -> tuple[Coefficients, ...]:
 def too_many_steps(name: str, steps: int) -> str | None:
     """Why a schedule has no polynomial for a step, if it has none."""
     most = len(POLYNOMIALS[name])
-    return f"polynomial {name!r} is {most} steps, got {steps}; use at most {most}, or 'quintic'" if steps > most > 1 else None
+    reason = f"polynomial {name!r} is {most} steps, got {steps}; use at most {most}, or 'quintic'"
+    return reason if steps > most > 1 else None
 
 
 class NewtonSchulz(Carrying):
@@ -48,9 +49,10 @@ class NewtonSchulz(Carrying):
 
     NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps` times X <- a X + (b
     A + c A^2) X with A = X X^T. `quintic` (Muon's coefficients) is fast and ends with singular values in about [0.68,
-    1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly from small ones; `schedule`, a quintic of its own for each of at
-    most five steps as in large-chunk TTT, takes values of X_0 from 0.01 on to [0.97, 1.04]. `rescale` multiplies by |S'|_F / sqrt(min(V,
-    P)): the step then has about the length of the momentum. A weight that is a vector counts as one row.
+    1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly from small ones; `schedule`, a quintic of its own for each of
+    at most five steps as in large-chunk TTT, takes values of X_0 from 0.01 on to [0.97, 1.04]. `rescale` multiplies by
+    |S'|_F / sqrt(min(V, P)): the step then has about the length of the momentum. A weight that is a vector counts as
+    one row.
 
     Shapes: G, S `[N, ..., P]`; lr, momentum `[N]`.
     VJP: the iterations backwards; with B = b A + c A^2 and Y = a X + B X: g_B = g X^T,

@@ -20,10 +20,10 @@ from hecate.variant import Conflicts
 class Comba(Gating):
     """comba: the memory is asked at c k, and read at q - d c k.
 
-    c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read, of q and k as the layer leaves
-    them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length behind the correction, as
-    in the released layer, with "l2" ahead of it. phi is to be the identity. Released kernels normalise c k as well,
-    which cancels c in what is erased; the paper does not.
+    c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read, of q and k as the layer
+    leaves them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length behind the
+    correction, as in the released layer, with "l2" ahead of it. phi is to be the identity. Released kernels normalise c
+    k as well, which cancels c in what is erased; the paper does not.
 
     Shapes: a and d `[H]`.
     References: Comba (Hu et al., 2025, arXiv 2506.02475). [GATE-COMBA-D1]

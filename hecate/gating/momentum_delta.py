@@ -18,10 +18,10 @@ FLOOR = -2.0  # of log mu
 class MomentumDeltaGates(Gating):
     """momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
 
-    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x),
-    alpha = cos(theta)^2 exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the
-    slot: lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q -
-    d k, of q and k as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
+    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
+    exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the slot: lr = b eta,
+    retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k, of q and k
+    as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
 
     Shapes: f, A, A', c and d `[H]`, f, A, A' and d as logarithms; state b `[B, H]`.
     References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]

@@ -121,6 +121,7 @@ class LargeChunk(Gating):
     one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
     lr: float = Field(1e-3, gt=0, description="where x is 0, at the start")
+
     def refusal(self, config: Any) -> str | None:
         if not config.algorithm.uses_momentum:
             return f"it makes momentum, and algorithm {config.algorithm.kind!r} has none; use one that has"

@@ -25,8 +25,8 @@ FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_
 def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...], eps: float, dtype: Any = None) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
-    Zero stays zero. `steps` are the coefficients of each, `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
-    alone would be another algorithm.
+    Zero stays zero. `steps` are the coefficients of each, `dtype` is that of the iteration, None the matrix's own. Acts
+    on the whole matrix: rows of a shard alone would be another algorithm.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     dtype = dtype or matrix.dtype

@@ -171,9 +171,7 @@ def large_chunk(config: MemoryConfig, length: int) -> Trial:
     hidden, lr = 4 * config.structure.expansion, x.rng.uniform(0.1, 0.95, size=(length, 3))
     shapes = {"w1": (hidden, 4), "w2": (3, hidden), "w3": (hidden, 4)}
     initial = {name: x.weights(*shape) for name, shape in shapes.items()}
-    y, *final = papers_deep.large_chunk(
-        x.unit_q, x.unit_k, x.v, lr, x.momentum, list(initial.values()), config.chunk
-    )
+    y, *final = papers_deep.large_chunk(x.unit_q, x.unit_k, x.v, lr, x.momentum, list(initial.values()), config.chunk)
     state = {
         prefix + name: item
         for prefix, items in zip(("", "slots.momentum.", "pending."), final, strict=True)

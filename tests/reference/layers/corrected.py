@@ -23,8 +23,8 @@ from tests.reference.layers.parts import (
 
 
 def comba(x: Tensor, w: Weights) -> Tensor:
-    """Comba (arXiv 2506.02475): the memory is asked at p = c k and read at q - d p, which is brought to unit length as k
-    is. The released kernels do so with p, too (`unit_erase`)."""
+    """Comba (arXiv 2506.02475): the memory is asked at p = c k and read at q - d p, which is brought to unit length as
+    k is. The released kernels do so with p, too (`unit_erase`)."""
     q, k, v = qkv(x, w)
     c, d = torch.sigmoid(w["a"])[:, None], w["d"][:, None]
     q, k = unit(q - d * c * k), unit(k)
@@ -78,8 +78,8 @@ def written(
 
 
 def momentum_delta(x: Tensor, w: Weights) -> Tensor:
-    """Momentum DeltaNet (arXiv 2605.05838): S <- mu S + eta (v - alpha M k) k^T, M <- alpha M + beta S, with bounds sin^2
-    and cos^2 of an angle on beta and alpha; q - d k is brought to unit length."""
+    """Momentum DeltaNet (arXiv 2605.05838): S <- mu S + eta (v - alpha M k) k^T, M <- alpha M + beta S, with bounds
+    sin^2 and cos^2 of an angle on beta and alpha; q - d k is brought to unit length."""
     q, k, v = qkv(x, w)
     q, k = unit(q - w["d"].exp()[:, None] * k), unit(k)
     eta = 1 + torch.tanh(logits(x, w, "eta") / x.shape[-1] ** 0.5)

@@ -11,19 +11,7 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn.functional import gelu, normalize, silu, softplus
 
-from tests.reference.layers.parts import (
-    Layer,
-    Weights,
-    asked,
-    logits,
-    lr_gate,
-    out,
-    outer,
-    qkv,
-    sigmoid_gate,
-    start,
-    unit,
-)
+from tests.reference.layers.parts import Layer, Weights, asked, lr_gate, out, outer, qkv, sigmoid_gate, start, unit
 from tests.reference.layers.sums import turned
 
 Memory = tuple[Tensor, ...]
@@ -66,6 +54,11 @@ def residual(weights: Memory, x: Tensor) -> Tensor:
     return x + layered(asked(weights[0], x))
 
 
+def three_gates(x: Tensor, w: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """lr, retain and momentum."""
+    return lr_gate(x, w), sigmoid_gate(x, w, "retain"), sigmoid_gate(x, w, "momentum")
+
+
 def half_square(error: Tensor) -> Tensor:
     return (error**2).sum() / 2
 
@@ -78,19 +71,19 @@ def wide(gate: Tensor) -> Tensor:
 
 
 def titans(x: Tensor, w: Weights) -> Tensor:
-    """Titans (arXiv 2501.00663): S <- eta S - theta grad |M(k) - v|^2 / 2, M <- (1 - alpha) M + S, a matrix or a network
-    of two layers. Where the config says so, values are of unit length, theta is dampened by 1 - eta, and what is
-    forgotten goes back to the start."""
+    """Titans (arXiv 2501.00663): S <- eta S - theta grad |M(k) - v|^2 / 2, M <- (1 - alpha) M + S, a matrix or a
+    network of two layers. Where the config says so, values are of unit length, theta is dampened by 1 - eta, and what
+    is forgotten goes back to the start."""
     q, k, v = qkv(x, w)
     own, f = w.config, perceptron(w) if w.config["structure"]["kind"] == "mlp" else matrix
     q, k = unit(q), unit(k)
     v = unit(v) if own["gating"].get("unit_values") else v
-    theta, keep, eta = lr_gate(x, w), sigmoid_gate(x, w, "retain"), sigmoid_gate(x, w, "momentum")
+    theta, keep, eta = three_gates(x, w)
     theta = theta * (1 - eta) if own["algorithm"].get("dampening") else theta
     first = m = starts(x, w)
     s, ys = tuple(torch.zeros_like(a) for a in m), []
     for t in range(x.shape[1]):
-        found = grad(lambda m: half_square(f(m, k[:, t]) - v[:, t]))(m)
+        found = grad(lambda m, t=t: half_square(f(m, k[:, t]) - v[:, t]))(m)
         s = tuple(wide(eta[:, t]) * a - wide(theta[:, t]) * g for a, g in zip(s, found, strict=True))
         m = tuple(wide(keep[:, t]) * a + b for a, b in zip(m, s, strict=True))
         if own["retention"].get("towards") == "start":
@@ -100,8 +93,8 @@ def titans(x: Tensor, w: Weights) -> Tensor:
 
 
 def delta_momentum(x: Tensor, w: Weights) -> Tensor:
-    """Nested Learning (arXiv 2512.24695), Eq 49 as the step of a matrix memory: S <- S (eta I - c G^T G) - theta G, c = e /
-    (1 + e |G|^2)."""
+    """Nested Learning (arXiv 2512.24695), Eq 49 as the step of a matrix memory: S <- S (eta I - c G^T G) - theta G, c =
+    e / (1 + e |G|^2)."""
     return stepped(x, w, lambda s, g, theta, eta: s @ (wide(eta) * eye(g) - erased(w, g) * g.mT @ g) - wide(theta) * g)
 
 
@@ -117,7 +110,7 @@ def eye(g: Tensor) -> Tensor:
 def stepped(x: Tensor, w: Weights, step: Callable[..., Tensor]) -> Tensor:
     """A matrix memory in the layer of Titans, M <- alpha M + S, S what a step makes of S and the gradient."""
     q, k, v = qkv(x, w)
-    q, k, theta, keep, eta = unit(q), unit(k), lr_gate(x, w), sigmoid_gate(x, w, "retain"), sigmoid_gate(x, w, "momentum")
+    q, k, (theta, keep, eta) = unit(q), unit(k), three_gates(x, w)
     m, ys = start(x, w), []
     s = torch.zeros_like(m)
     for t in range(x.shape[1]):
@@ -128,10 +121,10 @@ def stepped(x: Tensor, w: Weights, step: Callable[..., Tensor]) -> Tensor:
 
 
 def deep_momentum(x: Tensor, w: Weights) -> Tensor:
-    """Eq 50 with the objective of descent: n(g) = W_2 tanh(W_1 g) learns -g at every write, row by row, and steps by what
-    it then says; W_1 starts at a fixed draw, to which momentum pulls it back."""
+    """Eq 50 with the objective of descent: n(g) = W_2 tanh(W_1 g) learns -g at every write, row by row, and steps by
+    what it then says; W_1 starts at a fixed draw, to which momentum pulls it back."""
     q, k, v = qkv(x, w)
-    q, k, theta, keep, eta = unit(q), unit(k), lr_gate(x, w), sigmoid_gate(x, w, "retain"), sigmoid_gate(x, w, "momentum")
+    q, k, (theta, keep, eta) = unit(q), unit(k), three_gates(x, w)
     width, rate = w.config["algorithm"]["width"], w.config["algorithm"]["rate"]
     draw = torch.randn((width, k.shape[-1]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first = draw / k.shape[-1] ** 0.5
@@ -219,14 +212,16 @@ def newton_schulz(s: Tensor, steps: list[tuple[float, float, float]]) -> Tensor:
 # MIRAS: two layers, x + LN(W_2 gelu(W_1 x)).
 
 
-def miras(x: Tensor, w: Weights, loss: Callable[[Tensor], Tensor], link: Callable[[Tensor], Tensor], first: Any) -> Tensor:
+def miras(
+    x: Tensor, w: Weights, loss: Callable[[Tensor], Tensor], link: Callable[[Tensor], Tensor], first: Any
+) -> Tensor:
     """What is carried is A, the memory link(A): A <- alpha A - eta grad loss(M(k) - v); `first` makes A of the weights
     at the start."""
     q, k, v = qkv(x, w)
     q, k, eta, keep, f = unit(q), unit(k), lr_gate(x, w), sigmoid_gate(x, w, "retain"), perceptron(w)
     a, ys = tuple(first(m) for m in starts(x, w)), []
     for t in range(x.shape[1]):
-        found = grad(lambda m: loss(f(m, k[:, t]) - v[:, t]))(tuple(map(link, a)))
+        found = grad(lambda m, t=t: loss(f(m, k[:, t]) - v[:, t]))(tuple(map(link, a)))
         a = tuple(wide(keep[:, t]) * one - wide(eta[:, t]) * g for one, g in zip(a, found, strict=True))
         ys.append(f(tuple(map(link, a)), q[:, t]))
     return out(x, torch.stack(ys, 1), w)
@@ -269,8 +264,8 @@ def memora(x: Tensor, w: Weights) -> Tensor:
 
 
 def lattice(x: Tensor, w: Weights) -> Tensor:
-    """Lattice (arXiv 2504.05646): a slot `[V]` for each coordinate of a key, on the sphere; the error steps it along what
-    is across it."""
+    """Lattice (arXiv 2504.05646): a slot `[V]` for each coordinate of a key, on the sphere; the error steps it along
+    what is across it."""
     q, k, v = qkv(x, w)
     q, k, eta, keep = unit(q), unit(k), lr_gate(x, w), sigmoid_gate(x, w, "retain")
     rows = start(x, w)
@@ -285,8 +280,8 @@ def lattice(x: Tensor, w: Weights) -> Tensor:
 
 
 def trellis(x: Tensor, w: Weights) -> Tensor:
-    """Trellis (arXiv 2512.23852): the keys' pass learns codes, f(W_1 k) -> a, the values' pass W_2 a -> v, y = W_2 f(W_1
-    q), f = SiLU at unit length; a is a linear map of the key at unit length."""
+    """Trellis (arXiv 2512.23852): the keys' pass learns codes, f(W_1 k) -> a, the values' pass W_2 a -> v, y = W_2
+    f(W_1 q), f = SiLU at unit length; a is a linear map of the key at unit length."""
     q, k, v = qkv(x, w)
     q, k = unit(q), unit(k)
     a = torch.einsum("bthp,hpc->bthc", k, w["phi.1.weight"])
@@ -298,7 +293,7 @@ def trellis(x: Tensor, w: Weights) -> Tensor:
         return z / torch.sqrt((z**2).sum(-1, keepdim=True) + 1e-6)
 
     for t in range(x.shape[1]):
-        g = grad(lambda m: half_square(code(asked(m, k[:, t])) - a[:, t]))(keys)
+        g = grad(lambda m, t=t: half_square(code(asked(m, k[:, t])) - a[:, t]))(keys)
         error = asked(values, a[:, t]) - v[:, t]
         keys = wide(keep[:, t]) * keys - wide(eta[:, t]) * g
         values = wide(keep[:, t]) * values - wide(eta[:, t]) * outer(error, a[:, t])
@@ -330,7 +325,7 @@ def ttt(x: Tensor, w: Weights) -> Tensor:
     for at in range(0, size, chunk):
         total = tuple(torch.zeros_like(item) for item in m)
         for t in range(at, min(at + chunk, size)):
-            found = grad(lambda m: half_square(f(m, k[:, t]) - v[:, t]))(m)
+            found = grad(lambda m, t=t: half_square(f(m, k[:, t]) - v[:, t]))(m)
             total = tuple(a + wide(lr[:, t]) * g for a, g in zip(total, found, strict=True))
             share = 1 / (t - at + 1) if "mean" in w.published else 1.0
             now = tuple(a - share * b for a, b in zip(m, total, strict=True))
@@ -344,9 +339,9 @@ def ttt(x: Tensor, w: Weights) -> Tensor:
 
 
 def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
-    """LaCT (arXiv 2505.23884): a chunk reads W_2 (silu(W_1 q) * (W_3 q)), then takes one step along Newton-Schulz of its
-    momentum, the mean gate of the chunk times what was plus the sum of lr-weighted gradients of -<f(k), v>, lr of each
-    matrix by softplus; rows keep the length they start with. q, k and v come from SiLU, without a convolution. The
+    """LaCT (arXiv 2505.23884): a chunk reads W_2 (silu(W_1 q) * (W_3 q)), then takes one step along Newton-Schulz of
+    its momentum, the mean gate of the chunk times what was plus the sum of lr-weighted gradients of -<f(k), v>, lr of
+    each matrix by softplus; rows keep the length they start with. q, k and v come from SiLU, without a convolution. The
     released one turns q and k by their position (`turned`) and gates its answers per head (`head_gate`)."""
     q, k, v = (silu(item) for item in qkv(x, w))
     q, k = unit(unit(q)), unit(unit(k))  # the layer's and the scan's, of which the second mends what eps takes
@@ -368,7 +363,7 @@ def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
         mean = wide(momentum[:, at:end].mean(1))
         total = [mean * item for item in slots]
         for t in range(at, end):
-            found = grad(lambda m: -(f(m, k[:, t]) * v[:, t]).sum())(m)
+            found = grad(lambda m, t=t: -(f(m, k[:, t]) * v[:, t]).sum())(m)
             total = [a + wide(lr[:, t, :, i]) * g for i, (a, g) in enumerate(zip(total, found, strict=True))]
         slots = total
         moved = [a - newton_schulz(s, LACT) for a, s in zip(m, slots, strict=True)]
@@ -381,10 +376,10 @@ def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
 
 
 def in_place_ttt(x: Tensor, w: Weights) -> Tensor:
-    """In-Place TTT (arXiv 2604.06169): z = silu(W_gate k) * (W_up k), y = W_down z by the weights of the chunk's start, to
-    which the chunk then adds eta v z^T, v a convolution of the chunk's values with two taps ahead. The published one is
-    the MLP of a block: its key and query are one (`one_key`), of their own length (`lengths`), without
-    convolution, norm and gate."""
+    """In-Place TTT (arXiv 2604.06169): z = silu(W_gate k) * (W_up k), y = W_down z by the weights of the chunk's start,
+    to which the chunk then adds eta v z^T, v a convolution of the chunk's values with two taps ahead. The published one
+    is the MLP of a block: its key and query are one (`one_key`), of their own length (`lengths`), without convolution,
+    norm and gate."""
     q, k, v = qkv(x, w, active=False)
     q = k if "one_key" in w.published else q
     q, k = (q, k) if "lengths" in w.published else (unit(q), unit(k))

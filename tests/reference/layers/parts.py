@@ -98,8 +98,8 @@ def outer(v: Tensor, k: Tensor) -> Tensor:
 def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tensor:
     """The norm of every head, the SiLU gate and the projection of answers `[B, T, H, V]`; in their place, as published
     layers have it, no norm (`norm`), one of all heads (`whole_norm`), one about the mean (`layer_norm`); no gate
-    (`output_gate`), a sigmoid (`sigmoid_gate`), GELU (`gelu_gate`), or a gate ahead of one norm of all heads (`gate_ahead`). What is
-    `beside` is added behind the norm."""
+    (`output_gate`), a sigmoid (`sigmoid_gate`), GELU (`gelu_gate`), or a gate ahead of one norm of all heads
+    (`gate_ahead`). What is `beside` is added behind the norm."""
     published, gain = w.published, w["o_norm.weight"]
     gate = x @ w["g.weight"].mT
     if "gate_ahead" in published:
