@@ -217,7 +217,7 @@ class Boxes(HeldRule):
 
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
-        none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
+        none = next(self.initial.parameters()).new_empty(batch, 0, self.heads, self.d_head)
         how = {"initial": self.start, "phi_params": self.params(len(self.written))}
         return self(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
 
@@ -272,7 +272,12 @@ class Boxes(HeldRule):
             own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
-        values["lr"] = self.rule.algorithm.lr * values["lr"]
+        if "lr" in values:
+            values["lr"] = self.rule.algorithm.lr * values["lr"]
+        retention = self.rule.retention
+        if "retain" not in values and retention.uses_retain and retention.per_head:  # heads are not those of a scan
+            answer = next(iter(answers.values()))
+            values["retain"] = answer.new_tensor(retention.default_retains(self.heads)).expand(answer.shape[:-1])
         return values
 
     def forward(

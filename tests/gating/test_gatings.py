@@ -17,6 +17,7 @@ from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
 from tests.reference import gates_2026 as logits
+from tests.reference import papers
 from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer
 from tests.reference import papers_deep as deep
@@ -333,6 +334,16 @@ def test_a_token_ahead_is_seen_from_the_next_chunk_on_alone():
     assert layer(x[:, :4])[1].memory.position.tolist() == [[0, 0]]
 
 
+@pytest.mark.spec("GATE-MAMBA2-D1")
+def test_mamba2():
+    case = Case("mamba2")
+    dt = np.log1p(np.exp(case.logit("dt") + case["dt.bias"]))
+    true, _ = papers.mamba2(case["v"], case["k"], case["q"], dt, np.exp(case["rate"]))
+    close(case.scanned(), torch.from_numpy(true + case["d"] * case["v"]), 1e-13)
+    with pytest.raises(ConfigError, match="retention 'none' has no retain gate"):
+        MemoryConfig(bias="dot", gating="mamba2")
+
+
 @pytest.mark.spec("GATE-MLSTM-D1")
 def test_mlstm_by_its_plain_form():
     case = Case("mlstm")
@@ -365,7 +376,8 @@ def test_mlstm_gates_stay_in_range_where_exp_would_not():
 @pytest.mark.spec("GATE-TIED-D1")
 def test_hgrn2():
     case = Case("hgrn2", lr=torch.ones(1, T, 1, dtype=torch.float64))
-    true, _ = older.hgrn2(case["q"], logits.hgrn2(case["a"] * case["k"] + case["b"], 0.0), case["v"])
+    q = case["q"] * logits.sigmoid(case["q"])
+    true, _ = older.hgrn2(q, logits.hgrn2(case["a"] * case["k"] + case["b"], 0.0), case["v"])
     close(case.scanned(), torch.from_numpy(true), 1e-13)
 
 

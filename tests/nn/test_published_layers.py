@@ -89,5 +89,25 @@ def test_what_a_layer_differs_by_is_what_its_rule_says(rule):
     assert {name: f"{by:.2f}" for name, by in found.items()} == {d.name: f"{d.by:.2f}" for d in RULES[rule].differs}
 
 
+FIELDS = {"conv": {"conv_kernel": 0}, "output_gate": {"output_gate": False}}
+"""The fields of a layer that take a difference back."""
+TAKEN_BACK = {
+    name: [item.name for item in rule.differs if item.name in FIELDS]
+    for name, rule in RULES.items()
+    if any(item.name in FIELDS for item in rule.differs)
+}
+
+
+@pytest.mark.parametrize("rule", TAKEN_BACK)
+def test_the_fields_of_a_layer_take_differences_back(rule):
+    names = TAKEN_BACK[rule]
+    layer = drawn(rule)
+    options = {key: value for name in names for key, value in FIELDS[name].items()}
+    plain = Memory(D_MODEL, HEADS, rule, d_key=D_KEY, engine="sequential", dtype=torch.float64, **options)
+    plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
+    x = torch.randn(2, 14, D_MODEL, generator=seeded(2), dtype=torch.float64)
+    assert apart(plain(x)[0], LAYERS[rule](x, weights_of(layer).as_published(*names))) < 1e-10
+
+
 def test_no_reference_is_of_no_rule():
     assert not set(LAYERS) - set(RULES)

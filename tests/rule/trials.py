@@ -107,7 +107,7 @@ def mamba2(config: MemoryConfig, length: int) -> Trial:
 
 def mesa(config: MemoryConfig, length: int) -> Trial:
     x, ridge = Inputs(length), config.algorithm.ridge
-    y, weight, inverse = papers.mesa_relaxed(x.unit_q, x.unit_k, x.v, ridge, x.lr)
+    y, weight, inverse = papers.mesa(x.unit_q, x.unit_k, x.v, ridge, x.lr)
     state = {"weight": weight, "slots.inverse": inverse - np.eye(len(inverse)) / ridge}
     return Trial(x, y, state, {"lr": x.lr})
 

@@ -101,7 +101,7 @@ def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tenso
     (`output_gate`), a sigmoid (`sigmoid_gate`), GELU (`gelu_gate`), or a gate ahead of one norm of all heads
     (`gate_ahead`). What is `beside` is added behind the norm."""
     published, gain = w.published, w["o_norm.weight"]
-    gate = x @ w["g.weight"].mT
+    gate = x @ w["g.weight"].mT if "g.weight" in w else None
     if "gate_ahead" in published:
         return (root_mean(y.flatten(-2) * silu(gate), 1e-6) * gain.flatten()) @ w["o.weight"].mT
     if "layer_norm" in published:
@@ -111,7 +111,7 @@ def out(x: Tensor, y: Tensor, w: Weights, beside: Tensor | None = None) -> Tenso
     else:
         y = (y if "norm" in published else root_mean(y, 1e-6) * gain).flatten(-2)
     y = y if beside is None else y + beside.flatten(-2)
-    if "output_gate" not in published:
+    if gate is not None and "output_gate" not in published:
         act = torch.sigmoid if "sigmoid_gate" in published else gelu if "gelu_gate" in published else silu
         y = y * act(gate)
     return y @ w["o.weight"].mT
