@@ -296,7 +296,12 @@ RULES |= {
     ),
     "gsa": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), layer_qk_norm="none", readout=readout.Slots(), gating=GSA()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            layer_qk_norm="none",
+            layer_activation="silu",
+            readout=readout.Slots(),
+            gating=GSA(),
         ),
         "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide, whose scores are "
         "not scaled, as released; a layer leaves q and k their lengths, a softmax of what unit vectors score is nearly "
