@@ -53,6 +53,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).detach().norm() / expected.detach().norm())
 
 
+@pytest.mark.spec("RULE-NAMED-R3")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule):
     """Values, and the gradients of the input and of every weight. 1e-10: rounding of some 70 steps, whose products
@@ -78,6 +79,7 @@ def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule)
     assert not silent, f"weights that do not matter here: {silent}"
 
 
+@pytest.mark.spec("RULE-NAMED-R3")
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.differs])
 def test_what_a_layer_differs_by_is_what_its_rule_says(rule):
     """The output of a fresh layer with each difference over that without it, to the digits that are shown."""
