@@ -1,8 +1,7 @@
 from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
 from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient
 from hecate.gating.heads import Head, Heads
-from hecate.gating.mamba2 import Mamba2
-from hecate.gating.mamba3 import Mamba3
+from hecate.gating.mamba import Mamba2, Mamba3
 from hecate.gating.mlstm import MLSTM
 from hecate.gating.momentum_delta import MomentumDeltaGates
 from hecate.gating.raven import Raven

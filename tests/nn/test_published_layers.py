@@ -1,5 +1,7 @@
 """The default layer of every named rule beside the layer that was published, and what the rule says of both."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -53,6 +55,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).detach().norm() / expected.detach().norm())
 
 
+@pytest.mark.spec("RULE-NAMED-R3")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule):
     """Values, and the gradients of the input and of every weight. 1e-10: rounding of some 70 steps, whose products
@@ -78,6 +81,7 @@ def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule)
     assert not silent, f"weights that do not matter here: {silent}"
 
 
+@pytest.mark.spec("RULE-NAMED-R3")
 @pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.differs])
 def test_what_a_layer_differs_by_is_what_its_rule_says(rule):
     """The output of a fresh layer with each difference over that without it, to the digits that are shown."""
@@ -107,6 +111,12 @@ def test_the_fields_of_a_layer_take_differences_back(rule):
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     x = torch.randn(2, 14, D_MODEL, generator=seeded(2), dtype=torch.float64)
     assert apart(plain(x)[0], LAYERS[rule](x, weights_of(layer).as_published(*names))) < 1e-10
+
+
+def test_the_page_of_rules_has_every_difference():
+    page = (Path(__file__).parents[2] / "docs/pages/rules.md").read_text()
+    rows = {name: ", ".join(f"{d.what} ({d.by:.2f})" for d in rule.differs) for name, rule in RULES.items()}
+    assert not [name for name, row in rows.items() if row and f"| {name} | {row} |" not in page]
 
 
 def test_no_reference_is_of_no_rule():
