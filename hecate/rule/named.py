@@ -53,6 +53,7 @@ _HAS = {
     "skip": "no skip d v",
     "turned": "queries and keys that no position turns",
     "unit_erase": "c k, of length c, in what is erased, in place of k",
+    "units": "keys and queries of unit length in place of their own",
     "v_conv": "values behind the convolution",
     "whole_norm": "a norm of each head in place of one of all",
 }
@@ -412,7 +413,7 @@ RULES |= {
         "a convolution with two taps ahead; lr is the released code's, its paper's is 3; chunks of 32, not 4096 and "
         "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk; the "
         "published one is the MLP of a block that is trained already",
-        _differs(one_key=1.31, lengths=0.68, conv=0.08, norm=49.68, output_gate=0.97),
+        _differs(one_key=1.31, units=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
     "moneta": NamedRule(
         MemoryConfig(

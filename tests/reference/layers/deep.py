@@ -378,11 +378,11 @@ def large_chunk_ttt(x: Tensor, w: Weights) -> Tensor:
 def in_place_ttt(x: Tensor, w: Weights) -> Tensor:
     """In-Place TTT (arXiv 2604.06169): z = silu(W_gate k) * (W_up k), y = W_down z by the weights of the chunk's start,
     to which the chunk then adds eta v z^T, v a convolution of the chunk's values with two taps ahead. The published one
-    is the MLP of a block: its key and query are one (`one_key`), of their own length (`lengths`), without convolution,
+    is the MLP of a block: its key and query are one (`one_key`), of their own length (`units`), without convolution,
     norm and gate."""
     q, k, v = qkv(x, w, active=False)
     q = k if "one_key" in w.published else q
-    q, k = (q, k) if "lengths" in w.published else (unit(q), unit(k))
+    q, k = (q, k) if "units" in w.published else (unit(q), unit(k))
     chunk, eta, size = w.config["chunk"], w.config["algorithm"]["lr"], x.shape[1]
     taps, ahead = w["conv"], w.config["gating"]["ahead"]
 
