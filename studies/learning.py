@@ -31,7 +31,7 @@ LEAST = 0.6
 YAML = """
 seed: {seed}
 data: {{kind: mqar, num_pairs: {pairs}, seq_len: 16, vocab_size: 24}}
-model: {{d_model: 32, layers: 1, heads: 2, mlp_ratio: 0, memory: {memory}}}
+model: {{d_model: 32, layers: 1, heads: 2, mlp_ratio: 0, {conv}memory: {memory}}}
 optim: {{lr: 1.0e-2, weight_decay: 0, warmup: 20}}
 budget: {{steps: {steps}, batch_size: 32, eval_batches: 16}}
 """
@@ -48,13 +48,15 @@ class Start(NamedTuple):
     steps: int
 
     def text(self) -> str:
-        """The experiment as a user writes it."""
-        memory = _UNWRITTEN
+        """The experiment as a user writes it; a convolution for rules whose layer has none, where a key would never
+        meet the value that follows it."""
+        memory, conv = _UNWRITTEN, ""
         if self.rule != UNWRITTEN:
             rule = RULES[self.rule]
             chunked = f"{{kind: {self.rule}, chunk: {RECALL_CHUNK}}}"
             memory = chunked if rule.config.chunk > RECALL_CHUNK else self.rule
-        return YAML.format(seed=self.seed, pairs=PAIRS, memory=memory, steps=self.steps)
+            conv = "conv_kernel: 4, " if rule.config.layer_conv_kernel == 0 else ""
+        return YAML.format(seed=self.seed, pairs=PAIRS, memory=memory, conv=conv, steps=self.steps)
 
     def experiment(self) -> ExperimentConfig:
         """The experiment, read from a file."""

@@ -4,8 +4,9 @@ Associative recall (MQAR) and bytes of text, through the presets `mqar-RULE` and
 made small. States are of equal size: heads are as wide as brings a rule's state closest to 4 KiB;
 multilayer memories are as wide as their keys, and keys of polynomial features are narrow. Chunks
 fit the tasks: of 8 tokens where a
-rule has longer ones. Queries and keys are normalised where a rule's own paper does. Each result is
-appended to a file of JSON lines as it comes; what the file already holds is not run again.
+rule has longer ones. The layer is the rule's default one, but for a convolution where that has none:
+without it a key never meets the value that follows it. Each result is appended to a file of JSON lines
+as it comes; what the file already holds is not run again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SETTINGS = {
     "mqar": ("data.num_pairs=8", "data.seq_len=32", "data.vocab_size=48", "budget.batch_size=32"),
     "quickstart": ("model.layers=1", "budget.batch_size=8", "budget.seq_len=64"),
 }
-SHARED = ("model.d_model=32", "model.heads=2", "model.qk_norm=none", "optim.lr=1e-2", "optim.warmup=20")
+SHARED = ("model.d_model=32", "model.heads=2", "optim.lr=1e-2", "optim.warmup=20")
 STEPS = {"mqar": 400, "quickstart": 200}
 EVALUATION = "budget.eval_batches=16"
 CHUNK = 8  # a commit per chunk can be recalled in later chunks alone
@@ -77,8 +78,8 @@ class Job(NamedTuple):
         own += [f"model.{name}={size}" for name, size in widths(self.rule, d_value).items()]
         if hasattr(memory.structure, "expansion"):
             own.append("model.memory.structure.expansion=1")
-        if memory.key_norm == "none" and memory.step == "raw" and memory.diverging(math.inf) is not None:
-            own[own.index("model.qk_norm=none")] = "model.qk_norm=l2"  # the rule leaves the length of keys to the layer
+        if memory.layer_conv_kernel == 0:
+            own.append("model.conv_kernel=4")
         if memory.chunk > CHUNK:
             own.append(f"model.memory.chunk={CHUNK}")
         return load_experiment(f"{self.task}-{self.rule}", own)

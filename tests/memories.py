@@ -88,12 +88,13 @@ def case_of(
     d: int = 3,
     width: int = 2,
     channels: bool = False,
+    rates: bool = False,
     masks: bool = False,
     ends: float = 0.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """Random inputs; `ends` is the share of gates that are exactly 0 or 1."""
+    """Random inputs; `rates` makes lr one for each weight, `ends` is the share of gates that are exactly 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -114,7 +115,7 @@ def case_of(
     # A deep memory's curvature grows with its weights: steps that a matrix bears blow it up.
     top = 0.5 if config.structure.linear else 0.1
     gates = Gates(
-        gate(0.1 * top, top, *lead),
+        gate(0.1 * top, top, *lead, *((len(initial),) if rates else ())),
         gate(0.5, 1.0, *wide) if config.retention.uses_retain else None,
         gate(0.1, 0.9, *lead) if config.algorithm.uses_momentum else None,
     )

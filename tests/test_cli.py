@@ -213,7 +213,7 @@ def test_lists(hecate):
         ("readout", "slots", ("y = V softmax(K q)", "2409.07146")),
         ("rules", "delta", ("matrix, l2, none, gd, key_norm=l2 ", "2406.06484")),
         ("rules", "gated_mesa", ("matrix, dot, decay, gd, gating=mesa, readout=ridge", "2506.05233")),
-        ("rules", "rwkv7", ("gating=rwkv7, writes=2 ", "2503.14456")),
+        ("rules", "rwkv7", ("gating=rwkv7, writes=2, layer_qk_norm=none", "2503.14456", "a short convolution (0.07)")),
         ("rules", "oja", ("structure.learns=key", "gating=heads", "no paper")),
     ):
         line = next(x for x in hecate("list", family)[1].splitlines() if x.startswith(f"{kind} "))

@@ -14,11 +14,34 @@ from hecate.algorithm.base import AlgorithmForm, Carrying, GramForm
 from hecate.checks import Size
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import over, sum_to_gate
-from hecate.variant import still_declared
+from hecate.variant import Conflicts, still_declared
 
 _TANH_BACK = torch.ops.aten.tanh_backward  # (g, tanh x) -> g (1 - tanh^2 x)
 Coefficients = tuple[float, float, float]
-POLYNOMIALS: dict[str, Coefficients] = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}
+POLYNOMIALS: dict[str, tuple[Coefficients, ...]] = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    "cubic": ((1.5, -0.5, 0.0),),
+    "schedule": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+def polynomials(name: str, steps: int) -> tuple[Coefficients, ...]:
+    """The coefficients of each of so many steps: one polynomial for all, or the first of a schedule."""
+    own = POLYNOMIALS[name]
+    return own * steps if len(own) == 1 else own[:steps]
+
+
+def too_many_steps(name: str, steps: int) -> str | None:
+    """Why a schedule has no polynomial for a step, if it has none."""
+    most = len(POLYNOMIALS[name])
+    reason = f"polynomial {name!r} is {most} steps, got {steps}; use at most {most}, or 'quintic'"
+    return reason if steps > most > 1 else None
 
 
 class NewtonSchulz(Carrying):
@@ -26,8 +49,10 @@ class NewtonSchulz(Carrying):
 
     NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps` times X <- a X + (b
     A + c A^2) X with A = X X^T. `quintic` (Muon's coefficients) is fast and ends with singular values in about [0.68,
-    1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly from small ones. `rescale` multiplies by |S'|_F / sqrt(min(V,
-    P)): the step then has about the length of the momentum. A weight that is a vector counts as one row.
+    1.13]; `cubic` (1.5, -0.5, 0) converges to 1, slowly from small ones; `schedule`, a quintic of its own for each of
+    at most five steps as in large-chunk TTT, takes values of X_0 from 0.01 on to [0.97, 1.04]. `rescale` multiplies by
+    |S'|_F / sqrt(min(V, P)): the step then has about the length of the momentum. A weight that is a vector counts as
+    one row.
 
     Shapes: G, S `[N, ..., P]`; lr, momentum `[N]`.
     VJP: the iterations backwards; with B = b A + c A^2 and Y = a X + B X: g_B = g X^T,
@@ -37,14 +62,23 @@ class NewtonSchulz(Carrying):
     Cost: steps x 3 products of min(V, P)^2 max(V, P).
     Warning: without `rescale` even a tiny gradient makes a full step; retention alone bounds |M|. Texts that write S' =
     momentum S - G with M' = M - lr NS(S') ascend.
-    References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735); Muon (Jordan et al., 2024). [ALG-NS-D1]
+    References: ATLAS (Behrouz et al., 2025, arXiv 2505.23735); Muon (Jordan et al., 2024); the schedule: Test-Time
+    Training Done Right (Zhang et al., 2025, arXiv 2505.23884), released code. [ALG-NS-D1]
     """
 
     kind: Literal["newton_schulz"] = "newton_schulz"
-    polynomial: Literal["quintic", "cubic"] = "quintic"
+    polynomial: Literal["quintic", "cubic", "schedule"] = "quintic"
     steps: int = Field(5, ge=1, le=50)
     rescale: bool = False
     eps: float = Field(1e-7, gt=0)
+
+    def conflicts(self) -> Conflicts:
+        if (beyond := too_many_steps(self.polynomial, self.steps)) is not None:
+            yield ("steps",), beyond
+
+    @property
+    def _steps(self) -> tuple[Coefficients, ...]:
+        return polynomials(self.polynomial, self.steps)
 
     @property
     def stable_step(self) -> float:
@@ -84,16 +118,16 @@ class NewtonSchulz(Carrying):
         P A P of A. The VJP is the reverse of these products with the transposes of what they were of: A is symmetric up
         to rounding only, and cotangents that are symmetrised on the way lose three digits in float32.
         """
-        coefficients, rows = POLYNOMIALS[self.polynomial], min(shape)
+        steps, rows = self._steps, min(shape)
 
         def forward(gram: Tensor) -> tuple[Tensors, Any]:
             square = _trace(gram) + self.eps**2
             x, q = gram / square, torch.empty(0)
             made: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
-            for step in range(self.steps):
+            for step, coefficients in enumerate(steps):
                 p = _polynomial(x, coefficients)
                 before, q = (q, torch.bmm(p, q)) if step else (None, p)
-                half = torch.bmm(p, x) if step + 1 < self.steps else None
+                half = torch.bmm(p, x) if step + 1 < len(steps) else None
                 made.append((x, p, before, half))
                 x = x if half is None else torch.bmm(half, p)
             scale = torch.full_like(square, 1 / math.sqrt(rows)) if self.rescale else square.rsqrt()
@@ -102,7 +136,7 @@ class NewtonSchulz(Carrying):
         def vjp(kept: Any, g: Tensor) -> tuple[Tensor]:
             made, found, square, scale = kept
             gx, gq = None, scale * g
-            for x, p, q, half in reversed(made):
+            for (x, p, q, half), coefficients in zip(reversed(made), reversed(steps), strict=True):
                 gp, gq = (gq, None) if q is None else (torch.bmm(gq, q.mT), torch.bmm(p.mT, gq))
                 ghalf = None if gx is None else torch.bmm(gx, p.mT)
                 if ghalf is not None:
@@ -126,9 +160,9 @@ class NewtonSchulz(Carrying):
         length = square.sqrt()
         found, gram = rows / length, gram / square
         iterates: list[tuple[Tensor, ...]] = []
-        for step in range(self.steps):
+        for step, coefficients in enumerate(self._steps):
             gram = _inner(found, found) if step else gram
-            through = _polynomial(gram, POLYNOMIALS[self.polynomial])
+            through = _polynomial(gram, coefficients)
             iterates.append((found, gram, through))
             found = _through(through, found)
         iterates.append((found,))
@@ -138,13 +172,12 @@ class NewtonSchulz(Carrying):
 
     def _pulled(self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
         """Cotangent of s from that of NS(s), added to what is known of it."""
-        _, b, c = POLYNOMIALS[self.polynomial]
         g, glength = _rows(g), torch.zeros_like(length)
         if self.rescale:
             root = math.sqrt(min(g.shape[-2:]))
             glength = (g * iterates[-1][0]).sum((-2, -1), keepdim=True) / root
             g = g * (length / root)
-        for x, gram, through in reversed(iterates[:-1]):
+        for (x, gram, through), (_, b, c) in zip(reversed(iterates[:-1]), reversed(self._steps), strict=True):
             outer = _inner(g, x)
             inner = torch.baddbmm(outer, gram, outer, beta=b, alpha=c).baddbmm_(outer, gram, alpha=c)
             g = _through(through, g, inner + inner.mT, x)

@@ -11,7 +11,7 @@ from hecate.checks import Count, Depth, Size
 from hecate.engine import MOST_LEVELS, tree_refusal
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
-from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, settle_qk_norm
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
 from hecate.nn.projection import Projection, check_projection
 from hecate.nn.rule import FeatureMemoryConfig
 from hecate.retention import Retention
@@ -28,22 +28,22 @@ class LevelConfig(Config):
             it stays as it is given.
         memory: rule and conventions; the name of a rule stands for its fields.
         heads, d_key, d_value, conv_kernel, qk_norm, output_gate, learned_initial, feature_memory:
-            as in `hecate.nn.Memory`; heads None takes those of the `CMS`, and qk_norm left out is
-            `memory.layer_qk_norm`, if that names one.
+            as in `hecate.nn.Memory`; heads None takes those of the `CMS`, and conv_kernel and qk_norm
+            left out are `memory.layer_conv_kernel` and `memory.layer_qk_norm`, if it names them.
         firing: "learned" lets a gate decide token by token and head by head whether the level is
             written; of any level, the fastest too. [CMS-FIRE-D1]
         restart: the memory restarts from its starting weights every that many tokens; None, never.
         query_projection: "sum" or "orthogonal" projects phi(q) onto the keys of the present chunk.
     """
 
-    follows: ClassVar[tuple[str, ...]] = ("qk_norm",)
+    follows: ClassVar[tuple[str, ...]] = ("conv_kernel", "qk_norm")
     name: str = Field(min_length=1)
     period: Count = Field(1, ge=1)
     memory: MemoryConfig = MemoryConfig()
     heads: Size | None = Field(None, ge=1)
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
-    conv_kernel: Depth = Field(4, ge=0)
+    conv_kernel: Depth = Field(DEFAULT_CONV_KERNEL, ge=0)
     qk_norm: QKNorm = DEFAULT_QK_NORM
     output_gate: bool = True
     learned_initial: bool = True
@@ -54,7 +54,7 @@ class LevelConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> LevelConfig:
-        settle_qk_norm(self)
+        settle_layer(self)
         memory = self.memory
         given = (memory.chunk, memory.commit)
         if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):

@@ -14,7 +14,15 @@ from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
 from hecate.nn.arguments import Mask, check_engine, check_made, check_sequence, check_sizes, check_state
-from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, ShortConv, convolved, normalise_qk, settle_qk_norm
+from hecate.nn.conv import (
+    DEFAULT_CONV_KERNEL,
+    DEFAULT_QK_NORM,
+    QKNorm,
+    ShortConv,
+    convolved,
+    normalise_qk,
+    settle_layer,
+)
 from hecate.nn.gates import draw_gates, gate_starts, hold_gates
 from hecate.nn.memory import MemoryLayer, rule_repr, where_rows
 from hecate.nn.parameters import TensorDict, blank, without_numbers
@@ -93,7 +101,7 @@ class SelfReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        settle_qk_norm(self)
+        settle_layer(self)
         if refusal := self._refusal():
             raise ConfigError(refusal[1], path=refusal[0].split("."))
         return self
@@ -209,7 +217,7 @@ class Boxes(HeldRule):
 
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
-        none = self.gate_bias["lr"].new_empty(batch, 0, self.heads, self.d_head)
+        none = next(self.initial.parameters()).new_empty(batch, 0, self.heads, self.d_head)
         how = {"initial": self.start, "phi_params": self.params(len(self.written))}
         return self(none, none, (none,) * len(self.written), {}, state=None, **how)[1]
 
@@ -264,7 +272,12 @@ class Boxes(HeldRule):
             own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
-        values["lr"] = self.rule.algorithm.lr * values["lr"]
+        if "lr" in values:
+            values["lr"] = self.rule.algorithm.lr * values["lr"]
+        retention = self.rule.retention
+        if "retain" not in values and retention.uses_retain and retention.per_head:  # heads are not those of a scan
+            answer = next(iter(answers.values()))
+            values["retain"] = answer.new_tensor(retention.default_retains(self.heads)).expand(answer.shape[:-1])
         return values
 
     def forward(
@@ -341,7 +354,7 @@ class SelfReferential(MemoryLayer):
         config: SelfReferenceConfig | None = None,
         *,
         d_head: int | None = None,
-        conv_kernel: int = 4,
+        conv_kernel: int = DEFAULT_CONV_KERNEL,
         output_gate: bool = True,
         feature_memory: MemoryConfig | None = None,
         engine: EngineName = "auto",

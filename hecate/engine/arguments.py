@@ -97,8 +97,10 @@ def document_starts(
 # Gates.
 
 
-def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: Tensor | None) -> list[Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
+def complete_gates(
+    config: MemoryConfig, gates: Gates | None, k: Tensor, v: Tensor, write: Tensor | None
+) -> list[Tensor]:
+    """lr, retain and momentum of keys `[B, T, H, D]` and values as tensors, in the order of `TokenGates`.
 
     Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
     tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
@@ -120,6 +122,8 @@ def complete_gates(config: MemoryConfig, gates: Gates | None, k: Tensor, write: 
         _check_numbers(config, gates)
     if isinstance(gates.retain, Tensor) and gates.retain.dim() == 4:
         _check_channels(config, gates.retain, k)
+    if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
+        _check_rates(config, gates.lr, k, v)
     if forms.per_head and gates.retain is None and k.shape[1]:
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     rows = zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True)
@@ -147,7 +151,7 @@ def _gate(
 ) -> Tensor:
     shape = k.shape[:3]
     if isinstance(given, Tensor):
-        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name != "retain"):
+        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name not in ("lr", "retain")):
             turn = swapped(given.shape, shape)
             raise ShapeError(
                 f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}{turn}"
@@ -238,13 +242,22 @@ def _check_channels(config: MemoryConfig, retain: Tensor, k: Tensor) -> None:
         raise ShapeError(f"gates.retain per phi channel must be [B, T, H, {width}], got {list(retain.shape)}")
 
 
+def _check_rates(config: MemoryConfig, lr: Tensor, k: Tensor, v: Tensor) -> None:
+    if (reason := config.rates_refusal()) is not None:
+        raise ConfigError(f"gates.lr has one value for each weight, but {reason}; pass [B, T, H]")
+    weights = config.structure.shapes(config.feature_map.output_dim(k.shape[-1]), v.shape[-1])
+    if lr.shape[-1] != len(weights):
+        each = f"[B, T, H, {len(weights)}], in the order of {', '.join(weights)}"
+        raise ShapeError(f"gates.lr of each weight must be {each}, got {list(lr.shape)}")
+
+
 def _refuse_range(name: str, given: Tensor, write: Tensor | None, top: float) -> None:
     """Names the first written token whose gate is out of range, if there is one."""
     bad = given.isfinite() & ((given < 0) | (given > top))
     if write is not None:
         bad = bad & expand_to(write, bad)
     for at in bad.nonzero()[:1].tolist():
-        channel = f", channel {at[3]}" if len(at) > 3 else ""
+        channel = f", {'weight' if name == 'lr' else 'channel'} {at[3]}" if len(at) > 3 else ""
         raise ConfigError(
             f"gates.{name} must be {_bounds(top)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
             f"token {at[1]}, head {at[2]}{channel}"

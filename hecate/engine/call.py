@@ -40,6 +40,7 @@ GENERAL = (
     "retain_value",
     "floor",
 )  # the gates of `Gates` that come after the three that every rule has
+RATES = "lr of each weight"  # as `Call.general` has it
 # By a state's `position` on a device: its version, and the place in the chunk that all its memories are known to be at.
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
@@ -103,7 +104,7 @@ class Call:
         values: dtype of v.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`; None in a sketch that does not tell them.
         masks: which of the masks write and reset there are; masked: whether any.
-        general: the names of erase, write, retain_value and floor where they are given.
+        general: the names of erase, write, retain_value and floor where they are given, and `RATES` where lr is.
         traced: whether torch has to see every operation.
     """
 
@@ -124,6 +125,8 @@ class Call:
         if not erase is written is kept is floor is None:
             given = zip(GENERAL, (erase, written, kept, floor), strict=True)
             self.general = tuple(name for name, gate in given if gate is not None)
+        if flat[3].dim() == 4:  # type: ignore[union-attr]
+            self.general = (*self.general, RATES)
 
     @classmethod
     def of(
@@ -281,7 +284,7 @@ def _memory(
 
 def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Shapes, inputs: Sequence) -> MemoryState:
     """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
-    batch, _, heads = inputs.lr.shape
+    batch, _, heads = inputs.lr.shape[:3]
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
     if count := remembered_keys(config):
         pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]) + 1)
@@ -403,7 +406,7 @@ def complete(
     for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
         if mask is not None:
             check_mask(name, mask, k)
-    own = complete_gates(config, gates, k, write_mask)
+    own = complete_gates(config, gates, k, v, write_mask)
     general = general_gates(config, gates or Gates(), k, v, write_mask)
     return Sequence(q, k, v, *own, write_mask, reset_mask, None, *general)  # type: ignore[call-arg]
 

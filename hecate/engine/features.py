@@ -184,7 +184,11 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     The write of lr/|phi|^2 is (e/|phi|)(phi/|phi|)^T, which may be representable where |phi|^2 is not. Where the
     gradient is linear in prediction and value it is the write of (c phi, c v) with lr/|c phi|^2, and for dot that of c
     phi alone with c lr/|c phi|^2. Elsewhere a key too long to be squared is cut to a length that can be. [RULE-STEP-I2]
+    A weight lr of the square error is that of key and value by its root, and a step size of 1. [RULE-STEP-D2]
     """
+    if config.step == "weighted":
+        phi, v = several(run(_WEIGHTED, phi, v, lr, label="step"))
+        return phi, v, torch.ones_like(lr)
     rule, least = _STEPS[config.step]
     floor, dot = torch.full_like(lr, least), config.forms.target
     # The values of a sum normaliser are 1, whatever becomes of v.
@@ -253,6 +257,23 @@ def _series(x: Tensor, order: int) -> Tensor:
         total = total * x + (-1) ** (n + order) * (1 + n * order) / math.factorial(n + 1 + order)
     return total
 
+
+def _rooted(phi: Tensor, v: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
+    # A token of weight 0, as one that is masked, is not there: its gate hears nothing.
+    some = lr != 0
+    root = torch.where(some, lr, 1.0).sqrt() * some
+    return (phi * root.unsqueeze(-1), v * root.unsqueeze(-1)), (phi, v, root)
+
+
+def _rooted_vjp(kept: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor) -> Tensors:
+    phi, v, root = kept
+    wide = root.unsqueeze(-1)
+    twice = 2 * torch.where(root == 0, torch.inf, root)
+    both = ((gphi * phi).sum(-1) + (gv * v).sum(-1)) / twice
+    return gphi * wide, gv * wide, both
+
+
+_WEIGHTED = by_hand(Block("step.weighted", _rooted, _rooted_vjp))
 
 # By hand under autograd too: the derivative by lr is a difference of nearly equal terms to it.
 _STEPS = {

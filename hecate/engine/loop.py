@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Token
-from hecate.engine.call import GENERAL, Call
+from hecate.engine.call import GENERAL, RATES, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import (
-    CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds, linear_block,
+    CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds, linear_block, rates_of,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.config import frozen_gradients
@@ -32,7 +32,7 @@ class Sequential(TokenEngine):
 
     name = "sequential"
     truth = transposes = anchors = bounds = True
-    takes = GENERAL
+    takes = (*GENERAL, RATES)
 
     def cost(self, call: Call) -> float:
         """Python and a few products per token."""
@@ -250,7 +250,8 @@ def _commit_chunk(
 ) -> Carry:
     own = Token(token.phi_k, token.v, token.lr, token.phi_w)
     grads, slots = config.rule.descended(at or carry.memory, own, carry.slots, run=run)
-    pending = per_weight(run, _ACCUMULATE, carry.pending, (token.lr,) * len(grads), grads)
+    rates = rates_of(token.lr, 1, len(grads), run)
+    pending = per_weight(run, _ACCUMULATE, carry.pending, rates, grads)
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
     committed = committed_chunk(config, waiting, initial, token.momentum, run)

@@ -36,15 +36,15 @@ def naive(
     where link(X_t) is W with the retention's link_at="chunk", and with "linear" X_t + a_t (W - A), a_t the product of
     the chunk's retain gates up to t: what comes of W under the steps of X.
 
-    With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i, with lr = 1 and the
-    product of its retain gates. phi, key_norm, query_scale, the step rule and the gates erase and write are in the
-    arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value is the retain of rows. Where f learns
-    keys, W v stands against phi(k), y_t is link(X_t)^T phi(q_t) and retain_value that of columns. A token of n writes
-    is n tokens here, with retain 1 but at the first, of which one is read. Masks, resets and the sum normaliser
-    are not here. [ENG-NAIVE-D1]
+    With commit="chunk" D, S and X follow once, where a chunk closes, from the sum of its lr_i G_i (lr_i of every
+    weight, if given so), with lr = 1 and the product of its retain gates. phi, key_norm, query_scale, the step rule and
+    the gates erase and write are in the arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value
+    is the retain of rows. Where f learns keys, W v stands against phi(k), y_t is link(X_t)^T phi(q_t) and retain_value
+    that of columns. A token of n writes is n tokens here, with retain 1 but at the first, of which one is read. Masks,
+    resets and the sum normaliser are not here. [ENG-NAIVE-D1]
 
-    Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`),
-    weights `[N, ...]`.
+    Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`, lr
+    `[N, T, W]`), weights `[N, ...]`.
     """
     structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
 
@@ -93,9 +93,10 @@ def naive(
         if config.commit == "token":
             x, s = stepped(x, s, g, lr, retain, momentum)
         else:
-            total = tuple(so_far + over(lr, gi) * gi for so_far, gi in zip(total, g, strict=True))
+            each = lr.unbind(-1) if lr.dim() > 1 else (lr,) * len(g)
+            total = tuple(so_far + over(rate, gi) * gi for so_far, rate, gi in zip(total, each, g, strict=True))
             if (t + 1) % config.chunk == 0:
-                x, s = stepped(x, s, total, torch.ones_like(lr), kept, momentum)
+                x, s = stepped(x, s, total, torch.ones_like(momentum), kept, momentum)
         answers = seen(x, anchor, kept) if config.read == "after" else seen(before, anchor, old)
         outputs.append(structure.read(answers, q).unsqueeze(1))
     return torch.cat(outputs, 1), x

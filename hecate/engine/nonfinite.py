@@ -152,7 +152,7 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
 
 
 def _step_of(config: MemoryConfig, token: Tokens, row: int) -> str:
-    size, lr = float(token.phi_k[row].square().sum()), float(token.lr[row])
+    size, lr = float(token.phi_k[row].square().sum()), float(token.lr[row].max())
     summed = f", where as here writes of {config.chunk} tokens add up, for their sum" if config.chunk > 1 else ""
     return (
         f"lr={lr:.4g}, |phi(k)|^2={size:.4g}, lr * |phi(k)|^2={lr * size:.4g} (a delta-type memory "

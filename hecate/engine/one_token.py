@@ -142,7 +142,8 @@ class OneToken:
         self.features = (batch, 1, heads, -1) if self.quotients else self.row
         # An axis of time changes no bit of what is done to each number alone.
         self.lifts = not self.timed and (self.quotients or not config.feature_map.traits().componentwise)
-        lr = (batch, 1, heads) if self.quotients else self.scalar
+        rates = isinstance(gates.lr, Tensor) and gates.lr.dim() == k.dim()  # one for each weight
+        lr = (batch, 1, heads) if self.quotients else self.row if rates else self.scalar
         self.shapes = (lr, self.row if channels else self.scalar, self.scalar)
         keyed = not single and _is_online(config) and config.algorithm.takes_any_gradient()
         how = partial(_direct, given_lr=gates.lr) if direct else _keyed if keyed else _general

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, is_traced, one
+from hecate.tape import Block, Run, Tensors, is_traced, one, several
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -77,6 +77,14 @@ class Carry(NamedTuple):
 def linear_block(name: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Block:
     """A linear map of one tensor, given with its adjoint."""
     return Block(name, lambda x: ((there(x),), None), lambda _, g: (back(g),))
+
+
+def rates_of(lr: Tensor, axes: int, count: int, run: Run) -> Memory:
+    """lr of each of `count` weights: one `[N, ...]` of so many axes for all, or its columns. [ENG-RATES-D1]"""
+    return (lr,) * count if lr.dim() == axes else several(run(_COLUMNS, lr))
+
+
+_COLUMNS = Block("lr.columns", lambda lr: (lr.unbind(-1), None), lambda _, *g: (torch.stack(g, -1),))
 
 
 # Heads.

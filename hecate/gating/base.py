@@ -14,13 +14,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Sizes(NamedTuple):
-    """Of the layer that gates: its width, heads, widths of keys and values per head, and writes per token."""
+    """Of the layer that gates: its width, heads, widths of keys and values per head, writes per token, and weights of
+    a memory."""
 
     d_model: int
     heads: int
     d_key: int
     d_value: int
     writes: int = 1
+    weights: int = 1
 
 
 class Written(NamedTuple):

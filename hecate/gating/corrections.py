@@ -9,18 +9,21 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, pad
+from torch.nn.functional import logsigmoid, normalize, pad, silu
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
-from hecate.gating.heads import head, logit
+from hecate.gating.heads import head, logit, rate_start, shrink, spread
 from hecate.tape import can_inspect, is_traced
+from hecate.variant import Conflicts
 
 
 class Comba(Gating):
     """comba: the memory is asked at c k, and read at q - d c k.
 
-    c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read. q and k have to be of unit
-    length before, and phi the identity: fla's kernels normalise c k as well, which cancels c.
+    c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read, of q and k as the layer
+    leaves them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length behind the
+    correction, as in the released layer, with "l2" ahead of it. phi is to be the identity. Released kernels normalise c
+    k as well, which cancels c in what is erased; the paper does not.
 
     Shapes: a and d `[H]`.
     References: Comba (Hu et al., 2025, arXiv 2506.02475). [GATE-COMBA-D1]
@@ -33,8 +36,8 @@ class Comba(Gating):
     feedback: float = Field(1.0, description="a at the start")
 
     def refusal(self, config: Any) -> str | None:
-        if config.key_norm != "none":
-            return f"key_norm={config.key_norm!r} would undo what it does to q and k; use the layer's qk_norm"
+        if config.key_norm == "sum":
+            return "key_norm='sum' is for features without a sign, which a corrected query has; use 'l2'"
         return None
 
     def shapes(self, sizes: Sizes) -> Shapes:
@@ -54,8 +57,9 @@ class Comba(Gating):
 class Complement(Gating):
     """complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
 
-    The layer's key, behind its convolution, is the forget gate's logit, as in the released layer. a starts at 1, b at
-    retain 0.9 for k = 0: ours, for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
+    The layer's key is the forget gate's logit, as in the released layer, which leaves it its length
+    (`layer_qk_norm="none"`) and has neither an activation of it nor lr. a starts at 1, b at retain 0.9 for k = 0: ours,
+    for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
 
     Shapes: a and b `[H, D]`; phi keeps the width D of keys.
     References: HGRN2 (Qin et al., 2024, arXiv 2404.07904). [GATE-TIED-D1]
@@ -65,10 +69,12 @@ class Complement(Gating):
     one_key: ClassVar[bool] = True
     _makes: ClassVar[tuple[str, ...]] = ("write",)
     keys: bool = Field(False, description="whether the layer's keys stay; else the written key is 1 - retain alone")
+    lr: bool = Field(True, description="whether lr has its head; else it is the algorithm's lr")
+    query: Literal["none", "silu"] = Field("none", description="what is done to queries alone")
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        return self._makes if self.keys else (*self._makes, "retain")
+        return tuple([name for name, own in (("retain", self.keys), ("lr", self.lr)) if not own] + [*self._makes])
 
     def refusal(self, config: Any) -> str | None:
         if not config.retention.uses_retain:
@@ -91,7 +97,8 @@ class Complement(Gating):
             k, retain = torch.ones_like(k), torch.sigmoid(logits)
         if retain is None:
             raise TypeError("a config without retain was not refused")
-        return made._replace(k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
+        q = silu(made.q) if self.query == "silu" else made.q
+        return made._replace(q=q, k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
 
 
 class Curvature(Gating):
@@ -101,7 +108,10 @@ class Curvature(Gating):
     diagonal of their curvature. Channels that were written often are written more cautiously. The factor lies in
     (1/base, base), so that with lr up to 2 an eigenvalue could reach 1 - 2 base: keep lr at most 2 / base.
 
-    Shapes: decay and rate `[B, T, H]` = sigmoid(W x + b), c `[H]`, A `[B, H, D]`.
+    `gate` is what makes decay of W x + b: "sigmoid", which starts at `decay`, or "softplus", exp(-A softplus(W x + b)),
+    as released, A per head starting in U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1].
+
+    Shapes: decay and rate `[B, T, H]`, rate = sigmoid(W x + b), c `[H]`, A `[B, H, D]`.
     References: Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100). [GATE-CURV-D1]
     """
 
@@ -112,9 +122,15 @@ class Curvature(Gating):
     base: float = Field(1.5, gt=1)
     eps: float = Field(1e-6, gt=0)
     center: float = Field(-0.2, description="c at the start")
-    decay: float = Field(0.99, gt=0, lt=1, description="at the start")
+    gate: Literal["sigmoid", "softplus"] = "sigmoid"
+    decay: float = Field(0.99, gt=0, lt=1, description="at the start, of a sigmoid")
     rate: float = Field(0.5, gt=0, lt=1, description="at the start")
     names: ClassVar[tuple[str, ...]] = ("decay", "rate")
+
+    def conflicts(self) -> Conflicts:
+        if self.gate == "softplus" and self.decay != type(self).model_fields["decay"].default:
+            where = "is where a sigmoid starts, and gate='softplus' draws its start"
+            yield ("decay",), f"decay={self.decay:g} {where}; leave decay out, or use gate='sigmoid'"
 
     @property
     def erases(self) -> float:
@@ -130,19 +146,26 @@ class Curvature(Gating):
 
     def shapes(self, sizes: Sizes) -> Shapes:
         heads: Shapes = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}
-        return heads | {f"{name}.bias": (sizes.heads,) for name in self.names} | {"center": (sizes.heads,)}
+        numbers = [*(f"{name}.bias" for name in self.names), "center"]
+        numbers += ["decay.rate"] if self.gate == "softplus" else []
+        return heads | dict.fromkeys(numbers, (sizes.heads,))
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"curvature": (sizes.heads, sizes.d_key)}
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if self.gate == "softplus" and name in ("decay.rate", "decay.bias"):
+            return spread(shape, source, 1.0, 16.0) if name == "decay.rate" else rate_start(shape, source)
         value = {"center": self.center, "decay.bias": logit(self.decay), "rate.bias": logit(self.rate)}.get(name, 0.0)
         return torch.full(shape, value, dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        decay, rate = (torch.sigmoid(head(params, name, x)).unsqueeze(-1) for name in self.names)
+        rate = torch.sigmoid(head(params, "rate", x)).unsqueeze(-1)
+        soft = self.gate == "softplus"
+        decay = shrink(params, "decay", x).exp() if soft else torch.sigmoid(head(params, "decay", x))
+        decay = decay.unsqueeze(-1)
         square = made.k.to(decay.dtype).square()
         total = running(decay, rate * square, held["curvature"], masks)
         r = torch.log(total + self.eps) - params["center"].to(total.dtype).unsqueeze(-1)

@@ -38,7 +38,8 @@ class Heads(Gating):
     """heads: a head each for erase, write, retain_value and the value: v becomes value * v.
 
     Where a token has n writes, each has gates of its own; retain_value, which acts once, has not. Weights start at
-    N(0, 0.02^2).
+    N(0, 0.02^2). With lr or retain off, that gate is the rule's number at every token, as linear attention and RetNet
+    have it.
 
     Shapes: per head `[B, T, (n,) H]`, per channel `[B, T, (n,) H, D or V]`; retain_value is per channel always.
     References: `erase` and `value` per channel are the gates b and w of Gated DeltaNet-2 (2026, arXiv 2605.22791),
@@ -53,6 +54,11 @@ class Heads(Gating):
     lr: bool = Field(True, description="whether lr has its head; else it is the algorithm's lr")
     retain: bool = Field(True, description="whether retain has its head; else it is the retention's")
     unit_values: bool = Field(False, description="whether values are then brought to unit length")
+
+    @property
+    def plain(self) -> bool:  # type: ignore[override]
+        """Without a head of its own it makes nothing: gates that have none stay where a scan has them."""
+        return self.value is None and not self.gates and not self.unit_values
 
     @property
     def replaces(self) -> tuple[str, ...]:
@@ -142,6 +148,11 @@ def normal(shape: tuple[int, ...], source: torch.Generator, std: float) -> Tenso
 def logit(share: float) -> float:
     """The number whose sigmoid is a share."""
     return math.log(share / (1 - share))
+
+
+def inverse_softplus(value: float) -> float:
+    """The number whose softplus is a positive one."""
+    return value + math.log(-math.expm1(-value))
 
 
 def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:

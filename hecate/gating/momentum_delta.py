@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written
@@ -17,16 +18,23 @@ FLOOR = -2.0  # of log mu
 class MomentumDeltaGates(Gating):
     """momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
 
-    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x),
-    alpha = cos(theta)^2 exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the
-    slot: lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1.
+    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
+    exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the slot: lr = b eta,
+    retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k, of q and k
+    as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
 
-    Shapes: f, A, A' and c `[H]`; state b `[B, H]`.
+    Shapes: f, A, A', c and d `[H]`, f, A, A' and d as logarithms; state b `[B, H]`.
     References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]
     """
 
     kind: Literal["momentum_delta"] = "momentum_delta"
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
+    correction: bool = Field(False, description="whether a query is corrected by its token's key")
+
+    @property
+    def one_key(self) -> bool:  # type: ignore[override]
+        """Whether it looks at the one key of a token."""
+        return self.correction
 
     def refusal(self, config: Any) -> str | None:
         algorithm, retention = config.algorithm, config.retention
@@ -39,7 +47,8 @@ class MomentumDeltaGates(Gating):
 
     def shapes(self, sizes: Sizes) -> Shapes:
         weights = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("eta", "b", "alpha", "mu")}
-        return weights | {name: (sizes.heads,) for name in ("f", "alpha.bias", "alpha.rate", "mu.bias", "mu.rate")}
+        numbers = ["f", "alpha.bias", "alpha.rate", "mu.bias", "mu.rate", *(["d"] if self.correction else [])]
+        return weights | dict.fromkeys(numbers, (sizes.heads,))
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"b": (sizes.heads,)}
@@ -49,7 +58,7 @@ class MomentumDeltaGates(Gating):
             return normal(shape, source, sizes.d_model**-0.5)
         if name.endswith("bias"):
             return rate_start(shape, source)
-        return spread(shape, source, 0.0, 4.0 if name == "f" else 16.0)
+        return spread(shape, source, 0.0, {"f": 4.0, "d": 1.0}.get(name, 16.0))
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
@@ -62,4 +71,8 @@ class MomentumDeltaGates(Gating):
         mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
         before, last = last_written(b, held["b"], masks)
         ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
-        return made._replace(gates={**made.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}), {"b": last}
+        q = made.q
+        if self.correction:
+            q = q - params["d"].exp().to(q.dtype).unsqueeze(-1) * made.k
+        gates = {**made.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}
+        return made._replace(q=q, gates=gates), {"b": last}

@@ -57,7 +57,7 @@ class GraftConfig(Config):
     heads: Size | None = Field(None, ge=1)
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
-    conv_kernel: Depth = Field(4, ge=0)
+    conv_kernel: Depth | None = Field(None, ge=0)
     qk_norm: QKNorm | None = None
     output_gate: bool = True
     learned_initial: bool = True

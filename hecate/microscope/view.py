@@ -135,7 +135,7 @@ class MemoryView:
     @cached_property
     def gates(self) -> dict[str, Tensor]:
         """lr, retain and momentum as far as the rule has them, defaults filled in, `[B, T, H]`; retain per channel
-        `[B, T, H, P]`."""
+        `[B, T, H, P]`, lr of each weight `[B, T, H, W]`."""
         rule, sequences = self.config, [_sequence(asked) for asked in self.scans]
         has = {"lr": True, "retain": rule.retention.uses_retain, "momentum": rule.algorithm.uses_momentum}
         return {name: torch.cat([getattr(item, name) for item in sequences], 1) for name, used in has.items() if used}
@@ -176,7 +176,8 @@ class MemoryView:
     def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
         """Recall, norms and ranks by one walk over the moments: states are looked at and let go."""
         norms, ranks, times, recalled = [], [], [], []
-        written = _Written(self.scans, self.gates["lr"] > 0)
+        lr = self.gates["lr"]
+        written = _Written(self.scans, lr > 0 if lr.dim() == 3 else (lr > 0).any(-1))
         for tokens, state in _moments(self.scans, self.points):
             weights = memory_weights(self.config, state)
             norms.append({name: weight.flatten(2).norm(dim=2) for name, weight in weights.items()})

@@ -27,7 +27,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
-from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, settle_qk_norm
+from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
 from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig
 from hecate.states import State
@@ -71,8 +71,9 @@ class LanguageModelConfig(Config):
         d_key, d_value: widths per head; None means d_model // heads.
         memory: rule and conventions of every layer's memory.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
-            `hecate.nn.Memory`; qk_norm left out is `memory.layer_qk_norm`, if that names one. Levels
-            bring their own, and self-reference its rule: what they leave unread stays at its default.
+            `hecate.nn.Memory`; conv_kernel and qk_norm left out are `memory.layer_conv_kernel` and
+            `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its
+            rule: what they leave unread stays at its default.
         levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
         self_reference: as in `hecate.cms.SelfReferential`.
         attention: as in `hecate.nn.Composed`.
@@ -80,7 +81,7 @@ class LanguageModelConfig(Config):
         tie_embeddings: whether the output layer shares the embedding's weights.
     """
 
-    follows: ClassVar[tuple[str, ...]] = ("qk_norm",)
+    follows: ClassVar[tuple[str, ...]] = ("conv_kernel", "qk_norm")
     vocab_size: Size | None = Field(None, ge=2)
     d_model: Size = Field(128, ge=1)
     layers: Depth = Field(2, ge=1)
@@ -88,7 +89,7 @@ class LanguageModelConfig(Config):
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
     memory: MemoryConfig = MemoryConfig()
-    conv_kernel: Depth = Field(4, ge=0)
+    conv_kernel: Depth = Field(DEFAULT_CONV_KERNEL, ge=0)
     qk_norm: QKNorm = DEFAULT_QK_NORM
     output_gate: bool = True
     learned_initial: bool = True
@@ -104,7 +105,7 @@ class LanguageModelConfig(Config):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        settle_qk_norm(self)
+        settle_layer(self)
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             raise ConfigError(
                 f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value", path=("heads",)

@@ -53,6 +53,9 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
     if config.writes > 1 or not config.gating.plain:
         own = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
         raise ConfigError(f"firing='learned' holds one lr per token back, and {own} makes others", path=("firing",))
+    if config.retention.uses_retain and "retain" in config.gating.replaces:
+        still = "makes the retain of idle tokens 1, and gating 'heads' with retain=False leaves it as it is"
+        raise ConfigError(f"firing='learned' {still}; set gating.retain, or firing='always'", path=("firing",))
     if config.algorithm.kernel_form() is None:
         raise ConfigError(
             f"firing='learned' makes the lr of idle tokens 0, but algorithm {config.algorithm.kind!r} takes their "

@@ -17,6 +17,8 @@ from hecate.tape.ops import largest, levelling, number, reach
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
 DEFAULT_QK_NORM: QKNorm = "l2"
+DEFAULT_CONV_KERNEL = 4
+_DEFAULTS = {"qk_norm": DEFAULT_QK_NORM, "conv_kernel": DEFAULT_CONV_KERNEL}
 EXACT = (torch.float32, torch.float64)  # dtypes in which torch sums as it adds
 EPS = 1e-6  # beside lengths, squared
 IN_ORDER = 4  # rows that its sum on a CPU adds one by one
@@ -25,6 +27,7 @@ IN_ORDER = 4  # rows that its sum on a CPU adds one by one
 class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1. [NN-CONV-D1]
 
+    Without `activation` the sum as it is.
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach into
     another document reads zero. A token that is not `written` `[B, T]` sees itself and is zero to the tokens after it;
@@ -34,10 +37,16 @@ class ShortConv(nn.Module):
     inert = False
 
     def __init__(
-        self, channels: int, kernel: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        channels: int,
+        kernel: int,
+        *,
+        activation: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.activation = kernel, activation
         self.weight = nn.Parameter(torch.empty(kernel, channels, device=device, dtype=dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -48,7 +57,7 @@ class ShortConv(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes."""
-        return f"{self.weight.shape[1]}, kernel={self.kernel}"
+        return f"{self.weight.shape[1]}, kernel={self.kernel}" + ("" if self.activation else ", activation=False")
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None, written: Tensor | None = None
@@ -69,7 +78,7 @@ class ShortConv(nn.Module):
                 same = segment[:, kept - j : kept - j + length] == segment[:, kept:]
                 tap = torch.where(same.unsqueeze(-1), tap, 0.0)
             total = total + self.weight[j] * tap
-        return nn.functional.silu(total), padded[:, length:]
+        return nn.functional.silu(total) if self.activation else total, padded[:, length:]
 
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:
         """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
@@ -82,7 +91,7 @@ class ShortConv(nn.Module):
             total, *earlier = terms.split(1, 1)
             for term in earlier:
                 total = total + term
-        return silu(total), torch.cat((*taps[1:], x), 1) if taps else past
+        return silu(total) if self.activation else total, torch.cat((*taps[1:], x), 1) if taps else past
 
 
 def convolved(
@@ -145,12 +154,18 @@ def _without_masked(
     return mixed.take_along_dim(places.unsqueeze(-1), 1), after, tail
 
 
-def settle_qk_norm(config: Any) -> None:
-    """Gives the config of a layer that was not told a `qk_norm` that of its memory, if it names one. [NN-MEM-D3]
+def settle_layer(config: Any) -> None:
+    """Gives the config of a layer what it `follows` and was not told: what its memory names, if it does. [NN-MEM-D3]
 
-    It stays unset: a copy with another memory is asked anew."""
-    if "qk_norm" not in config.model_fields_set:
-        object.__setattr__(config, "qk_norm", config.memory.layer_qk_norm or DEFAULT_QK_NORM)
+    These fields stay unset: a copy with another memory is asked anew."""
+    for name in set(config.follows) - config.model_fields_set:
+        object.__setattr__(config, name, of_rule(config.memory, name))
+
+
+def of_rule(memory: Any, name: str) -> Any:
+    """The `qk_norm` or `conv_kernel` of a layer around a memory where the layer is not told one."""
+    own = getattr(memory, f"layer_{name}")
+    return _DEFAULTS[name] if own is None else own
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:

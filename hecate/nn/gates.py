@@ -185,7 +185,7 @@ class GateHeads(nn.Module):
         if gate is not None:
             # The difference is exactly zero; its gradient is that of the gate.
             fired = (gate > 0.5).to(gate.dtype) + (gate - gate.detach())
-            lr = None if lr is None else lr * fired
+            lr = self.lr_max * fired if lr is None else lr * fired
             if retain is not None:
                 fired = fired.unsqueeze(-1) if retain.dim() > fired.dim() else fired
                 retain = retain * fired + (1 - fired)

@@ -18,7 +18,7 @@ from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import DEFAULT_QK_NORM, EXACT, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, token_unit
+from hecate.nn.conv import EXACT, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
@@ -157,9 +157,9 @@ class Memory(RuleParameters, MemoryLayer):
         y, state = layer(x)             # a whole sequence
         y, state = layer(more, state)   # and on from there; any split gives the same result
 
-    x goes through projections to q, k, v, a short causal convolution with SiLU, `qk_norm`, phi (inside the scan), the
-    memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates come from x. Parameters live
-    here; the memory's state is explicit, per sequence, never a buffer.
+    x goes through projections to q, k, v, a short causal convolution with SiLU (`config.layer_activation`), `qk_norm`,
+    phi (inside the scan), the memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates
+    come from x. Parameters live here; the memory's state is explicit, per sequence, never a buffer.
 
     Args:
         d_model: width of x and y.
@@ -167,9 +167,10 @@ class Memory(RuleParameters, MemoryLayer):
         config: the memory's rule and conventions, a mapping of them or a rule's name; `algorithm.lr` is the ceiling
             of the lr gate.
         d_key, d_value: per head; default d_model // heads.
-        conv_kernel: taps of the short convolution, 0 for none.
+        conv_kernel: taps of the short convolution, 0 for none; None takes `config.layer_conv_kernel`, which a named
+            rule may set, else 4. [NN-MEM-D3]
         qk_norm: normalisation of q and k before phi (`config.key_norm` acts after it); None takes
-            `config.layer_qk_norm`, which a named rule may set, else "l2". [NN-MEM-D3]
+            `config.layer_qk_norm`, which a named rule may set, else "l2".
         output_gate: whether the output is multiplied by silu(W x).
         learned_initial: whether the memory's starting weights are trained; else they stay as drawn.
         feature_memory: a second memory, whose answers are added to q and k before phi, or take
@@ -197,7 +198,7 @@ class Memory(RuleParameters, MemoryLayer):
         *,
         d_key: int | None = None,
         d_value: int | None = None,
-        conv_kernel: int = 4,
+        conv_kernel: int | None = None,
         qk_norm: QKNorm | None = None,
         output_gate: bool = True,
         learned_initial: bool = True,
@@ -212,9 +213,9 @@ class Memory(RuleParameters, MemoryLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         config = MemoryConfig.model_validate(MemoryConfig() if config is None else config)
+        conv_kernel = of_rule(config, "conv_kernel") if conv_kernel is None else conv_kernel
+        qk_norm = of_rule(config, "qk_norm") if qk_norm is None else qk_norm
         d_key, d_value = check_sizes(d_model, heads, d_key, d_value, conv_kernel)
-        if qk_norm is None:
-            qk_norm = config.layer_qk_norm or DEFAULT_QK_NORM
         expect_choice(qk_norm, "qk_norm", QK_NORMS)
         check_engine(config, engine, autodiff)
         check_firing(config, firing)
@@ -241,7 +242,10 @@ class Memory(RuleParameters, MemoryLayer):
         self.bare = not any(self.held.values()) and config.writes == 1 and config.gating.plain
         self.splits = [heads * d_key, pairs * heads * d_key, pairs * heads * d_value]
         self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
-        self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
+        active = config.layer_activation or ("silu" if conv_kernel else "none")
+        self.activation = not conv_kernel and active == "silu"  # behind the projections alone
+        conv: dict[str, Any] = {"activation": active == "silu", **place}
+        self.conv = ShortConv(sum(self.splits), conv_kernel, **conv) if conv_kernel else None
         self.hold_output(d_model, heads, d_value, output_gate, **place)
         if self.qkv.weight.device.type != "meta":
             self._draw(generator)
@@ -303,6 +307,7 @@ class Memory(RuleParameters, MemoryLayer):
         if self.context is not None and self.conv is not None:
             past = self._past(self.context, self.conv.kernel - 1, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
+        mixed = silu(mixed) if self.activation else mixed
         q, k, v = mixed.split(self.splits, dim=-1)
         q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
@@ -377,6 +382,8 @@ class Memory(RuleParameters, MemoryLayer):
             opened = None if gate is None else linear(x, *_WEIGHTS(gate._parameters))
             if conv is not None:
                 mixed, past = conv.token(mixed, past, torch.unsafe_split_with_sizes)
+            elif self.activation:
+                mixed = silu(mixed)
             qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
             qk, v = (
                 qk.view(*batch, 1, 2, heads, -1),

@@ -23,7 +23,7 @@ from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, without_numbers
 from hecate.phi import Params
-from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.rule import LAYER_FIELDS, Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
 from hecate.tape import execute
 from hecate.tape.bridge import without_autocast
@@ -145,9 +145,9 @@ class RuleParameters(HeldRule):
         super().__init__()
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
-        sizes = Sizes(d_model, heads, d_key, d_value, config.writes)
-        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         d_phi = config.feature_map.output_dim(d_key)
+        sizes = Sizes(d_model, heads, d_key, d_value, config.writes, len(config.structure.shapes(d_phi, d_value)))
+        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
         slots = slot_shapes(config, weights, d_phi, d_value)
@@ -190,17 +190,17 @@ class FeatureMemoryConfig(MemoryConfig):
     @classmethod
     def _from_memory(cls, data: Any) -> Any:
         if type(data) is MemoryConfig:
-            return {name: getattr(data, name) for name in data.model_fields_set - {"layer_qk_norm"}}
-        if isinstance(data, Mapping) and data.get("layer_qk_norm") is not None:
-            own = "a feature memory stands behind the qk_norm of its layer"
-            raise ConfigError(
-                f"{data['layer_qk_norm']!r}: {own}; set that one, or leave it out", path=("layer_qk_norm",)
-            )
+            return {name: getattr(data, name) for name in data.model_fields_set - {*LAYER_FIELDS}}
+        for name in LAYER_FIELDS if isinstance(data, Mapping) else ():
+            if data.get(name) is not None:
+                own = f"a feature memory stands behind the {name.removeprefix('layer_')} of its layer"
+                raise ConfigError(f"{data[name]!r}: {own}; set that one, or leave it out", path=(name,))
         return data
 
     @model_validator(mode="after")
     def _without_layer(self) -> FeatureMemoryConfig:
-        object.__setattr__(self, "layer_qk_norm", None)  # a named rule's, for a layer around it
+        for name in LAYER_FIELDS:  # a named rule's, for a layer around it
+            object.__setattr__(self, name, None)
         return self
 
     @model_validator(mode="after")

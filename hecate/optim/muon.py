@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.algorithm import Algorithm, NewtonSchulz
-from hecate.algorithm.momenta import POLYNOMIALS, Coefficients
+from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, polynomials, too_many_steps
 from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
@@ -22,11 +22,11 @@ HELD = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
 
 
-def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: float, dtype: Any = None) -> Tensor:
+def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...], eps: float, dtype: Any = None) -> Tensor:
     """NS(U) `[..., r, c]`: singular values of U / max(|U|_F, eps) towards 1. [OPT-ORTH-D1]
 
-    Zero stays zero. `dtype` is that of the iteration, None the matrix's own. Acts on the whole matrix: rows of a shard
-    alone would be another algorithm.
+    Zero stays zero. `steps` are the coefficients of each, `dtype` is that of the iteration, None the matrix's own. Acts
+    on the whole matrix: rows of a shard alone would be another algorithm.
     """
     tall = matrix.shape[-2] > matrix.shape[-1]
     dtype = dtype or matrix.dtype
@@ -35,8 +35,8 @@ def newton_schulz(matrix: Tensor, coefficients: Coefficients, steps: int, eps: f
     # One matrix takes its norm as `torch.optim.Muon` does, bit for bit.
     length = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / length.clamp(min=eps)
-    (a, b, c), fused = coefficients, torch.addmm if x.ndim == 2 else torch.baddbmm
-    for _ in range(steps):
+    fused = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in steps:
         gram = x @ x.mT
         x = fused(x, fused(gram, gram, gram, beta=b, alpha=c) if c else b * gram, x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
@@ -61,7 +61,7 @@ def orthogonalised(u: Tensor, group: Group) -> Tensor:
     if not options:
         return u
     matrix = as_matrix(u, group["matrix"])
-    found = newton_schulz(matrix, POLYNOMIALS[options["polynomial"]], options["steps"], options["eps"])
+    found = newton_schulz(matrix, polynomials(options["polynomial"], options["steps"]), options["eps"])
     if options["rescale"]:
         small, size = tamed(matrix, (-2, -1), matrix.dtype)
         found = found * (size * (small.norm() / math.sqrt(min(matrix.shape))))
@@ -72,7 +72,7 @@ class SpectralOptimizer(MatrixOptimizer):
     """An optimiser of whole matrices, whose steps `muon_steps` makes and `ratio` scales."""
 
     class Options(OptimizerKind):
-        ns_coefficients: Literal["quintic", "cubic"] = "quintic"
+        ns_coefficients: Literal["quintic", "cubic", "schedule"] = "quintic"
         ns_steps: int = Field(5, ge=1, le=99)
         ns_dtype: Literal["bfloat16", "float16", "float32", "float64"] | None = None
         eps: Positive = 1e-7
@@ -91,6 +91,8 @@ class SpectralOptimizer(MatrixOptimizer):
         numbers = [x for x in given if isinstance(x, int | float)] if isinstance(given, tuple | list) else []
         if isinstance(given, str):
             expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
+            if (beyond := too_many_steps(given, group["ns_steps"])) is not None:
+                raise ConfigError(f"ns_steps: {beyond}")
         elif len(numbers) != 3 or len(given) != 3 or not all(map(math.isfinite, numbers)):
             raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
         if not group["eps"]:
@@ -101,9 +103,10 @@ def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
     """NS of each update's matrix by a group's `ns_coefficients`, `ns_steps`, `eps` and `ns_dtype`."""
     matrices = [as_matrix(u, group["matrix"]) for u in updates]
     given = group["ns_coefficients"]
-    coefficients = POLYNOMIALS[given] if isinstance(given, str) else given
+    count = group["ns_steps"]
+    steps = polynomials(given, count) if isinstance(given, str) else (tuple(given),) * count
     dtype = getattr(torch, group["ns_dtype"]) if group["ns_dtype"] else None
-    arguments = coefficients, group["ns_steps"], group["eps"], dtype
+    arguments = steps, group["eps"], dtype
 
     def joined(members: list[int]) -> Iterable[Tensor]:
         if len(members) == 1:
@@ -175,7 +178,8 @@ class M3(SpectralOptimizer):
     accumulate: `ema_mean`, m1 <- momentum m1 + (1 - momentum) g and at the end of a period m2 <- slow_momentum m2 + (1
     - slow_momentum) s with s the mean of its gradients, `slow_period` many; `ema_last`, the same with s the last one
     alone; `sum`, as printed, without decay: m1 <- m1 + momentum g, m2 <- m2 + slow_momentum (sum of a period's), v <- v
-    + retain g^2. At a period's end m2 is moved before m1, by a window that ends with the present gradient.
+    + retain g^2. A window ends with the present gradient. slow_from: `close`, a moved m2 acts in the step that closes
+    its period, moved before m1; `next`, from the step after that on, as Algorithm 1 prints it.
     second_moment: `none`; `before`, NS(m / (sqrt(v) + eps)); `after`, as printed, (NS(m1) + slow NS(m2)) / (sqrt(v) +
     eps), which gives up the equal singular values that NS made. v <- retain v + (1 - retain) g^2; averages are divided
     by 1 - retain^t where their scale matters.
@@ -195,6 +199,7 @@ class M3(SpectralOptimizer):
         slow_momentum: Share = 0.9
         slow: NonNegative = 0.5
         slow_period: Count = Field(8, ge=1)
+        slow_from: Literal["close", "next"] = "close"
         accumulate: Literal["sum", "ema_mean", "ema_last"] = "ema_mean"
         second_moment: Literal["none", "before", "after"] = "none"
         retain: Share = 0.99
@@ -229,10 +234,13 @@ class M3(SpectralOptimizer):
             # With infinity an average would be NaN from then on.
             squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in kept]
             self._write(group, bulk, [state for _, state in kept], SQUARE, squares, group["retain"])
-        self._slow(group, bulk, grads, states)
+        if group["slow_from"] == "close":
+            self._slow(group, bulk, grads, states)
         self._write(group, bulk, states, FAST, grads, group["momentum"])
         fast = self._outputs(group, states, FAST, [int(state[STEP]) for state in states])
         updates = bulk.sum(fast, [state[UPDATE] for state in states], slow)
+        if group["slow_from"] == "next":
+            self._slow(group, bulk, grads, states)
         after = group["second_moment"] == "after"
         updates = [
             u / self._root(group, state) if after or _as_vector(u, group) else u

@@ -140,6 +140,11 @@ class Retention(Variant, family="retention"):
         """How a layer makes the retain gate; a sigmoid per head by default."""
         return GateForm()
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether memories whose initial weights are zero would stay zero."""
+        return False
+
     def start(self, weights: Tensor) -> Tensor:
         """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.
 

@@ -27,8 +27,8 @@ class Sphere(Decaying):
     Shapes: M, D `[N, V, P]`; retain `[N]` or `[N, P]`.
     VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M = retain h - h
     (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain = <h, M>.
-    Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial weights, which
-    `tangent` normalises.
+    Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial weights, or with
+    `identity=False` at these alone, which `tangent` normalises.
     Cost: three sums over slots.
     References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646); `divide`: Test-Time Training Done Right (Zhang et
     al., 2025, arXiv 2505.23884). [RET-SPHERE-D1]
@@ -39,12 +39,22 @@ class Sphere(Decaying):
     form: Literal["tangent", "divide"] = "tangent"
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
+    identity: bool = Field(True, description="whether the identity pattern is added to the initial weights")
+
+    @property
+    def needs_weights(self) -> bool:
+        return not self.identity
 
     @property
     def token(self) -> StepForm:
         return StepForm(length=LengthForm(self.slot == "column", self.form == "tangent", self.eps))
 
     def start(self, weights: Tensor) -> Tensor:
+        moved = weights + self._pattern(weights) if self.identity else weights
+        return moved if self.form == "divide" else moved / self._length(moved)[0]
+
+    def _pattern(self, weights: Tensor) -> Tensor:
+        """Slot i along coordinate i."""
         axis = self._axis(weights)
         width = weights.shape[axis]
         count = weights.shape[-1] if axis == -2 else weights.shape[-2] if weights.dim() > 2 else 1
@@ -53,8 +63,7 @@ class Sphere(Decaying):
         )
         if weights.dim() == 2:
             pattern = pattern[0]
-        moved = weights + (pattern.mT if axis == -2 else pattern).to(weights.dtype)
-        return moved if self.form == "divide" else moved / self._length(moved)[0]
+        return (pattern.mT if axis == -2 else pattern).to(weights.dtype)
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return self._stepped(memory, direction, retain)[0][0]
@@ -98,6 +107,7 @@ class Sphere(Decaying):
 
 
 @delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
+@delegating("retention", "needs_weights")
 class NormCap(Retention):
     """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
 

@@ -22,6 +22,9 @@ from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
 from hecate.variant import Config, Conflicts
 
+LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
+"""Fields of a config that a layer around the memory reads, and a scan does not."""
+
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
 
@@ -103,8 +106,10 @@ class MemoryConfig(Config):
             max(|phi(q).z|, floor), with the gate floor.
         key_norm: "l2" or "sum" normalisation of phi(k) and phi(q), after phi.
         query_scale: "key_dim" multiplies phi(q) by D^(-1/2), D the key width, after key_norm.
-        layer_qk_norm: what `qk_norm` of a layer around the memory is where it is left out; None, "l2". Written out only
-            where it is set; a scan takes q and k as they come.
+        layer_qk_norm, layer_conv_kernel: what `qk_norm` and `conv_kernel` of a layer around the memory are where they
+            are left out; None, "l2" and 4.
+        layer_activation: what a layer does to q, k and v behind its convolution, or without one; None, "silu" behind
+            one alone. These three are written out only where they are set; a scan takes q, k and v as they come.
         layer_v_norm: what a layer around the memory does to values: "none", "l2" brings them to length 1, "rms" to a
             root of mean squares of 1; a scan takes them as they come. Errors of a deep memory's step grow with theirs.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
@@ -113,7 +118,8 @@ class MemoryConfig(Config):
             by the weights: lr/(eps + |phi|^2), eps = 1e-6, for a linear memory with chunk=1, else as
             `hecate.structure.bound` says, in chunks by the row sums of their Gram matrix; "key_normalized" lr/(eps +
             |phi|^2) for every memory and chunk, which "normalized" was up to 0.2; "implicit" lr/(1 + lr |phi|^2);
-            "flow" (1 - exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr.
+            "flow" (1 - exp(-lr |phi|^2))/|phi|^2, for l2 the exact solution of gradient flow over a time lr;
+            "weighted", of rls, lr as the weight of the token's square error.
         state_dtype: float32 or float64; inputs of higher precision raise it.
         on_nonfinite: "raise", "skip" (leave such a token unwritten) or "propagate".
     """
@@ -134,8 +140,10 @@ class MemoryConfig(Config):
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
+    layer_conv_kernel: Depth | None = Field(None, ge=0)
+    layer_activation: Literal["none", "silu"] | None = None
     layer_v_norm: Literal["none", "l2", "rms"] = "none"
-    step: Literal["raw", "normalized", "key_normalized", "implicit", "flow"] = "raw"
+    step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
     on_nonfinite: Literal["raise", "skip", "propagate"] = "raise"
 
@@ -160,8 +168,10 @@ class MemoryConfig(Config):
             key_norm: Literal["none", "l2", "sum"] = ...,
             query_scale: Literal["none", "key_dim"] = ...,
             layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
+            layer_conv_kernel: int | None = ...,
+            layer_activation: Literal["none", "silu"] | None = ...,
             layer_v_norm: Literal["none", "l2", "rms"] = ...,
-            step: Literal["raw", "normalized", "key_normalized", "implicit", "flow"] = ...,
+            step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = ...,
             state_dtype: Literal["float32", "float64"] = ...,
             on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
         ) -> None: ...
@@ -199,7 +209,7 @@ class MemoryConfig(Config):
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # So that what is written of a config that does not set it stays what it was.
-        return {name: value for name, value in write(self).items() if name != "layer_qk_norm" or value is not None}
+        return {name: value for name, value in write(self).items() if name not in LAYER_FIELDS or value is not None}
 
     @property
     def rule(self) -> MemoryRule:
@@ -303,6 +313,12 @@ class MemoryConfig(Config):
     def conflicts(self) -> Conflicts:
         """What the knobs and conventions rule out together."""
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
+        if self.layer_conv_kernel == 1:
+            yield ("layer_conv_kernel",), "must be 0 (none) or at least 2, got 1"
+        form = algorithm.token_form()
+        if self.step == "weighted" and (form is None or form.ridge is None):
+            other = f"algorithm {algorithm.kind!r} solves no least squares, in which a token could weigh lr"
+            yield ("step",), f"'weighted': {other}; use algorithm 'rls', or step 'raw'"
         if self.decay_order == "before_gradient" and not retention.uses_retain:
             nothing = f"retention {retention.kind!r} has nothing to decay"
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
@@ -313,6 +329,9 @@ class MemoryConfig(Config):
             if structure.transposed:
                 without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
+        if retention.needs_weights and not structure.drawn:
+            own = f"{structure.named} starts at zero, and slots without a length would keep none"
+            yield ("retention", "identity"), f"False: {own}; leave it True, or use a structure that starts at a draw"
         if retention.links != "token":
             for reason in self._no_border():
                 yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"
@@ -419,6 +438,18 @@ class MemoryConfig(Config):
             chunks = f"chunk={self.chunk} with commit={self.commit!r} and decay_order={self.decay_order!r}"
             yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
+    def rates_refusal(self) -> str | None:
+        """Why weights cannot have an lr each; None if they can. [RULE-RATES-D1]"""
+        if self.commit != "chunk":
+            return f"commit={self.commit!r} takes steps whose lr the algorithm knows; it needs commit='chunk'"
+        if self.forms.linear or self.forms.transposed:
+            return f"{self.structure.named} is one weight"
+        if self.step != "raw":
+            return f"step={self.step!r} makes lr of phi(k), which only one weight meets"
+        if not self.algorithm.takes_any_gradient():
+            return f"algorithm {self.algorithm.kind!r} makes gradients with one lr for all weights"
+        return None
+
     def _no_border(self) -> Iterator[str]:
         """Why the link cannot be taken at a chunk's start."""
         retention = self.retention
@@ -504,11 +535,29 @@ def remembered_keys(config: MemoryConfig) -> int:
     return min(config.chunk, BLOCK) - 1 if config.blocks else 0
 
 
+class Difference(NamedTuple):
+    """Where a default layer of a rule is on purpose not the layer that was published.
+
+    `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it.
+    """
+
+    name: str
+    what: str
+    by: float
+
+
 class NamedRule(NamedTuple):
-    """A rule's configuration and where it comes from."""
+    """A rule's configuration, where it comes from, and what sets its default layer apart from the published one."""
 
     config: MemoryConfig
     paper: str
+    differs: tuple[Difference, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The paper, and every difference with its number."""
+        differences = ", ".join(f"{item.what} ({item.by:.2f})" for item in self.differs)
+        return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
 
 RULES: dict[str, NamedRule] = {}

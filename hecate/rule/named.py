@@ -17,6 +17,8 @@ from hecate.gating import (
     Heads,
     Hypergradient,
     KalmaNet,
+    LargeChunk,
+    Mamba2,
     Mamba3,
     Mesa,
     MomentumDeltaGates,
@@ -25,49 +27,106 @@ from hecate.gating import (
 )
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
-from hecate.rule.config import RULES, MemoryConfig, NamedRule
+from hecate.rule.config import RULES, Difference, MemoryConfig, NamedRule
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
+
+_UNGATED = Heads(lr=False)  # every token is written with lr 1
+_CONSTANT = Heads(lr=False, retain=False)
+_HAS = {
+    "answers": "answers without SiLU ahead of their norm",
+    "bonus": "no bonus for the token's own value",
+    "conv": "a short convolution",
+    "decay": "the retain sigmoid(w.x + b), from .99, in place of exp(-A softplus(w.x + b))",
+    "diagonal": "the whole I - c k k^T in place of its diagonal",
+    "gelu_gate": "SiLU of the output gate in place of GELU",
+    "head_gate": "an output gate of each channel in place of one of each head",
+    "gate_ahead": "a norm of each head and the gate behind it, in place of one norm of all behind the gate",
+    "lengths": "keys and queries of unit length in place of their own, with a step divided by their width",
+    "mean": "the sum of a block's steps in place of their mean",
+    "layer_norm": "a root mean square in place of a layer norm",
+    "norm": "a norm of each head",
+    "one_key": "queries that are not the keys",
+    "output_gate": "an output gate",
+    "post_norm": "a root mean square of each head in place of a layer norm of all",
+    "residual": "no residual and layer norm in the memory",
+    "sigmoid_gate": "SiLU of the output gate in place of a sigmoid",
+    "skip": "no skip d v",
+    "turned": "queries and keys that no position turns",
+    "unit_erase": "c k, of length c, in what is erased, in place of k",
+    "units": "keys and queries of unit length in place of their own",
+    "v_conv": "values behind the convolution",
+    "whole_norm": "a norm of each head in place of one of all",
+}
+
+
+def _differs(**by: float) -> tuple[Difference, ...]:
+    """What a default layer has unlike the published one, each with how far it moves the output of a fresh layer."""
+    return tuple([Difference(name, _HAS[name], number) for name, number in by.items()])
+
 
 _MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
 
 RULES |= {
     "hebbian": NamedRule(
-        MemoryConfig(bias=Dot()),
+        MemoryConfig(bias=Dot(), gating=_UNGATED, layer_qk_norm="none", layer_activation="none"),
         "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
         "rule",
+        _differs(conv=0.06, norm=0.97, output_gate=0.97),
     ),
     "linear_attention": NamedRule(
-        MemoryConfig(bias=Dot(), feature_map=ELU(), normalizer="sum", layer_qk_norm="none"),
+        MemoryConfig(
+            bias=Dot(),
+            feature_map=ELU(),
+            gating=_UNGATED,
+            normalizer="sum",
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
         "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): a layer leaves q and k their lengths, "
         "features of vectors of unit length are too alike to tell keys apart",
+        _differs(conv=0.04, norm=2.36, output_gate=0.96),
     ),
     "retnet": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain="retnet"), query_scale="key_dim"),
-        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), which a layer's "
-        "gate starts at; turning of queries and keys is the feature map's",
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(retain="retnet"),
+            gating=_CONSTANT,
+            query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
+        "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), without a gate",
+        _differs(conv=0.06, turned=0.86),
     ),
     "gla": NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
+            gating=_UNGATED,
             query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_activation="none",
         ),
         "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, gates.retain [B, T, H, "
         "P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
+        _differs(conv=0.06),
     ),
     "mamba2": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95)),
-        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060), the recurrence: dt is lr and exp(-A dt) retain, "
-        "as gates of their own; without the skip D x",
+        MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), gating=Mamba2(), layer_qk_norm="none"),
+        "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060): lr is dt, retain exp(-A dt), d x is added; keys "
+        "and queries are per head, the convolution has no bias",
+        _differs(gate_ahead=0.51),
     ),
     "delta": NamedRule(
         MemoryConfig(key_norm="l2"),
         "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv 2406.06484)",
+        _differs(output_gate=0.97),
     ),
     "gated_delta": NamedRule(
         MemoryConfig(retention=Decay(), decay_order="before_gradient", key_norm="l2"),
         "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
+        _differs(decay=0.62),
     ),
     "kda": NamedRule(
         MemoryConfig(
@@ -75,6 +134,7 @@ RULES |= {
         ),
         "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi channel, "
         "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
+        _differs(sigmoid_gate=0.90),
     ),
     "gated_delta_2": NamedRule(
         MemoryConfig(
@@ -98,18 +158,30 @@ RULES |= {
         "rotations; set writes for another number",
     ),
     "rwkv7": NamedRule(
-        MemoryConfig(retention=Decay(channels=True), writes=2, gating=RWKV7()),
+        MemoryConfig(
+            retention=Decay(channels=True), writes=2, gating=RWKV7(), layer_qk_norm="none", layer_activation="none"
+        ),
         "RWKV-7 (Peng et al., 2025, arXiv 2503.14456), the recurrence and its gates; without token shift, value "
-        "residual and bonus",
+        "residual, and with an output gate of full rank",
+        _differs(conv=0.07, layer_norm=0.25, bonus=0.08),
     ),
     "comba": NamedRule(
-        MemoryConfig(retention=Decay(gate="softplus"), decay_order="before_gradient", gating=Comba()),
-        "Comba (Hu et al., 2025, arXiv 2506.02475): q and k come normalised, as the layer's qk_norm does",
+        MemoryConfig(
+            retention=Decay(gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            layer_qk_norm="none",
+            gating=Comba(),
+        ),
+        "Comba (Hu et al., 2025, arXiv 2506.02475): a layer corrects q by k as both come and brings them to unit "
+        "length then, as the released one",
+        _differs(sigmoid_gate=0.91, unit_erase=0.06),
     ),
     "efla": NamedRule(
-        MemoryConfig(step="flow"),
+        MemoryConfig(step="flow", layer_qk_norm="none"),
         "Error-Free Linear Attention (Lei et al., 2025, arXiv 2512.12602): the delta rule's gradient flow solved over "
-        "a time lr; keys are not normalised, or it is lr = 1 - exp(-lr)",
+        "a time lr, in DeltaNet's layer; a layer leaves keys their length, of length 1 it is lr = 1 - exp(-lr)",
+        _differs(output_gate=0.96),
     ),
     "momentum_delta": NamedRule(
         MemoryConfig(
@@ -117,17 +189,24 @@ RULES |= {
             algorithm=Momentum(bounded=False),
             decay_order="before_gradient",
             key_norm="l2",
-            gating=MomentumDeltaGates(),
+            layer_qk_norm="none",
+            gating=MomentumDeltaGates(correction=True),
         ),
-        "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); without its correction of the query",
+        "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); a layer corrects q by k ahead of their norm",
     ),
     "mamba3": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(), writes=2, gating=Mamba3()),
+        MemoryConfig(
+            bias=Dot(), retention=Decay(), writes=2, gating=Mamba3(), layer_qk_norm="none", layer_conv_kernel=0
+        ),
         "Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output",
+        _differs(norm=0.64),
     ),
     "pgdn": NamedRule(
         MemoryConfig(
-            retention=Decay(gate="softplus"), decay_order="before_gradient", key_norm="l2", gating=Curvature()
+            retention=Decay(gate="softplus"),
+            decay_order="before_gradient",
+            key_norm="l2",
+            gating=Curvature(gate="softplus"),
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): gated_delta with a preconditioned written key",
     ),
@@ -136,14 +215,17 @@ RULES |= {
             retention=Decay(channels=True, rank="head", gate="softplus"),
             decay_order="before_gradient",
             key_norm="l2",
-            gating=Curvature(),
+            gating=Curvature(gate="softplus"),
         ),
-        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key",
+        "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key, and an "
+        "output gate of full rank",
+        _differs(sigmoid_gate=0.89),
     ),
     "osdn": NamedRule(
         MemoryConfig(key_norm="l2", gating=Hypergradient()),
         "Online Scaled DeltaNet (Zhou et al., 2026, arXiv 2605.13473) by its authors' programs: delta with a factor on "
         "the channels of the written key, 1 at first, that follows its hypergradient and is forgotten by a gate",
+        _differs(output_gate=0.97),
     ),
     "oja": NamedRule(
         MemoryConfig(
@@ -156,27 +238,42 @@ RULES |= {
         "decay; a layer brings values to unit length, to a scan they come so; its gates are ours",
     ),
     "mlstm": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM()),
-        "xLSTM (Beck et al., 2024, arXiv 2405.04517), the matrix memory with exponential gates, stabilised",
+        MemoryConfig(
+            bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM(), layer_qk_norm="none"
+        ),
+        "xLSTM (Beck et al., 2024, arXiv 2405.04517), the matrix memory with exponential gates, stabilised; "
+        "its gates hear x, the published ones q, k and v, which they start deaf to; without the skip around the memory",
+        _differs(v_conv=0.72, layer_norm=0.63),
     ),
     "hgrn2": NamedRule(
-        MemoryConfig(bias=Dot(), retention=Decay(retain=0.9, channels=True), gating=Complement()),
+        MemoryConfig(
+            bias=Dot(),
+            retention=Decay(retain=0.9, channels=True),
+            gating=Complement(lr=False, query="silu"),
+            layer_qk_norm="none",
+            layer_activation="none",
+        ),
         "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; in a layer the key is the logit of "
         "retain, as in the released one; without the lower bounds of retain that grow over layers",
+        _differs(conv=0.06, whole_norm=0.48, output_gate=0.97),
     ),
     "longhorn": NamedRule(
-        MemoryConfig(step="implicit"),
-        "Longhorn (Liu et al., 2024, arXiv 2407.14207): the exact proximal step, not its diagonal approximation",
+        MemoryConfig(step="implicit", layer_qk_norm="none"),
+        "Longhorn (Liu et al., 2024, arXiv 2407.14207): the proximal step, exact; a layer leaves keys their "
+        "length, and has one lr a head",
+        _differs(diagonal=0.48, skip=0.88, norm=1.35),
     ),
     "dgd": NamedRule(
-        MemoryConfig(retention=Decay(), step="implicit"),
+        MemoryConfig(retention=Decay(), step="implicit", layer_qk_norm="none"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose descent direction is "
-        "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1",
+        "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1; "
+        "no layer of it alone was published, ours leaves keys their length",
     ),
     "mesa": NamedRule(
-        MemoryConfig(algorithm=RLS(), key_norm="l2"),
-        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum at lr = 1, with the paper's gates "
-        "gamma and beta at 1 and one ridge for all channels",
+        MemoryConfig(algorithm=RLS(), key_norm="l2", step="weighted"),
+        "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum of tokens weighed by lr, the paper's "
+        "beta, with its gamma at 1 and one ridge for all channels",
+        _differs(v_conv=0.65, output_gate=0.97),
     ),
     "gated_mesa": NamedRule(
         MemoryConfig(
@@ -184,6 +281,7 @@ RULES |= {
         ),
         "MesaNet (von Oswald et al., 2025, arXiv 2506.05233) with its gates gamma and beta, and a ridge per head and "
         "channel that does not fade; solved exactly, set readout.solver for the paper's conjugate gradients",
+        _differs(v_conv=0.65, output_gate=0.97),
     ),
     "gated_kalmanet": NamedRule(
         MemoryConfig(
@@ -201,27 +299,43 @@ RULES |= {
         MemoryConfig(
             bias=Dot(),
             retention=Decay(channels=True),
-            query_scale="key_dim",
             layer_qk_norm="none",
+            layer_activation="silu",
             readout=readout.Slots(),
             gating=GSA(),
         ),
-        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide; a layer leaves q "
-        "and k their lengths, a softmax of what unit vectors score is nearly even",
+        "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide, whose scores are "
+        "not scaled, as released; a layer leaves q and k their lengths, a softmax of what unit vectors score is nearly "
+        "even",
+        _differs(conv=0.03, answers=0.05, whole_norm=0.15, output_gate=0.97),
     ),
     "abc": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            query_scale="key_dim",
+            layer_qk_norm="none",
+            layer_activation="none",
+            readout=readout.Slots(),
+            gating=ABC(),
         ),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",
+        _differs(conv=0.04, turned=0.08),
     ),
     "raven": NamedRule(
         MemoryConfig(
-            bias=Dot(), retention=Decay(channels=True), layer_qk_norm="rms", readout=readout.Slots(), gating=Raven()
+            bias=Dot(),
+            retention=Decay(channels=True),
+            layer_qk_norm="rms",
+            layer_conv_kernel=0,
+            layer_activation="silu",
+            readout=readout.Slots(),
+            gating=Raven(),
         ),
         "Raven (Afzal, Bick et al., 2026; no paper read), by its layer in flash-linear-attention: gsa with a router to "
-        "32 slots a token; as many slots as a key is wide, without noise in training and SiLU of values",
+        "32 slots a token; as many slots as a key is wide, without noise in training",
+        _differs(answers=0.04, whole_norm=0.58, output_gate=0.96),
     ),
     "titans_linear": NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
@@ -242,44 +356,55 @@ RULES |= {
         "printed: retention.towards zero, step raw, algorithm.dampening false, and lr .01",
     ),
     "ttt_linear": NamedRule(
-        MemoryConfig(key_norm="l2", chunk=16),
+        MemoryConfig(key_norm="l2", chunk=16, layer_activation="none"),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the start of blocks of "
-        "16, without the paper's residual and layer norm inside the memory",
+        "16; beside the layer of its Mamba backbone, whose q and k share a projection",
+        _differs(residual=0.89, v_conv=0.03, lengths=0.21, turned=0.76, mean=0.49, post_norm=0.26, gelu_gate=0.15),
     ),
     "ttt_linear_norm": NamedRule(
         MemoryConfig(
             structure=MLP(layers=1, residual=True, norm="layer", bias=True),
             algorithm=GD(lr=0.1),
             chunk=16,
+            layer_activation="none",
             layer_v_norm="rms",
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
-        "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width",
+        "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width; beside the "
+        "layer of its Mamba backbone, whose q and k share a projection",
+        _differs(v_conv=0.04, lengths=1.19, turned=0.43, mean=0.63, post_norm=0.06, gelu_gate=0.15),
     ),
     "ttt_mlp": NamedRule(
         MemoryConfig(
             structure=MLP(layers=2, residual=True, norm="layer", bias=True),
             algorithm=GD(lr=0.1),
             chunk=16,
+            layer_activation="none",
             layer_v_norm="rms",
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
-        "gelu; norm and lr as in ttt_linear_norm",
+        "gelu; norm, lr and layer as in ttt_linear_norm",
+        _differs(v_conv=0.04, lengths=1.07, turned=0.47, mean=0.78, post_norm=0.06, gelu_gate=0.15),
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
-            structure=GatedMLP(),
+            structure=GatedMLP(expansion=1),
             bias=Dot(),
-            retention=Sphere(slot="row", form="divide"),
-            algorithm=NewtonSchulz(momentum=0.5),
+            retention=Sphere(slot="row", form="divide", identity=False),
+            algorithm=NewtonSchulz(momentum=0.5, polynomial="schedule"),
             key_norm="l2",
+            layer_conv_kernel=0,
+            layer_activation="silu",
+            gating=LargeChunk(),
             chunk=32,
             commit="chunk",
             read="before",
         ),
         "Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884): rows are brought back to the length "
-        "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr weighs the "
-        "tokens of a chunk",
+        "they start with; chunks of 32, not 2048 and more, so set chunk to a fraction of the sequence; lr, one for "
+        "each matrix, weighs the tokens of a chunk; without the window attention that shares q, k and v with it, and "
+        "the scale and offset of each channel of q and k, which start at 1 and 0",
+        _differs(turned=1.14, head_gate=1.26),
     ),
     "in_place_ttt": NamedRule(
         MemoryConfig(
@@ -287,6 +412,7 @@ RULES |= {
             algorithm=GD(lr=0.3),
             feature_map=GLU(),
             gating=TargetConv(),
+            layer_activation="none",
             chunk=32,
             writes=3,
             commit="chunk",
@@ -294,7 +420,9 @@ RULES |= {
         ),
         "In-Place Test-Time Training (2026, arXiv 2604.06169): the last layer of a gated MLP as the memory, targets by "
         "a convolution with two taps ahead; lr is the released code's, its paper's is 3; chunks of 32, not 4096 and "
-        "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk",
+        "more, so set chunk to a fraction of the sequence, and lr with it, which weighs a sum over the chunk; the "
+        "published one is the MLP of a block that is trained already",
+        _differs(one_key=1.31, units=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
     "moneta": NamedRule(
         MemoryConfig(

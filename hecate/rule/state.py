@@ -25,7 +25,7 @@ class Gates(NamedTuple):
     Each is a tensor `[B, T, H]`, a float for all tokens, or None for the rule's default.
 
     Fields:
-        lr: inner learning rate, >= 0.
+        lr: inner learning rate, >= 0; where one step a chunk moves several weights also `[B, T, H, W]`, one for each.
         retain: kept fraction in [0, 1]; also `[B, T, H, P]`, one value per phi channel.
         momentum: of the algorithm, in [0, 1].
         erase: factor of phi(k) where the memory is asked what it has to unlearn, any number; also `[B, T, H, P]`. 0

@@ -82,10 +82,11 @@ def _traits(variant: Any) -> str:
 
 def _rules() -> Table:
     rows = []
-    for name, (config, paper) in RULES.items():
+    for name, rule in RULES.items():
+        config = rule.config
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
-        rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, paper])
+        rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
     return ["rule", "knobs, and what differs from MemoryConfig()", "engine", "paper"], rows
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hecate.errors import ConfigError, Problem, did_you_mean, format_path, shorten
+from hecate.models import LanguageModelConfig
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import MAX_DEPTH, Document, Location, dump_yaml, parse_value, read_yaml
@@ -103,7 +104,9 @@ def _preset(name: str) -> tuple[Document, Path]:
     document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
     memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule
-    model = {**document.value.get("model", {}), "memory": memory}
+    # The layer is the rule's own: what the preset has for its memory's goes with that.
+    around = document.value.get("model", {}).items()
+    model = {name: value for name, value in around if name not in LanguageModelConfig.follows} | {"memory": memory}
     marks = {**document.marks, ("name",): mark, ("model",): mark}
     _remark(("model", "memory"), marks, {("model", "memory"): mark})
     return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]

@@ -34,7 +34,7 @@ def machine() -> Table:
 def engines() -> Table:
     """How many named rules each engine runs on the devices here and for how many `auto` takes it; why it runs none."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, _ in RULES.values()] for on in devices}
+    calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
 
     def of(engine: Engine, on: str) -> str:

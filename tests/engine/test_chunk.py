@@ -15,7 +15,7 @@ from hecate import Gates, MemoryConfig, named_rule
 from hecate.bias import L2
 from hecate.engine import Call, Engine, choose, explain
 from hecate.engine.chunk import engine as chunk
-from hecate.errors import ConfigError, NonFiniteError
+from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.tape import Tape
 from tests.engine.test_properties import Result, cases, in_pieces, whole
 from tests.memories import BIASES, Case, case_of, close, config_of, flat_state, same_state
@@ -88,6 +88,54 @@ def test_whole_and_pieces_against_the_token_loop(data):
         whole(case, engine="chunk", autodiff=autodiff).equals(expected)
     cuts = data.draw(st.lists(st.integers(0, case.k.shape[1]), max_size=4))
     in_pieces(case, cuts, engine="chunk").equals(expected)
+
+
+@pytest.mark.spec("ENG-RATES-D1")
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structure": "gated_mlp", "bias": "dot", "algorithm": "newton_schulz"},
+        {"structure": SMOOTH, "retention": "decay", "decay_order": "before_gradient"},
+        {"structure": NORMED, "algorithm": "momentum", "read": "before"},
+    ],
+    ids=lambda fields: str(fields["structure"]),
+)
+def test_an_lr_for_every_weight(fields, masks):
+    """Columns that are alike are one lr; others are those of the token loop, whole and in pieces, with gradients."""
+    case = case_of(config_of(chunk=4, commit="chunk", **fields), d=3, width=3, length=11, rates=True, masks=masks)
+    expected = whole(case, engine="sequential", autodiff="tape")
+    for autodiff in ("tape", "torch"):
+        whole(case, engine="chunk", autodiff=autodiff).equals(expected)
+    in_pieces(case, [2, 3, 9], engine="chunk").equals(expected)
+    one, count = case.gates.lr[..., 0], case.gates.lr.shape[-1]
+    plain = case._replace(gates=case.gates._replace(lr=one))
+    alike = case._replace(gates=case.gates._replace(lr=one.unsqueeze(-1).expand(*one.shape, count)))
+    for engine in ("sequential", "chunk"):
+        close(alike.scan(engine=engine)[0], plain.scan(engine=engine)[0], 1e-13)
+        assert (plain.scan()[0] - case.scan(engine=engine)[0]).norm() > 1e-3
+
+
+@pytest.mark.spec("RULE-RATES-D1")
+def test_an_lr_for_every_weight_is_refused_where_it_means_nothing():
+    deep = {"structure": "gated_mlp", "chunk": 4, "commit": "chunk"}
+    for fields, reason in (
+        ({**deep, "commit": "token"}, "commit='token' takes steps whose lr the algorithm knows"),
+        ({**deep, "structure": "matrix"}, "structure 'matrix' is one weight"),
+        ({**deep, "step": "normalized"}, "step='normalized' makes lr of phi"),
+        ({**deep, "algorithm": "omega"}, "algorithm 'omega' makes gradients with one lr"),
+    ):
+        case = case_of(config_of(**fields), rates=True)
+        with pytest.raises(ConfigError, match=f"gates.lr has one value for each weight, but {reason}.*pass .B, T, H."):
+            case.scan()
+    case = case_of(config_of(**deep))
+    lr = case.gates.lr.unsqueeze(-1)
+    with pytest.raises(ShapeError, match=r"must be \[B, T, H, 3\], in the order of w1, w2, w3, got \[2, 7, 2, 1\]"):
+        case._replace(gates=case.gates._replace(lr=lr)).scan()
+    lr = lr.expand(*lr.shape[:-1], 3).clone()
+    lr[1, 2, 0, 1] = -1
+    with pytest.raises(ConfigError, match="got -1 at batch row 1, token 2, head 0, weight 1"):
+        case._replace(gates=case.gates._replace(lr=lr)).scan()
 
 
 @pytest.mark.spec("ENG-CHUNK-I1")

@@ -17,6 +17,7 @@ CONFIGS = [
     {"bias": {"kind": "huber", "delta": 0.5, "norm": True}, "algorithm": {"kind": "momentum", "nesterov": True}},
     {"structure": DEEP, "retention": "decay", "algorithm": "momentum"},
     {"structure": DEEP, "retention": "decay", "algorithm": "momentum", "chunk": 4, "commit": "chunk"},
+    {"structure": "gated_mlp", "algorithm": "momentum", "chunk": 4, "commit": "chunk", "rates": True},
     {"structure": "vector", "bias": {"kind": "lp", "p": 1.5, "eps": 0.1}, "retention": "decay", "channels": True},
     {"structure": "slots", "bias": "l1", "retention": "elastic_net"},
     {"structure": {"kind": "gated_mlp"}, "retention": "decay", "decay_order": "before_gradient", "chunk": 3},
@@ -36,9 +37,9 @@ CONFIGS = [
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda fields: "-".join(map(str, fields.values())) or "plain")
 def test_every_knob_against_the_token_loop(fields):
     fields = dict(fields)
-    channels = fields.pop("channels", False)
+    given = {name: fields.pop(name, False) for name in ("channels", "rates")}
     config = config_of(**fields)
-    case = case_of(config, d=3, width=3, length=10, channels=channels, ends=0.2).fresh()
+    case = case_of(config, d=3, width=3, length=10, ends=0.2, **given).fresh()
     if config.bias.kind == "kl":
         case = case._replace(v=case.v.softmax(-1).detach().requires_grad_())
     y, state = case.scan(engine="sequential")

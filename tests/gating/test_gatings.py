@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Complement, Hypergradient, Masks, Sizes, Written, corrections
+from hecate.gating import Complement, Curvature, Hypergradient, Masks, MomentumDeltaGates, Sizes, Written, corrections
 from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
 from tests.reference import gates_2026 as logits
+from tests.reference import papers
 from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer
+from tests.reference import papers_deep as deep
 
 T, MODEL, P, V = 17, 6, 4, 3
 SOLVED = corrections._solved
@@ -35,6 +38,7 @@ NEW = (
     "mlstm",
     "hgrn2",
     "in_place_ttt",
+    "large_chunk_ttt",
     "oja",
     "gated_mesa",
     "gated_kalmanet",
@@ -54,7 +58,8 @@ class Case:
             return torch.randn(shape, generator=source, dtype=torch.float64)
 
         self.config = (config or named_rule(name)).model_copy(update={"state_dtype": "float64"})
-        gating, sizes = self.config.gating, Sizes(MODEL, 1, P, V, self.config.writes)
+        gating, weights = self.config.gating, len(self.config.structure.shapes(P, V))
+        sizes = Sizes(MODEL, 1, P, V, self.config.writes, weights)
         self.params = {
             name: gating.start(name, shape, sizes, source) + 0.3 * normal(*shape)
             for name, shape in gating.shapes(sizes).items()
@@ -101,24 +106,61 @@ def test_rwkv7():
 
 
 @pytest.mark.spec("GATE-COMBA-D1")
-def test_comba():
+@pytest.mark.parametrize("key_norm", ["l2", "none"])
+def test_comba(key_norm):
+    """The query is corrected by the key as both come, and brought to unit length then, as released; without `key_norm`
+    what comes is what is read with."""
     lr, retain = per_token(2), per_token(3)
-    case = Case("comba", lr=lr, retain=retain)
+    case = Case("comba", config=named_rule("comba", key_norm=key_norm), lr=lr, retain=retain)
     gates = retain[0, :, 0].numpy(), lr[0, :, 0].numpy()
-    true, _ = older.comba(case["q"], case["k"], case["v"], *gates, float(logits.comba(case["a"])), float(case["d"]))
+    q, k, c, d = case["q"], case["k"], float(logits.comba(case["a"])), float(case["d"])
+    q = q - d * c * k
+    if key_norm == "l2":
+        q, k = unit(q), unit(k)
+    true, _ = older.comba(q, k, case["v"], *gates, c)
     close(case.scanned(), torch.from_numpy(true), 1e-13)
 
 
+@pytest.mark.spec("GATE-COMBA-D1")
+def test_a_layer_of_comba_corrects_the_query_ahead_of_its_norm():
+    layer = Memory(8, 2, "comba", conv_kernel=0).double()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, _ = (part.unflatten(-1, (2, 4)) for part in layer.qkv(x).split(8, -1))
+    asked, *_ = layer.asked(x)
+    c = 1 / (1 + math.exp(-1))
+    close(asked.q, q - c * k, 1e-14)
+    assert asked.config.key_norm == "l2"
+
+
 @pytest.mark.spec("GATE-MDN-D1")
-def test_momentum_delta():
-    case = Case("momentum_delta")
+@pytest.mark.parametrize("correction", [True, False])
+def test_momentum_delta(correction):
+    case = Case("momentum_delta", config=named_rule("momentum_delta", gating=MomentumDeltaGates(correction=correction)))
     f, rate, mu_rate = np.exp(case["f"]), case["alpha.rate"], case["mu.rate"]
     eta, beta, alpha, mu = logits.momentum_delta(
         *(case.logit(name) for name in ("eta", "b", "alpha", "mu")), f, rate, mu_rate, case["alpha.bias"],
         case["mu.bias"], MODEL,
     )  # fmt: skip
     assert (mu[1:] * beta[1:] / beta[:-1]).max() > 1, "the gate must leave [0, 1] for this to say anything"
-    true, *_ = newer.momentum_delta(unit(case["q"]), unit(case["k"]), case["v"], alpha, beta, mu, eta)
+    q = case["q"] - np.exp(case["d"]) * case["k"] if correction else case["q"]
+    true, *_ = newer.momentum_delta(unit(q), unit(case["k"]), case["v"], alpha, beta, mu, eta)
+    close(case.scanned(), torch.from_numpy(true), 1e-12)
+
+
+@pytest.mark.spec("GATE-LARGE-D1")
+def test_large_chunk():
+    """Every matrix has its own lr, and a chunk's step the mean of its momenta."""
+    chunk = 4
+    case = Case("large_chunk_ttt", chunk, config=named_rule("large_chunk_ttt", chunk=chunk))
+    lr = np.logaddexp(0, np.einsum("td,wd->tw", case.x[0].numpy(), case["lr.weight"]) + case["lr.bias"])
+    own = logits.sigmoid(case.logit("momentum") + case["momentum.bias"])
+    mean = np.array([own[t - t % chunk : t + 1].mean() for t in range(T)])
+    gates = case.made.gates
+    close(gates["lr"][0, :, 0], torch.from_numpy(lr), 1e-13)
+    close(gates["momentum"][0, :, 0], torch.from_numpy(mean), 1e-13)
+    assert "retain" not in gates
+    weights = [item[0].numpy() for item in case.config.structure.init(P, V, dtype=torch.float64).values()]
+    true, *_ = deep.large_chunk(unit(case["q"]), unit(case["k"]), case["v"], lr, mean, weights, chunk)
     close(case.scanned(), torch.from_numpy(true), 1e-12)
 
 
@@ -136,17 +178,38 @@ def test_mamba3():
 
 
 @pytest.mark.spec("GATE-CURV-D1")
+@pytest.mark.parametrize("gate", ["softplus", "sigmoid"])
 @pytest.mark.parametrize("name", ["pgdn", "pkda"])
-def test_curvature(name):
+def test_curvature(name, gate):
     lr, retain = per_token(2), per_token(3, *((P,) if name == "pkda" else ()))
-    case = Case(name, lr=lr, retain=retain)
-    decay, rate = (logits.sigmoid(case.logit(gate) + case[f"{gate}.bias"]) for gate in ("decay", "rate"))
+    case = Case(name, config=named_rule(name, gating=Curvature(gate=gate)), lr=lr, retain=retain)
+    decay, rate = (case.logit(part) + case[f"{part}.bias"] for part in ("decay", "rate"))
+    rate = logits.sigmoid(rate)
+    if gate == "softplus":
+        decay = np.exp(-np.exp(case["decay.rate"]) * np.logaddexp(0, decay))
+    else:
+        decay = logits.sigmoid(decay)
     # The layer's keys are of unit length before, so the curvature is that of the key as it comes.
     factor = newer.curvature(case["k"], decay, rate, center=case["center"])
     true, _ = newer.preconditioned_delta(
         unit(case["q"]), unit(case["k"]), case["v"], factor, lr[0, :, 0].numpy(), retain[0, :, 0].numpy()
     )
     close(case.scanned(), torch.from_numpy(true), 1e-13)
+
+
+def test_preconditioned_rules_let_curvature_fade_as_released():
+    """exp(-A softplus(W x + b)), A in U(1, 16) and softplus(b) log-uniform in [1e-3, 1e-1], W at zero."""
+    for name in ("pgdn", "pkda"):
+        gating = Memory(64, 32, name, generator=torch.Generator().manual_seed(0)).gating
+        start = gating.params.tensors
+        rate, step = start["decay.rate"].exp(), torch.nn.functional.softplus(start["decay.bias"])
+        assert named_rule(name).gating.gate == "softplus" and not start["decay.weight"].any()
+        assert 1 <= rate.min() < 4 and 12 < rate.max() <= 16 and 1e-3 <= step.min() < 3e-3 and 4e-2 < step.max() <= 1e-1
+    # What 0.1 and 0.2 have written of their gating goes on as a sigmoid.
+    written = {"kind": "curvature", "base": 1.5, "eps": 1e-6, "center": -0.2, "decay": 0.99, "rate": 0.5}
+    assert MemoryConfig(gating=written, retention="decay").gating.gate == "sigmoid"
+    with pytest.raises(ConfigError, match="decay=0.9 is where a sigmoid starts.*leave decay out"):
+        Curvature(gate="softplus", decay=0.9)
 
 
 @pytest.mark.spec("GATE-OSDN-D1")
@@ -271,6 +334,16 @@ def test_a_token_ahead_is_seen_from_the_next_chunk_on_alone():
     assert layer(x[:, :4])[1].memory.position.tolist() == [[0, 0]]
 
 
+@pytest.mark.spec("GATE-MAMBA2-D1")
+def test_mamba2():
+    case = Case("mamba2")
+    dt = np.log1p(np.exp(case.logit("dt") + case["dt.bias"]))
+    true, _ = papers.mamba2(case["v"], case["k"], case["q"], dt, np.exp(case["rate"]))
+    close(case.scanned(), torch.from_numpy(true + case["d"] * case["v"]), 1e-13)
+    with pytest.raises(ConfigError, match="retention 'none' has no retain gate"):
+        MemoryConfig(bias="dot", gating="mamba2")
+
+
 @pytest.mark.spec("GATE-MLSTM-D1")
 def test_mlstm_by_its_plain_form():
     case = Case("mlstm")
@@ -303,7 +376,8 @@ def test_mlstm_gates_stay_in_range_where_exp_would_not():
 @pytest.mark.spec("GATE-TIED-D1")
 def test_hgrn2():
     case = Case("hgrn2", lr=torch.ones(1, T, 1, dtype=torch.float64))
-    true, _ = older.hgrn2(case["q"], logits.hgrn2(case["a"] * case["k"] + case["b"], 0.0), case["v"])
+    q = case["q"] * logits.sigmoid(case["q"])
+    true, _ = older.hgrn2(q, logits.hgrn2(case["a"] * case["k"] + case["b"], 0.0), case["v"])
     close(case.scanned(), torch.from_numpy(true), 1e-13)
 
 
@@ -392,11 +466,13 @@ def test_splits_masks_resets_and_gradients_of_layers(name):
         ({"gating": "rwkv7", "retention": "decay"}, "set writes=2"),
         ({"gating": "mlstm"}, "normalizer='max'"),
         ({"gating": "momentum_delta", "retention": "decay", "algorithm": "momentum"}, "bounded=False"),
-        ({"gating": "comba", "key_norm": "l2"}, "would undo"),
+        ({"gating": "comba", "key_norm": "sum"}, "a corrected query has; use 'l2'"),
         ({"gating": "complement"}, "no retain gate"),
         ({"gating": "complement", "retention": "decay"}, "set retention.channels, or gating.keys"),
         ({"gating": "curvature", "algorithm": {"kind": "gd", "lr": 1.9}, "key_norm": "l2"}, "diverge; lower one"),
         ({"gating": "hypergradient"}, "key_norm is 'none'; set key_norm='l2'"),
+        ({"kind": "large_chunk_ttt", "algorithm": "gd"}, "algorithm 'gd' has none; use one that has"),
+        ({"kind": "large_chunk_ttt", "commit": "token"}, "it needs commit='chunk'"),
         ({"kind": "osdn", "writes": 2}, "one key per token, not writes=2"),
         ({"kind": "osdn", "feature_map": "elu"}, "not those of feature_map 'elu'; use 'identity'"),
         ({"kind": "osdn", "gating": {"kind": "hypergradient", "high": 2.5}}, "times lr=1 within 2"),

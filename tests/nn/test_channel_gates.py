@@ -46,17 +46,15 @@ def transcribed(rule, layer, x, phi=lambda z: z):
     unit = lambda z: z / np.linalg.norm(z, axis=-1, keepdims=True)  # noqa: E731
     mixed = (x @ layer.qkv.weight.detach().numpy().T).reshape(len(x), 3, HEADS, D_KEY)
     retain = by_hand(rule, layer.gates, x).reshape(len(x), HEADS, -1)
-    logit = x @ layer.gates.weight["lr"].detach().numpy().T
-    lr = 1 / (1 + np.exp(-logit - layer.gates.bias["lr"].detach().numpy()))
     reads = []
     for h in range(HEADS):
-        q, k = (phi(unit(mixed[:, part, h])) for part in range(2))
-        v = mixed[:, 2, h]
+        q, k, v = mixed[:, 0, h], mixed[:, 1, h], mixed[:, 2, h]
         if rule == "kda":
-            reads.append(papers.kda(unit(q), unit(k), v, retain[:, h], lr[:, h])[0])
-        else:
-            given = (q * D_KEY**-0.5, k, lr[:, h, None] * v, retain[:, h])
-            reads.append(papers.gla(*given)[0])
+            logit = x @ layer.gates.weight["lr"][h].detach().numpy() + layer.gates.bias["lr"][h].item()
+            q, k = unit(phi(unit(q))), unit(phi(unit(k)))
+            reads.append(papers.kda(q, k, v, retain[:, h], 1 / (1 + np.exp(-logit)))[0])
+        else:  # neither unit lengths nor lr
+            reads.append(papers.gla(phi(q) * D_KEY**-0.5, phi(k), v, retain[:, h])[0])
     return np.stack(reads, 1)
 
 
@@ -104,7 +102,7 @@ def test_the_names_mean_something():
             channels, head = ({n: p.shape for n, p in part.named_parameters()} for part in pair)
             assert set(channels) > set(head)
             wider = {name for name in head if channels[name] != head[name]}
-            assert {name.rpartition(".")[2] for name in wider} == {"retain"}
+            assert {name.rpartition(".")[2] for name in wider} == ({"retain"} if rule == "kda" else set())
             assert sum(map(math.prod, channels.values())) > sum(map(math.prod, head.values()))
 
 

@@ -25,7 +25,8 @@ def test_the_formula(rule):
     mixed = (x @ layer.qkv.weight.mT).mT
     taps = layer.conv.weight.mT.flip(1).unsqueeze(1)
     mixed = torch.nn.functional.conv1d(torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1])
-    q, k, v = torch.nn.functional.silu(mixed).mT.split([12, 12, 2 * layer.d_value], -1)
+    mixed = mixed if config.layer_activation == "none" else torch.nn.functional.silu(mixed)
+    q, k, v = mixed.mT.split([12, 12, 2 * layer.d_value], -1)
     q, k = (normalise_qk(item.unflatten(-1, (2, 6)), config.layer_qk_norm or "l2") for item in (q, k))
     y, state = memory_scan(
         config,

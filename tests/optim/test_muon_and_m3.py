@@ -11,6 +11,7 @@ import torch
 from hecate.errors import ConfigError
 from hecate.optim import M3, Muon, PhiMomentum
 from tests.reference import optim_memories as reference
+from tests.reference.algorithms import SCHEDULE
 
 
 def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64):
@@ -33,12 +34,12 @@ def follow(w, optimizer, ref, steps: int = 100) -> float:
 
 @pytest.mark.spec("OPT-MUON-D1", "OPT-ORTH-D1")
 @pytest.mark.parametrize("how", ["original", "match_rms_adamw", "none"])
-@pytest.mark.parametrize("polynomial", ["quintic", "cubic"])
+@pytest.mark.parametrize("polynomial", ["quintic", "cubic", "schedule"])
 @pytest.mark.parametrize("shape", [(3, 5), (6, 2)])
 def test_muon_reference(shape, polynomial, how):
     w, nesterov = parameter(*shape), polynomial == "quintic"
     optimizer = Muon([w], 0.02, ns_coefficients=polynomial, adjust_lr_fn=how, nesterov=nesterov)
-    coefficients = reference.QUINTIC if polynomial == "quintic" else reference.CUBIC
+    coefficients = {"quintic": reference.QUINTIC, "cubic": reference.CUBIC, "schedule": SCHEDULE}[polynomial]
     ref = reference.Muon(0.02, nesterov=nesterov, coefficients=coefficients, how=how)
     assert follow(w, optimizer, ref) <= 1e-12
 
@@ -79,11 +80,12 @@ def test_torchs_muon_overwrites_its_bfloat16_buffer():
 
 
 @pytest.mark.spec("OPT-M3-D1", "OPT-M3-D2")
+@pytest.mark.parametrize("since", ["close", "next"])
 @pytest.mark.parametrize("second", ["none", "before", "after"])
 @pytest.mark.parametrize("how", ["sum", "ema_mean", "ema_last"])
-def test_m3_reference(how, second):
+def test_m3_reference(how, second, since):
     w = parameter(3, 5)
-    options = {"accumulate": how, "second_moment": second, "slow_period": 3}
+    options = {"accumulate": how, "second_moment": second, "slow_period": 3, "slow_from": since}
     optimizer = M3([w], 0.02, weight_decay=0.1, **options)
     assert follow(w, optimizer, reference.M3(0.02, decay=0.1, **options)) <= 1e-12
 
@@ -111,6 +113,33 @@ def test_m3_without_its_slow_part_is_muon(how, ns_dtype):
         muon.step()
         m3.step()
     assert torch.equal(one, two)
+
+
+@pytest.mark.spec("OPT-M3-D2")
+def test_the_slow_part_acts_in_the_step_that_closes_its_period_or_in_the_next():
+    g = parameter(3, 4).detach()
+    steps = {}
+    for since in ("close", "next"):
+        w = torch.nn.Parameter(torch.zeros_like(g))
+        optimizer = M3([w], 1.0, slow_period=2, slow_from=since)
+        for _ in range(4):
+            w.grad = g
+            optimizer.step()
+            steps.setdefault(since, []).append(w.detach().clone())
+    moved = {since: [float((b - a).norm()) for a, b in pairwise(seen)] for since, seen in steps.items()}
+    fast = float(steps["close"][0].norm())
+    assert moved["close"] == pytest.approx([1.5 * fast] * 3, rel=1e-5)  # one direction, slow = 0.5
+    assert moved["next"] == pytest.approx([fast, 1.5 * fast, 1.5 * fast], rel=1e-5)
+
+
+def test_m3_goes_on_from_a_state_without_the_choice():
+    """Of a version in which the slow part acted in the step that closes."""
+    one, two = M3([parameter(2, 3)], slow_period=2), M3([parameter(2, 3)], slow_period=2)
+    saved = one.state_dict()
+    for group in saved["param_groups"]:
+        del group["slow_from"]
+    two.load_state_dict(saved)
+    assert two.param_groups[0]["slow_from"] == "close"
 
 
 @pytest.mark.spec("OPT-M3-D2")
@@ -168,6 +197,7 @@ def test_orthogonalized_phi_momentum_is_muon_but_for_the_scale_of_its_momentum()
         (Muon, {"ns_coefficients": 3.0}, "three numbers"),
         (Muon, {"ns_coefficients": ("a", "b", "c")}, "three numbers"),
         (Muon, {"ns_coefficients": "septic"}, "'quintic', 'cubic'"),
+        (Muon, {"ns_coefficients": "schedule", "ns_steps": 6}, "ns_steps: polynomial 'schedule' is 5 steps, got 6"),
         (Muon, {"ns_dtype": "int8"}, "ns_dtype must be one of"),
         (Muon, {"adjust_lr_fn": "mean"}, "adjust_lr_fn"),
         (Muon, {"momentum": 1.5}, "at most 1"),

@@ -32,9 +32,18 @@ def nesterov() -> Step:
     return step
 
 
+SCHEDULE = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]  # of the released code of Zhang et al. 2025 (2505.23884)
+
+
 def newton_schulz(polynomial: str, steps: int, rescale: bool) -> Step:
     """The polynomial acts on the singular values alone."""
-    a, b, c = {"quintic": (3.4445, -4.7750, 2.0315), "cubic": (1.5, -0.5, 0.0)}[polynomial]
+    rows = {"quintic": [(3.4445, -4.7750, 2.0315)] * steps, "cubic": [(1.5, -0.5, 0.0)] * steps, "schedule": SCHEDULE}
     s = 0.0
 
     def step(memory, k, v, g, lr, momentum):
@@ -43,7 +52,7 @@ def newton_schulz(polynomial: str, steps: int, rescale: bool) -> Step:
         u, sigma, w = np.linalg.svd(s, full_matrices=False)
         length = np.sqrt((s**2).sum() + 1e-14)
         x = sigma / length
-        for _ in range(steps):
+        for a, b, c in rows[polynomial][:steps]:
             x = a * x + b * x**3 + c * x**5
         found = (u * x) @ w
         return -lr * found * (length / np.sqrt(min(s.shape)) if rescale else 1.0)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-QUINTIC, CUBIC = (3.4445, -4.7750, 2.0315), (1.5, -0.5, 0.0)
+QUINTIC, CUBIC = [(3.4445, -4.7750, 2.0315)] * 5, [(1.5, -0.5, 0.0)] * 5
 
 
-def newton_schulz(u, coefficients=QUINTIC, steps=5, eps=1e-7):
-    """By the singular values: each goes through the polynomial a s + b s^3 + c s^5."""
+def newton_schulz(u, coefficients=QUINTIC, eps=1e-7):
+    """By the singular values: each goes through a polynomial a s + b s^3 + c s^5 a step."""
     left, s, right = np.linalg.svd(u / max(np.sqrt((u**2).sum()), eps), full_matrices=False)
-    a, b, c = coefficients
-    for _ in range(steps):
+    for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return left @ np.diag(s) @ right
 
@@ -32,7 +31,7 @@ class Muon:
     momentum: float = 0.95
     nesterov: bool = True
     decay: float = 0.1
-    coefficients: tuple = QUINTIC
+    coefficients: list = field(default_factory=lambda: QUINTIC)
     how: str = "original"
     m: np.ndarray | float = 0.0
 
@@ -50,6 +49,7 @@ class M3:
     slow_momentum: float = 0.9
     slow: float = 0.5
     slow_period: int = 3
+    slow_from: str = "close"
     accumulate: str = "ema_mean"
     second_moment: str = "none"
     vector: str = ""  # "adam", "row": how a vector is treated; "" for matrices
@@ -78,12 +78,13 @@ class M3:
 
     def step(self, w, g):
         self.past.append(g)
-        f, t = self.slow_period, len(self.past)
+        f, t, late = self.slow_period, len(self.past), self.late
         if t % f == 0:
             windows = [self.past[i : i + f] for i in range(0, t, f)]
             read = {"sum": sum, "ema_mean": lambda x: sum(x) / f, "ema_last": lambda x: x[-1]}[self.accumulate]
             self.late = self.output([read(x) for x in windows], self.slow_momentum)
-        u = self.output(self.past, self.momentum) + self.slow * self.late
+        late = self.late if self.slow_from == "close" else late
+        u = self.output(self.past, self.momentum) + self.slow * late
         if self.vector == "adam" or self.second_moment == "after":
             u = u / self.root()
         ratio = 1.0 if self.vector == "adam" else adjustment("original", *w.shape)

@@ -193,22 +193,12 @@ def dgd(q, k, v, eta, alpha):
     return np.array(out), w
 
 
-def mesa(q, k, v, ridge):
-    """von Oswald et al. 2025 (2506.05233) with gates of 1: y = G (H + Lambda)^-1 q."""
+def mesa(q, k, v, ridge, beta):
+    """von Oswald et al. 2025 (2506.05233) with gamma = 1: y = G (H + Lambda)^-1 q, a token weighs beta in both sums."""
     g, h = np.zeros((v.shape[1], k.shape[1])), np.zeros((k.shape[1], k.shape[1]))
     out, penalty = [], ridge * np.eye(k.shape[1])
     for t in range(len(v)):
-        g, h = g + np.outer(v[t], k[t]), h + np.outer(k[t], k[t])
+        g, h = g + beta[t] * np.outer(v[t], k[t]), h + beta[t] * np.outer(k[t], k[t])
         out.append(g @ np.linalg.solve(h + penalty, q[t]))
     inverse = np.linalg.inv(h + penalty)
     return np.array(out), g @ inverse, inverse
-
-
-def mesa_relaxed(q, k, v, ridge, share):
-    """The same solve as a Newton step of the summed loss, of which each token takes a share."""
-    m, h, out = np.zeros((v.shape[1], k.shape[1])), ridge * np.eye(k.shape[1]), []
-    for t in range(len(v)):
-        h = h + np.outer(k[t], k[t])
-        m = m - share[t] * np.outer(m @ k[t] - v[t], np.linalg.solve(h, k[t]))
-        out.append(m @ q[t])
-    return np.array(out), m, np.linalg.inv(h)

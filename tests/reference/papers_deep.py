@@ -116,12 +116,22 @@ def memora(q, k, v, eta, alpha, w1, w2, scale):
 # Test-Time Training Done Right (Zhang et al. 2025, 2505.23884).
 
 
-def newton_schulz(s, steps=5, eps=1e-7):
-    """Muon's quintic iteration, which acts on singular values alone."""
+QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5  # Muon's
+LACT = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+
+
+def newton_schulz(s, steps=QUINTIC, eps=1e-7):
+    """A quintic a step, which acts on singular values alone."""
     u, sigma, w = np.linalg.svd(s, full_matrices=False)
     x = sigma / np.sqrt(np.sum(s * s) + eps**2)
-    for _ in range(steps):
-        x = 3.4445 * x - 4.7750 * x**3 + 2.0315 * x**5
+    for a, b, c in steps:
+        x = a * x + b * x**3 + c * x**5
     return (u * x) @ w
 
 
@@ -146,8 +156,8 @@ def rows(w):
 def large_chunk(q, k, v, eta, beta, weights, chunk):
     """Apply, then update: G = sum eta_i grad -<f(k_i), v_i>, S = beta S + G, W = W - NS(S).
 
-    Rows are then divided by their length and multiplied by the one they started with. beta is the
-    last token's.
+    eta `[T, 3]`, one for each matrix; beta is the last token's. Rows are then divided by their length and multiplied by
+    the one they started with.
     """
     lengths = [np.linalg.norm(w, axis=1, keepdims=True) for w in weights]
     slots, out = [0 * w for w in weights], []
@@ -155,10 +165,10 @@ def large_chunk(q, k, v, eta, beta, weights, chunk):
     for t in range(len(v)):
         out.append(swiglu(weights, q[t]))
         grads = swiglu_gradients(weights, k[t], -v[t])
-        sums = [a + eta[t] * g for a, g in zip(sums, grads, strict=True)]
+        sums = [a + e * g for a, e, g in zip(sums, eta[t], grads, strict=True)]
         if (t + 1) % chunk == 0:
             slots = [beta[t] * s + g for s, g in zip(slots, sums, strict=True)]
-            steps = [-newton_schulz(s) for s in slots]
+            steps = [-newton_schulz(s, LACT) for s in slots]
             weights = [n * rows(w + d) for n, w, d in zip(lengths, weights, steps, strict=True)]
             sums = [0 * w for w in weights]
     return np.array(out), weights, slots, sums

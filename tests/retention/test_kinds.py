@@ -11,7 +11,7 @@ import torch
 from hecate import ConfigError, Gates, MemoryConfig, memory_scan, retention
 from hecate.retention.mirror import power_vjp
 from hecate.testing import check_rule
-from tests.memories import case_of, config_of
+from tests.memories import case_of, close, config_of
 from tests.reference import knobs as reference
 from tests.reference import mirror
 from tests.retention.examples import draw, stepped
@@ -232,6 +232,17 @@ def test_slots_keep_the_length_they_start_with(generator):
         free = retain[:, None, None] * memory + direction
         cosine = (moved * free).sum(axis) / lengths / free.norm(dim=axis)
         assert torch.allclose(cosine, torch.ones(()), rtol=1e-14)
+
+
+@pytest.mark.spec("RET-SPHERE-D2")
+def test_a_sphere_without_the_identity_starts_at_its_weights():
+    weights = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(retention.Sphere(form="divide", identity=False).start(weights), weights)
+    close(retention.Sphere(identity=False).start(weights), weights / weights.norm(dim=-2, keepdim=True), 1e-14)
+    for knob in (retention.Sphere(identity=False), retention.NormCap(retention=retention.Sphere(identity=False))):
+        with pytest.raises(ConfigError, match="retention.identity: False: structure 'matrix' starts at zero"):
+            MemoryConfig(retention=knob)
+        MemoryConfig(retention=knob, structure="mlp")
 
 
 @pytest.mark.spec("RET-SPHERE-I2")

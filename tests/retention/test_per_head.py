@@ -59,7 +59,7 @@ def test_a_list_is_the_gate_of_each_head():
 
 @pytest.mark.spec("RET-DECAY-D2")
 def test_a_layers_gates_start_there():
-    gates = Memory(6, HEADS, "retnet").gates(torch.zeros(1, 1, 6))
+    gates = Memory(6, HEADS, named_rule("retnet", gating="none")).gates(torch.zeros(1, 1, 6))
     close(gates.retain[0, 0], gates_2026.retnet(HEADS), 1e-6)
     channels = Decay(retain=(0.5, 0.9, 0.8), channels=True)
     gates = Memory(6, HEADS, MemoryConfig(retention=channels)).gates(torch.zeros(1, 1, 6))

@@ -1,5 +1,7 @@
 """Every algorithm as a whole scan against numpy, and what its docstring promises."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,10 @@ CASES = {
     "newton_schulz-cubic": (
         algorithm.NewtonSchulz(polynomial="cubic", steps=8, rescale=True),
         lambda: reference.newton_schulz("cubic", 8, True),
+    ),
+    "newton_schulz-schedule": (
+        algorithm.NewtonSchulz(polynomial="schedule"),
+        lambda: reference.newton_schulz("schedule", 5, False),
     ),
     "adaptive": (algorithm.Adaptive(), lambda: reference.adaptive(0.99, 1e-3)),
     "delta_momentum": (algorithm.DeltaMomentum(erase=2.0), lambda: reference.delta_momentum("stable", 2.0)),
@@ -95,6 +101,19 @@ def test_newton_schulz_brings_singular_values_near_one():
     assert float((direction + u @ w).norm()) < 1e-9
     tall = algorithm.NewtonSchulz().direction(s.mT, one, 0 * one, 0 * s.mT)[0]
     torch.testing.assert_close(tall.mT, algorithm.NewtonSchulz().direction(s, one, 0 * one, 0 * s)[0])
+
+
+@pytest.mark.spec("ALG-NS-I1")
+def test_the_schedule_brings_all_but_small_singular_values_to_one():
+    small = torch.logspace(-2, math.log10(0.7), 300, dtype=torch.float64)
+    s = torch.diag_embed(torch.stack((small, (1 - small.square()).sqrt()), -1))  # of length 1
+    one = torch.ones(len(s), dtype=torch.float64)
+    own = algorithm.NewtonSchulz(polynomial="schedule")
+    sigma = torch.linalg.svdvals(own.direction(s, one, 0 * one, 0 * s)[0])
+    assert 0.97 < float(sigma.min()) and float(sigma.max()) < 1.04
+    assert own.model_copy(update={"steps": 2})._steps == own._steps[:2]
+    with pytest.raises(ConfigError, match="'schedule' is 5 steps, got 6; use at most 5, or 'quintic'"):
+        algorithm.NewtonSchulz(polynomial="schedule", steps=6)
 
 
 @pytest.mark.spec("ALG-NS-I2")

@@ -337,7 +337,7 @@ def test_other_reductions(x):
     same(older.rwkv7(x.q, k=x.k, v=x.v, **given), papers.gla(x.q, x.k, x.v, given["w"]))
     # Mesa with its gates at 1, and retention in the paper's parallel form.
     full = np.ones(x.length)
-    same(older.mesa(x.q, x.k, x.v, full, full, np.full(KEYS, 0.8))[0], papers.mesa(x.q, x.k, x.v, 0.8)[0])
+    same(older.mesa(x.q, x.k, x.v, full, x.lr, np.full(KEYS, 0.8))[0], papers.mesa(x.q, x.k, x.v, 0.8, x.lr)[0])
     gamma = heads.retnet(2)
     y, s = older.retention(*(np.stack([item, item[::-1]]) for item in (x.q, x.k, x.v)), gamma)
     same((y[1], s[1]), papers.retnet(x.q[::-1], x.k[::-1], x.v[::-1], gamma[1]))

@@ -163,3 +163,21 @@ def test_a_gating_is_asked_for_the_most_that_it_erases():
     with pytest.warns(StabilityWarning, match="times 2.1, the most that erase"):
         Memory(4, 1, config(1.0, 2.1))
     quiet(lambda: named_rule("rwkv7").check_step(9.0))  # what it erases with is of its own length
+
+
+@pytest.mark.spec("RULE-STEP-I1")
+@pytest.mark.parametrize("rule", ["efla", "longhorn", "dgd"])
+@pytest.mark.parametrize("size", [0.1, 30.0])
+def test_layers_that_leave_keys_their_length_stay_bounded_in_long_streams(rule, size):
+    """A step in closed form is a share of the error along the key, below 1 at any length: no key drives it further
+    than |v| / |k|, and writes that repeat do not add up."""
+    layer = quiet(lambda: Memory(8, 2, rule, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    assert layer.qk_norm == "none"
+    x = size * torch.randn(1, 500, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state, sizes = None, []
+    with torch.no_grad():
+        for _ in range(12):
+            y, state = layer(x, state)
+            sizes.append(float(state.memory.memory["weight"].norm()))
+            assert y.isfinite().all()
+    assert sizes[-1] < 1.2 * max(sizes[:3])

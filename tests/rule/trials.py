@@ -107,7 +107,7 @@ def mamba2(config: MemoryConfig, length: int) -> Trial:
 
 def mesa(config: MemoryConfig, length: int) -> Trial:
     x, ridge = Inputs(length), config.algorithm.ridge
-    y, weight, inverse = papers.mesa_relaxed(x.unit_q, x.unit_k, x.v, ridge, x.lr)
+    y, weight, inverse = papers.mesa(x.unit_q, x.unit_k, x.v, ridge, x.lr)
     state = {"weight": weight, "slots.inverse": inverse - np.eye(len(inverse)) / ridge}
     return Trial(x, y, state, {"lr": x.lr})
 
@@ -168,17 +168,16 @@ def miras(function: Callable[..., Any], scale_v: float = 1.0, **settings: str) -
 
 def large_chunk(config: MemoryConfig, length: int) -> Trial:
     x = Inputs(length)
-    shapes = {"w1": (8, 4), "w2": (3, 8), "w3": (8, 4)}
+    hidden, lr = 4 * config.structure.expansion, x.rng.uniform(0.1, 0.95, size=(length, 3))
+    shapes = {"w1": (hidden, 4), "w2": (3, hidden), "w3": (hidden, 4)}
     initial = {name: x.weights(*shape) for name, shape in shapes.items()}
-    # The paper leaves open where weights start; here beside the identity.
-    start = [w + np.eye(*w.shape)[np.arange(len(w)) % w.shape[1]] for w in initial.values()]
-    y, *final = papers_deep.large_chunk(x.unit_q, x.unit_k, x.v, x.lr, x.momentum, start, config.chunk)
+    y, *final = papers_deep.large_chunk(x.unit_q, x.unit_k, x.v, lr, x.momentum, list(initial.values()), config.chunk)
     state = {
         prefix + name: item
         for prefix, items in zip(("", "slots.momentum.", "pending."), final, strict=True)
         for name, item in zip(shapes, items, strict=True)
     }
-    return Trial(x, y, state, {"lr": x.lr, "momentum": x.momentum}, initial)
+    return Trial(x, y, state, {"lr": lr, "momentum": x.momentum}, initial)
 
 
 def features(x: Inputs) -> tuple[Array, Array]:
@@ -295,8 +294,8 @@ def rwkv7(config: MemoryConfig, length: int) -> Trial:
 
 def comba(config: MemoryConfig, length: int) -> Trial:
     x, c, d = Inputs(length), 0.7, 0.4
-    y, weight = older.comba(x.unit_q, x.unit_k, x.v, x.retain, x.lr, c, d)
-    x.q, x.k = x.unit_q - d * c * x.unit_k, x.unit_k
+    x.q = x.q - d * c * x.k  # the layer's correction, ahead of both norms
+    y, weight = older.comba(unit(x.q), x.unit_k, x.v, x.retain, x.lr, c)
     return Trial(x, y, {"weight": weight}, {"lr": x.lr, "retain": x.retain, "erase": c})
 
 
@@ -436,7 +435,7 @@ TRIALS: dict[str, Callable[[MemoryConfig, int], Trial]] = {
     "mesa": mesa,
     "gated_mesa": gated_mesa,
     "gated_kalmanet": gated_kalmanet,
-    "gsa": slotted(heads.gsa),
+    "gsa": slotted(heads.gsa, 1.0),
     "abc": slotted(older.abc_gates),
     "raven": slotted(routed, 1.0),
     "titans_linear": titans_linear,

@@ -18,7 +18,7 @@ from torch import Tensor
 from hecate.bias import Bias
 from hecate.engine.chunk.dual import along, times
 from hecate.engine.loop import STACK, per_weight
-from hecate.engine.tokens import expand_to, linear_block
+from hecate.engine.tokens import expand_to, linear_block, rates_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.structure.graph import Graph, evaluate, trace, traced
@@ -86,8 +86,9 @@ def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run:
 
 
 def summed(config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run) -> Memory:
-    """The lr-weighted gradients of `token_gradients`, added to those of the chunk so far."""
-    graph, rates = shared_graph(config, decayed=row[2] is not None), (lr,) * len(pending)
+    """The gradients of `token_gradients`, weighted by lr `[N, C]` or of each weight `[N, C, W]`, added to those of the
+    chunk so far."""
+    graph, rates = shared_graph(config, decayed=row[2] is not None), rates_of(lr, 2, len(pending), run)
     if graph is not None:
         return per_weight(run, _SUM_OUTER, pending, *factored(config, graph, anchor, row, run), rates)
     return per_weight(run, _SUM, pending, token_gradients(config, anchor, row, run), rates)

@@ -22,7 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call
+from hecate.engine.call import RATES, Call
 from hecate.engine.chunk.batched import predict, predict_block, predict_states, shared_graph, summed, token_gradients
 from hecate.engine.chunk.dual import Dual
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
@@ -46,6 +46,7 @@ class Chunk(TokenEngine):
 
     name = "chunk"
     anchors = bounds = True
+    takes = ("floor", RATES)
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """What has no chunks, or chooses gradients token by token."""
@@ -94,7 +95,7 @@ def steps_of(call: Call, longest: int | None = None) -> int:
     config, (_, _, _, lr, retain, _, write, reset, *_) = call.config, call.inputs
     if lr.numel() == 0:
         return 0
-    length, heads = lr.shape[1:]
+    length, heads = lr.shape[1:3]
     size = min(_longest(config, longest, retain.dim() == 4, waits(lr)), length)
     write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (write, reset))
     if aligned(config, write, reset, call.place):
