@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid, normalize, pad
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit
 from hecate.tape import can_inspect, is_traced
+from hecate.tape.ops import joined
 
 
 class Comba(Gating):
@@ -211,7 +212,8 @@ class Hypergradient(Gating):
             reset = None if masks.reset is None else masks.reset[:, at : at + self._tokens]
             own, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
             factors.append(own)
-        factor = torch.cat(factors, 1) if factors else s
+        # What a token forgets is seen by the next one: a single token's gate is in no factor.
+        factor = joined(torch.cat(factors, 1) if factors else s, fall)
         return made._replace(gates={**made.gates, "write": factor}), {"moved": d - start}
 
     def _chunk(self, s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -144,6 +144,15 @@ def onto_ball_vjp(x: Tensor, radius: float, axes: int | tuple[int, ...], g: Tens
     return torch.where(beyond, (radius / length) * (g - unit * along), g)
 
 
+def joined(y: Tensor, *others: Tensor | None) -> Tensor:
+    """y, in whose graph the others are too: where it does not depend on them their gradient is 0, not None, which
+    data-parallel training would wait for."""
+    for item in others:
+        if item is not None and item.requires_grad:
+            y = y + item.flatten()[:0].sum().to(y.dtype)  # a sum of no numbers, whatever the item carries
+    return y
+
+
 def torch_vjp(function: Callable[..., Any], inputs: tuple[Any, ...], g: Any) -> Any:
     """Cotangents of the inputs from that of `function(*inputs)`, which has no derivative by hand."""
     _, pull = torch.func.vjp(function, *inputs)  # type: ignore[misc]
