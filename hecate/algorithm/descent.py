@@ -51,7 +51,9 @@ class Momentum(Carrying):
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
-    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov that over 1 + 2 momentum.
+    Traits: one slot; one key, written again and again, contracts while lr |phi|^2 curvature < 2 (1 + momentum), with
+    nesterov that over 1 + 2 momentum; one that returns among others, which S moves by lr / (1 - momentum) meanwhile,
+    only below 2 (1 - momentum).
     Cost: one multiply-add and one more tensor of state per weight.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1, ALG-NEST-D1]
     """
@@ -65,6 +67,10 @@ class Momentum(Carrying):
     def stable_step(self) -> float:
         limit = 2.0 * (1.0 + self.momentum)
         return limit / (1.0 + 2.0 * self.momentum) if self.nesterov else limit
+
+    @property
+    def returning_step(self) -> float:
+        return 2.0 * (1.0 - self.momentum)
 
     @property
     def momentum_top(self) -> float:

@@ -210,6 +210,10 @@ class DeltaMomentum(Carrying):
     form: Literal["stable", "paper"] = "stable"
 
     @property
+    def returning_step(self) -> float:
+        return 2.0 * (1.0 - self.momentum)
+
+    @property
     def token(self) -> AlgorithmForm:
         return AlgorithmForm(momentum=True, erase=self.erase, bounded=self.form == "stable")
 

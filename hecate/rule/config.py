@@ -261,7 +261,7 @@ class MemoryConfig(Config):
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit if largest > 0 else 0:g}; {cure + other if most > 0 else 'turn a sign'}",
+                f"beyond {self.algorithm.limits(limit if largest > 0 else 0.0)}; {cure + other if most > 0 else 'turn a sign'}",
                 path=("algorithm", "lr"),
             )
 
