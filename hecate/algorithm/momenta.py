@@ -68,10 +68,10 @@ class NewtonSchulz(Carrying):
         return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), made)
 
     def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, momentum, slot), (found, *made) = residuals
+        (grad, lr, momentum, slot), (found, iterates, length, moved) = residuals
         gdirection, gcarried = cotangents
         glr = -sum_to_gate(found * gdirection, lr)
-        g = self._pulled(gcarried, *made, -over(lr, grad) * gdirection)
+        g = self._pulled(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:

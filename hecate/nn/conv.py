@@ -154,8 +154,8 @@ def settle_qk_norm(config: Any) -> None:
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
-    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero, its
-    slope is 1."""
+    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
+    with slope 1."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     return x if norm == "none" else normalised(x, norm, eps, looks=can_inspect(x, free=True))

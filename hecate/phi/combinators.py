@@ -260,7 +260,8 @@ class Normalise(Wrapper):
 
     Bounds |phi(x)|^2 by 1, so that a delta-type rule is stable for every lr < 2. `norm="l2"` divides by the length,
     `"sum"`, as fast weight programmers do, by the sum of features, which must then be non-negative. eps keeps the map
-    smooth near 0: features that are all 0 stay 0, with divisor 1. Parameters are the inner map's, under their own names.
+    smooth near 0; features that are all 0 stay 0, and s counts as 1. Parameters are the inner map's, under their own
+    names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of

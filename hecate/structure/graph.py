@@ -104,8 +104,8 @@ class Multiply(NamedTuple):
 
 
 class Normalise(NamedTuple):
-    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n; where the variance is 0, so is y, and s
-    counts as 1: the inner gradient and its derivative have 1/s and 1/s^2 in them.
+    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n; where the variance is 0, so is y,
+    and s counts as 1: the inner gradient and its derivative have 1/s and 1/s^2 in them.
 
     With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for the cotangent c, J c
     for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.

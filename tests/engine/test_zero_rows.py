@@ -92,7 +92,9 @@ def inputs_of(config: MemoryConfig, dtype: torch.dtype = torch.float64, length: 
     except ConfigError:
         pass  # as wide as phi
     several = (*lead[:2], config.writes, 1) if config.writes > 1 else lead
-    q, k, v = (torch.randn(*shape, generator=source) for shape in ((*lead, WIDTH), (*several, WIDTH), (*several, width)))
+    q, k, v = (
+        torch.randn(*shape, generator=source) for shape in ((*lead, WIDTH), (*several, WIDTH), (*several, width))
+    )
     top = min(config.algorithm.lr, 0.5 if config.structure.linear else 0.1)
     found = {"q": q, "k": k, "v": v, "lr": uniform(0.3 * top, top, *several)}
     if config.retention.uses_retain:
