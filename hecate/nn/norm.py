@@ -17,7 +17,7 @@ from hecate.tape import can_inspect
 
 
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """`torch.rms_norm` over the last axis, of this shape; where a row is 0 its derivative is the weight. [NN-NORM-D1]
+    """`torch.rms_norm` over the last axis, of this shape; where a row is 0 its derivative is the weight. [NN-MEM-D2]
 
     Shapes: x `[..., D]`, weight `[D]`.
     """

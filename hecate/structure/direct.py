@@ -127,7 +127,7 @@ class TwoPass(Structure):
     bias at W_v a.
 
     Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
-    VJP: by torch.func.
+    VJP: by torch.func; at z = 0 the length of silu(z) counts as 1.
     Cost: 2 codes (P + V) per read, three times that per write.
     Warning: reading with the key instead of the query, or leaving out the Jacobian of f, are errors of circulating
     programs.

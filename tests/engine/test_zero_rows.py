@@ -155,7 +155,7 @@ def of_kink(name: str) -> MemoryConfig:
 
 
 @pytest.mark.parametrize("name", KINKS)
-@pytest.mark.spec("BIAS-L1-I1", "ALG-NS-I4", "ALG-ADAPT-I1", "STR-GRAPH-D1", "RULE-ZERO-I1")
+@pytest.mark.spec("BIAS-L1-I1", "ALG-NS-I1", "ALG-ADAPT-D1", "STR-MLP-I3", "PHI-NORM-I1", "RULE-ZERO-I1")
 def test_rows_where_a_formula_has_a_kink(name):
     check(of_kink(name), engines=("parallel", "chunk", "window"))
 
@@ -187,7 +187,7 @@ def test_rows_of_a_named_rule(name):
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.spec("RULE-ZERO-I1")
+@pytest.mark.spec("NN-MEM-D2", "RULE-ZERO-I1")
 def test_rows_of_a_layer(name):
     """Zero embeddings, as of padding, in layers without what hides them: an output gate of silu(0)."""
     x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
