@@ -169,7 +169,8 @@ def of_rule(memory: Any, name: str) -> Any:
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
-    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
+    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
+    with slope 1."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     return x if norm == "none" else normalised(x, norm, eps, looks=can_inspect(x, free=True))
@@ -186,7 +187,7 @@ def normalised(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, *, looks: boo
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
         wide, eps = wide * level, eps * level
         size = mean(wide.square(), -1, keepdim=True)
-    unit = wide * (size + eps * eps).rsqrt()
+    unit = wide * torch.where(size == 0, 1.0, size + eps * eps).rsqrt()
     return unit if unit.dtype == x.dtype else unit.to(x.dtype)
 
 
