@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +27,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+
+LONG = 1.0
+"""Seconds of imports after which `train` says what it waits for."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -259,14 +266,15 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
-    import torch
+    with _importing(quiet):
+        import torch
 
-    from hecate.distributed import start
-    from hecate.errors import ConfigError
-    from hecate.train import load_experiment, run_experiment
-    from hecate.train.display import Display
-    from hecate.train.estimate import parse_bytes
-    from hecate.train.run import check_folder, fresh_folder, latest_folder
+        from hecate.distributed import start
+        from hecate.errors import ConfigError
+        from hecate.train import load_experiment, run_experiment
+        from hecate.train.display import Display
+        from hecate.train.estimate import parse_bytes
+        from hecate.train.run import check_folder, fresh_folder, latest_folder
 
     folder = out or (latest_folder(source) if resume else None)
     if resume and source is not None and out is not None:
@@ -290,6 +298,19 @@ def train(
         if world.main:
             typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
         raise typer.Exit(128 + result.signal)
+
+
+@contextmanager
+def _importing(quiet: bool) -> Iterator[None]:
+    """Around imports: the first process of a run says so where they take long."""
+    waiting = threading.Timer(LONG, typer.echo, ["importing torch and the training code"], {"err": True})
+    waiting.daemon = True
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def _print_result(name: str, result: Any) -> None:

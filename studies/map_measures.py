@@ -24,7 +24,8 @@ PRECISION = 1e-6  # singular values below this share of the largest do not count
 
 MAPS: tuple[FeatureMap, ...] = (
     phi.Identity(), phi.Normalise(inner=phi.Identity()), phi.Tanh(),
-    phi.ELU(), phi.ReLU(), phi.ReLU(shift=0.001), phi.SquaredReLU(), phi.LeakyReLUSquared(),
+    phi.ELU(), phi.ReLU(), phi.ReLU(shift=0.001), phi.LeakyReLU(), phi.SquaredReLU(),
+    phi.LeakyReLUSquared(),
     phi.GELUShifted(), phi.Softplus(), phi.Sigmoid(), phi.Exp(),
     phi.Softmax(), phi.Softmax(half_space=True), phi.CReLU(), phi.CosFormer(max_length=KEYS),
     phi.DPFP(), phi.DPFP(nu=3),

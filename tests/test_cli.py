@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 import yaml
 
+from hecate import cli
 from hecate.cli import main
 from hecate.engine import Engine
 from hecate.rule import RULES, named_rule
@@ -311,7 +313,8 @@ def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
          "--set", "eval_every=2", "--out", "run"],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert "step      2/100000" in process.stderr.readline()
+    # Lines ahead of it say what takes long: importing, loading data, compiling.
+    assert any("step      2/100000" in line for line in process.stderr)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
@@ -324,6 +327,20 @@ def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert f"finished at step {step + 1}" in done.stdout
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+@pytest.mark.parametrize(("quiet", "rank", "said"), [(False, "0", True), (True, "0", False), (False, "1", False)])
+def test_imports_that_take_long_are_said_once(monkeypatch, capsys, quiet, rank, said):
+    monkeypatch.setattr(cli, "LONG", 0.01)
+    monkeypatch.setenv("RANK", rank)
+    with cli._importing(quiet):
+        time.sleep(0.3)
+    with cli._importing(quiet):
+        pass
+    time.sleep(0.1)
+    out, err = capsys.readouterr()
+    assert out == "" and err == ("importing torch and the training code\n" if said else "")
 
 
 @pytest.mark.spec("TRAIN-EST-D1")

@@ -75,7 +75,7 @@ class Momentum(Carrying):
 
     @property
     def returning_step(self) -> float:
-        return 2.0 * (1.0 - self.momentum)
+        return 2.0 if self.dampening else 2.0 * (1.0 - self.momentum)
 
     @property
     def momentum_top(self) -> float:

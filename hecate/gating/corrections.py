@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, pad, silu
+from torch.nn.functional import logsigmoid, pad, silu
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit, rate_start, shrink, spread

@@ -1,26 +1,30 @@
-"""What the models share: layers that are drawn anew one by one, and the gated MLP of their blocks."""
+"""Layers of the models: drawn anew one by one, their norms and the MLPs of their blocks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from hecate.distributed import overwrite
 from hecate.errors import ConfigError
 from hecate.nn.norm import RMSNorm
 from hecate.nn.parameters import blank, draw_normal, source_of
 
 
 def redraw(generator: torch.Generator | None, *layers: nn.Module | None) -> None:
-    """Draws layers anew in this order: weights of linear layers and embeddings from N(0, 1 / width), norms at one; what
-    has no storage stays as it is."""
+    """Draws layers anew in this order: weights of linear layers and embeddings from N(0, 1 / width), norms at one,
+    biases at zero; what has no storage stays as it is."""
     for layer in layers:
-        if isinstance(layer, nn.RMSNorm):
+        if isinstance(layer, nn.RMSNorm | nn.LayerNorm):
             layer.reset_parameters()
         elif isinstance(layer, nn.Linear | nn.Embedding):
-            if not layer.weight.is_meta:
-                draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, source_of(generator))
+            if layer.weight.is_meta:
+                continue
+            draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, source_of(generator))
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                overwrite(layer.bias, torch.zeros(layer.bias.shape))
         elif layer is not None and not isinstance(layer, nn.Dropout):
             layer.reset_parameters(generator)  # type: ignore[operator]
 
@@ -43,18 +47,50 @@ def hidden_width(width: int, ratio: float, name: str) -> int:
     return int(ratio * width)
 
 
+Norm = Literal["rms", "layer"]
+
+
+def norm_of(kind: Norm, width: int, **place: Any) -> nn.RMSNorm | nn.LayerNorm:
+    """The norm of a width: of the root mean square, or of mean and variance with a learned shift."""
+    return RMSNorm(width, **place) if kind == "rms" else nn.LayerNorm(width, eps=1e-5, **place)
+
+
 class GatedMLP(Layers):
     """W_down(silu(W_gate x) * W_up x) of the normalised input."""
 
-    def __init__(self, width: int, hidden: int, generator: torch.Generator | None = None, **place: Any) -> None:
+    parts: ClassVar[int] = 2  # matrices of the width of `hidden` that the input meets
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        generator: torch.Generator | None = None,
+        *,
+        norm: Norm = "rms",
+        bias: bool = False,
+        **place: Any,
+    ) -> None:
         super().__init__()
         place.setdefault("device", None)
-        self.norm = RMSNorm(width, **place)
-        self.up = blank(nn.Linear, width, 2 * hidden, bias=False, **place)
-        self.down = blank(nn.Linear, hidden, width, bias=False, **place)
+        self.norm = norm_of(norm, width, **place)
+        self.up = blank(nn.Linear, width, self.parts * hidden, bias=bias, **place)
+        self.down = blank(nn.Linear, hidden, width, bias=bias, **place)
         redraw(generator, self.up, self.down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., width]`."""
         gate, value = self.up(self.norm(x)).chunk(2, -1)
         return self.down(nn.functional.silu(gate) * value)
+
+
+class PlainMLP(GatedMLP):
+    """W_down gelu(W_up x) of the normalised input."""
+
+    parts = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., width]`."""
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+MLPS = {"gated": GatedMLP, "plain": PlainMLP}

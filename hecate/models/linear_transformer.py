@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Count, Depth, Size, named
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
+from hecate.models.layers import MLPS, Layers, Norm, hidden_width, norm_of, redraw
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
-from hecate.nn.norm import RMSNorm
 from hecate.nn.parameters import blank
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
@@ -50,7 +49,10 @@ class LinearTransformerConfig(Config):
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
         feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
-        mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
+        norm: "rms", or "layer" for layer norm, in every block and at the end.
+        mlp: "gated" by silu, W_down(silu(W_gate x) * W_up x), or "plain", W_down gelu(W_up x).
+        mlp_ratio: hidden width of the MLP over hidden_size; 0 leaves it out.
+        bias: whether every linear layer has a bias, 0 at the start.
     """
 
     embed_dim: Size = Field(ge=1)
@@ -66,13 +68,21 @@ class LinearTransformerConfig(Config):
     eps: float = Field(0.0, ge=0)
     kv_heads: Size | None = Field(None, ge=1)
     positions: PositionKind = NoPosition()
+    norm: Norm = "rms"
+    mlp: Literal["gated", "plain"] = "gated"
     mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)
+    bias: bool = False
 
     @model_validator(mode="after")
     def _buildable(self) -> Self:
         if self.hidden_size % self.num_heads:
             raise ConfigError(f"must divide hidden_size={self.hidden_size}, got {self.num_heads}", path=("num_heads",))
-        hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size")
+        if not hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size") and self.mlp != "gated":
+            raise ConfigError(
+                f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out; give mlp_ratio a number "
+                "above 0, or leave mlp out",
+                path=("mlp",),
+            )
         # Without storage, so that the attention refuses here what it would refuse.
         try:
             TransformerLayer(self, "layer", device="meta")
@@ -81,7 +91,7 @@ class LinearTransformerConfig(Config):
         return self
 
 
-_ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions")
+_ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions", "bias")
 
 
 class TransformerLayer(Layers):
@@ -93,10 +103,11 @@ class TransformerLayer(Layers):
         super().__init__()
         width = config.hidden_size
         hidden = hidden_width(width, config.mlp_ratio, "hidden_size")
-        self.norm = RMSNorm(width, **place)
+        self.norm = norm_of(config.norm, width, **place)
         options: dict[str, Any] = {option: getattr(config, option) for option in _ATTENTION}
         self.attention = LinearAttention(width, config.num_heads, name=name, generator=generator, **options, **place)
-        self.mlp = GatedMLP(width, hidden, generator, **place) if hidden else None
+        own: dict[str, Any] = {"norm": config.norm, "bias": config.bias, **place}
+        self.mlp = MLPS[config.mlp](width, hidden, generator, **own) if hidden else None
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: Any, **masks: Tensor | None) -> tuple[Tensor, Any]:
@@ -132,7 +143,7 @@ class LinearTransformer(nn.Module):
     a matter of the kernels.
 
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). Options are named as in the Elixir
-    library Edifice, whose blocks have layer norm and a plain MLP instead."""
+    library Edifice, whose blocks are those of norm="layer", mlp="plain", bias=True, eps=1e-6."""
 
     def __init__(
         self,
@@ -146,11 +157,11 @@ class LinearTransformer(nn.Module):
         self.config = config = config.validated()
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         width = config.hidden_size
-        self.project = blank(nn.Linear, config.embed_dim, width, bias=False, **place)
+        self.project = blank(nn.Linear, config.embed_dim, width, bias=config.bias, **place)
         self.layers = nn.ModuleList(
             TransformerLayer(config, f"layer {index}", generator, **place) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(width, **place)
+        self.norm = norm_of(config.norm, width, **place)
         redraw(generator, self.project)
 
     @classmethod

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice, expect_count, named
+from hecate.distributed import overwrite
 from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
@@ -54,6 +55,7 @@ class LinearAttention(FeatureParameters):
         dropout: share of the heads' answers set to 0 ahead of W_out while training. Weights are
             never formed, so none can be dropped. Like `nn.Dropout` it draws from torch's own generator.
         eps: added to the sum of weights.
+        bias: whether the projections have biases, 0 at the start.
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
@@ -80,6 +82,7 @@ class LinearAttention(FeatureParameters):
         positions: PositionKind | str = "none",
         dropout: float = 0.0,
         eps: float = 0.0,
+        bias: bool = False,
         engine: EngineName = "auto",
         autodiff: Autodiff = "auto",
         name: str = "attention",
@@ -97,7 +100,7 @@ class LinearAttention(FeatureParameters):
         self.dropout, self.name = dropout, name
         self.engine, self.autodiff = engine, autodiff
         self._check_options()
-        place: dict[str, Any] = {"device": device, "dtype": dtype, "bias": False}
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "bias": bias}
         self.query = blank(nn.Linear, d_model, heads * self.d_key, **place)
         self.splits = [self.kv_heads * self.d_key, self.kv_heads * self.d_value]
         source = d_model if d_context is None else d_context
@@ -118,6 +121,8 @@ class LinearAttention(FeatureParameters):
         source = source_of(generator)
         for linear in (self.query, self.key_value, self.out):
             draw_normal(linear.weight, linear.in_features**-0.5, source)
+            if linear.bias is not None:
+                overwrite(linear.bias, torch.zeros(linear.bias.shape))
         self.draw_features(source, self.out.weight)
         like = self.out.weight
         self.position_params.copy_(self._start_of_positions(device=like.device, dtype=like.dtype))

@@ -82,10 +82,10 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
 
 class MapForm(NamedTuple):
     """How kernels compute a map of each component: `"same"`: x; `"elu"`: x + 1 for x > 0, else exp(x); `"relu"`: max(x,
-    0) + shift; `"square"`: max(x, 0)^2. [ENG-TRITON-D7]"""
+    0) + number; `"leaky"`: x for x > 0, else number x; `"square"`: max(x, 0)^2. [ENG-TRITON-D7]"""
 
-    name: Literal["same", "elu", "relu", "square"]
-    shift: float = 0.0
+    name: Literal["same", "elu", "relu", "leaky", "square"]
+    number: float = 0.0
 
 
 class _Trait(Generic[Value]):

@@ -185,6 +185,42 @@ class SquaredReLU(Elementwise):
         return g * (2 * torch.relu(x))
 
 
+class LeakyReLU(Elementwise):
+    """leaky_relu: phi(x) = x for x > 0, slope x otherwise.
+
+    A relu that keeps the sign and a gradient of every component, and with them x itself: nothing is lost. What is lost
+    is relu's promise: kernels of either sign, one in eight of them negative for Gaussian keys of width 8.
+
+    Shapes: x `[..., D]` -> `[..., D]`.
+    VJP: gx = g for x > 0, slope g otherwise; the derivative at 0 is taken as slope.
+    Traits: degree 1; non_negative, kernel_non_negative when slope = 0, where it is `relu`.
+    Cost: O(D).
+    Warning: a sum normaliser refuses it.
+    References: Rectifier Nonlinearities Improve Neural Network Acoustic Models (Maas et al., 2013) for the activation;
+    tutorials on linear attention list it among their maps. [PHI-LEAKY-D1]
+    """
+
+    kind: Literal["leaky_relu"] = "leaky_relu"
+    slope: float = Field(default=0.01, ge=0, lt=1)
+
+    @property
+    def kernel(self) -> MapForm:
+        return MapForm("leaky", self.slope)
+
+    def traits(self) -> Traits:
+        flat = self.slope == 0
+        return Traits(
+            non_negative=flat, kernel_non_negative=flat, degree=1, componentwise=True,
+            rising="odd_part" if flat else "everywhere", bounded_slope=True,
+        )  # fmt: skip
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.leaky_relu(x, self.slope)
+
+    def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
+        return torch.ops.aten.leaky_relu_backward(g, x, self.slope, False)
+
+
 class LeakyReLUSquared(Elementwise):
     """leaky_relu_squared: phi(x) = (x + shift)^2 for x > 0, (slope x + shift)^2 otherwise.
 

@@ -50,7 +50,7 @@ class Polynomial(FeatureMap):
     """
 
     kind: Literal["polynomial"] = "polynomial"
-    degree: Degree = Field(ge=1)
+    degree: Degree = Field(default=2, ge=1)
     form: Literal["symmetric", "raw"] = "symmetric"
     coefficients: Coefficients | None = Field(
         default=None, description="null: exponential when symmetric, ones when raw"

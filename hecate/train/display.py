@@ -18,6 +18,9 @@ from rich.text import Text
 
 PLAIN = 10.0
 """Seconds between two lines of progress where there is no terminal."""
+PATIENCE = 2.0
+"""Seconds after which a line says there what is being done before the first step."""
+FIRST = "the first step compiles kernels, or loads them where they are on disk"
 
 
 class _Bar(Progress):
@@ -42,14 +45,25 @@ class Display:
             TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
             console=self.console, disable=quiet or not self.console.is_terminal,
         )  # fmt: skip
-        self._task = self._bar.add_task("", visible=False, facts="")
+        self._task = self._bar.add_task("", total=None, visible=False, facts="")
+        self._waiting = threading.Timer(0, self.say)
         self._steps = 0
         self._told = time.monotonic()
 
+    def doing(self, what: str) -> None:
+        """Says what is done before the first step: in the bar, or in a line once it has taken `PATIENCE` seconds."""
+        self._waiting.cancel()
+        self._bar.update(self._task, description=what, visible=True)
+        if self._bar.disable and not self._quiet:
+            self._waiting = threading.Timer(PATIENCE, self.say, [what])
+            self._waiting.daemon = True
+            self._waiting.start()
+
     def start(self, name: str, step: int, steps: int) -> None:
         """Begins at `step` of `steps`."""
+        self._waiting.cancel()
         self._steps, self._told = steps, time.monotonic()
-        self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True)
+        self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True, facts=FIRST)
 
     def step(self, step: int, facts: Callable[[], str]) -> None:
         """Moves the bar; `facts` are asked for when they are shown."""
@@ -69,6 +83,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._waiting.cancel()
         if not self._bar.disable:  # versions of rich print an empty line else
             self._bar.stop()
 

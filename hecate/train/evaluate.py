@@ -47,6 +47,12 @@ def batch_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
+def bytes_per_label(targets: Tensor, lengths: Tensor | None) -> float:
+    """The mean number of bytes of text of labels, from those of every token; one each if None."""
+    labels = targets[targets != IGNORED]
+    return 1.0 if lengths is None or not labels.numel() else float(lengths[labels].double().mean())
+
+
 def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> dict[str, Tensor]:
     """What a model is told of documents, as keyword arguments: nothing where none starts, unless other ranks have some
     and all are to be told alike."""

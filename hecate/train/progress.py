@@ -6,7 +6,7 @@ import math
 import re
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from hecate.checks import readable
 from hecate.distributed import World
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
+from hecate.train.evaluate import Score
 
 PASSES = 6
 """Operations of a training step for each weight that a token meets: a multiplication and an addition, forward once and
@@ -47,20 +48,38 @@ def peak_memory(device: torch.device) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
+WARMING = 20
+"""Steps at the start of a process in which kernels may still be compiled or loaded."""
+
+
+class _Mark(NamedTuple):
+    """How far a process is: seconds since it began, and steps, tokens and seconds of computing them; how long the
+    latest step took."""
+
+    at: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    computing: float = 0.0
+    latest: float = 0.0
+
+
 class Progress:
     """Counts of a run, which go on over a resume, and rates of this process. [TRAIN-RUN-D8]
 
-    `elapsed` and `tokens` are those up to now: seconds that it was run, tokens that it was trained on.
+    `elapsed` and `tokens` are those up to now: seconds that it was run, tokens that it was trained on. Rates leave out
+    the first step, and those after it, of `WARMING` at most, that take more than twice as long as the quickest.
+    `metric` is that of the scores, whose unit the loss is shown in.
     """
 
-    def __init__(self, config: ExperimentConfig, world: World) -> None:
-        self._config, self._world = config, world
+    def __init__(self, config: ExperimentConfig, world: World, metric: str = "accuracy") -> None:
+        self._config, self._world, self._metric = config, world, metric
         self._began = time.monotonic()
         self._before = 0.0
         self.tokens = self.step = 0
-        self._done = self._computed = 0  # steps and tokens of this process
-        self._seconds = 0.0  # of computing them
-        self._mean = 0.0
+        self._now = _Mark()  # of this process
+        self._marks: list[_Mark] = []
+        self._quickest = math.inf
+        self._mean = self._size = 0.0
         self._flops = self._peak()
 
     def go_on(self, step: int, last: dict[str, Any]) -> None:
@@ -73,36 +92,63 @@ class Progress:
         """When it is, in seconds since 1970, and for how many seconds the run has been going on."""
         return {"time": round(time.time(), 3), "elapsed": round(self._before + time.monotonic() - self._began, 3)}
 
-    def take(self, loss: float, tokens: int, seconds: float) -> dict[str, Any]:
-        """Notes a step of so many seconds; what its record says of tokens and speed."""
+    def take(self, loss: float, tokens: int, seconds: float, bytes_per_label: float = 1.0) -> dict[str, Any]:
+        """Notes a step of so many seconds, its loss in nats; what its record says of tokens and speed."""
         self.step, self.tokens = self.step + 1, self.tokens + tokens
-        self._done, self._computed = self._done + 1, self._computed + tokens
-        self._seconds += seconds
+        now, took = self._now, time.monotonic() - self._began
+        if now.steps:
+            self._quickest = min(self._quickest, seconds)
+        self._now = _Mark(took, now.steps + 1, now.tokens + tokens, now.computing + seconds, seconds)
+        if now.steps < WARMING:
+            self._marks.append(self._now)
         self._mean = 0.95 * self._mean + 0.05 * loss
+        self._size = 0.95 * self._size + 0.05 * bytes_per_label
         speed = tokens / max(seconds, 1e-9)
         facts = {"tokens": self.tokens, "tokens_per_second": speed, "peak_memory": peak_memory(self._world.device)}
         return facts if self._flops is None else {**facts, "mfu": speed * self._flops}
 
     def line(self, grad_norm: float) -> str:
         """The state of the run in a line: the loss is an average over some 20 steps, the speed one over the run."""
-        took = max(time.monotonic() - self._began, 1e-9)
-        computing = self._computed / max(self._seconds, 1e-9)
-        loss = self._mean / (1 - 0.95**self._done) if self._done else math.nan
+        start, speed = self._settled(), []
+        if start is not None:
+            tokens = self._now.tokens - start.tokens
+            computing = tokens / max(self._now.computing - start.computing, 1e-9)
+            whole = tokens / max(time.monotonic() - self._began - start.at, 1e-9)
+            speed = [f"{computing:,.0f} tokens/s ({whole:,.0f} of the run)"]
         parts = [
-            f"loss {loss:.3f}",
+            self._loss(),
             f"{counted(self.tokens)} tokens",
-            f"{computing:,.0f} tokens/s ({self._computed / took:,.0f} of the run)",
+            *speed,
             f"norm {grad_norm:.2g}",
             readable(peak_memory(self._world.device)),
         ]
-        if self._flops is not None:
+        if self._flops is not None and start is not None:
             parts.append(f"MFU {computing * self._flops:.0%}")
         return "  ".join([*parts, f"ETA {duration(self.left())}"])
 
+    def _loss(self) -> str:
+        """The mean loss, in the unit of the scores."""
+        weight = 1 - 0.95**self._now.steps
+        if not weight:
+            return "loss -"
+        score = Score(self._mean / weight, 0.0, 0, self._size / weight)
+        if self._metric == "perplexity":
+            return f"perplexity {score.value(self._metric):.3f}"
+        bits = self._metric == "bits_per_byte"
+        return f"loss {score.value(self._metric):.3f} bits per byte" if bits else f"loss {score.loss:.3f} nats"
+
+    def _settled(self) -> _Mark | None:
+        """Where the steps begin that rates are of; None before the first of them."""
+        count = len(self._marks)
+        warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)
+        return self._marks[warm - 1] if 0 < warm < self._now.steps else None
+
     def left(self) -> float:
         """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
-        budget, took = self._config.budget, time.monotonic() - self._began
-        left = (budget.steps - self.step) * took / self._done if self._done else math.inf
+        budget, took, start = self._config.budget, time.monotonic() - self._began, self._settled()
+        left = math.inf
+        if start is not None:
+            left = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
         return left if budget.minutes is None else max(min(left, 60 * budget.minutes - took), 0.0)
 
     def _peak(self) -> float | None:

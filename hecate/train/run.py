@@ -90,6 +90,7 @@ def run_experiment(
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         shown = stack.enter_context((display or Display()) if world.main else Display(quiet=True))
         torch.manual_seed(config.seed)
+        shown.doing(f"loading data ({config.data.kind}) and building the model")
         trainer = Trainer(config, source=source, model=model, world=world)
 
         def opened() -> None:
@@ -216,7 +217,7 @@ class _Run:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.trainer.config, self.trainer.world)
+        self.progress = Progress(self.trainer.config, self.trainer.world, self.trainer.source.metric)
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
@@ -258,7 +259,8 @@ class _Run:
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
-                speed = self.progress.take(result.loss, result.tokens, time.monotonic() - began)
+                took = time.monotonic() - began
+                speed = self.progress.take(result.loss, result.tokens, took, result.bytes_per_label)
                 facts = {"loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
                 record = self._tell("train", **facts, **speed)
                 self.display.step(trainer.step, partial(self.progress.line, result.grad_norm))

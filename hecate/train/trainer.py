@@ -28,19 +28,20 @@ from hecate.optim.options import Group, Named
 from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
-from hecate.train.evaluate import Score, batch_loss, evaluate, resets_of, solved_example
+from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.sampling import generate
 from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):
-    """What one optimiser step saw."""
+    """What one optimiser step saw; `bytes_per_label` are those of text that a label of this process stands for."""
 
     loss: float
     grad_norm: float
     lr: float
     tokens: int
+    bytes_per_label: float = 1.0
 
 
 def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
@@ -140,7 +141,8 @@ class Trainer:
         if self.source.carries:
             self.carried.take(*states)
         self.step += 1
-        return StepResult(value, norm, lr, batch.tokens.numel() * self.world.batch_ranks)
+        tokens = batch.tokens.numel() * self.world.batch_ranks
+        return StepResult(value, norm, lr, tokens, bytes_per_label(batch.targets, self.source.lengths))
 
     def _gradients(self, batch: Batch, lr: float) -> tuple[float, list[Any]]:
         """The gradient of the mean loss over all labels of the step, whoever has them; the loss, and the states after

@@ -116,6 +116,7 @@ def test_retain_of_each_channel(bias: str, order: str, read: str, length: int, m
 FEATURES = [  # phi, key_norm, the ceiling of steps that its keys allow, and whether retain is one of each channel
     ("elu", "none", 0.02, False), ("identity", "l2", 1.0, True), ({"kind": "relu", "shift": 0.1}, "sum", 1.0, False),
     *(pytest.param(phi, norm, ceiling, channels, marks=SLOW) for phi, norm, ceiling, channels in [
+        ({"kind": "leaky_relu", "slope": 0.3}, "l2", 1.0, True), ("leaky_relu", "none", 0.2, False),
         ("elu", "l2", 1.0, True), ("elu", "sum", 1.0, False), ("squared_relu", "l2", 1.0, False),
         ("squared_relu", "none", 1.0, True), ("relu", "none", 1.0, False), ("identity", "none", 1.0, False)]),
 ]  # fmt: skip

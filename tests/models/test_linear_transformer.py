@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.models import LinearTransformer, LinearTransformerConfig
+from hecate.nn import LinearAttention
 from hecate.phi import FeatureMap
 from tests.nn.attentions import masks_of, shaken
 from tests.nn.layers import in_pieces, leaves, near, seeded
@@ -18,6 +19,7 @@ from tests.reference import transformer as reference
 
 SMALL = {"embed_dim": 5, "hidden_size": 8, "num_heads": 2, "num_layers": 2, "dropout": 0.0}
 LENGTH = 9
+EDIFICE = {"norm": "layer", "mlp": "plain", "bias": True}
 T2R = {"kind": "t2r", "d_phi": 3}
 
 
@@ -43,7 +45,13 @@ def expected_of(model, x, write_mask=None, reset_mask=None):
 @pytest.mark.spec("TRF-LIN-D1")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"kv_heads": 1, "mlp_ratio": 0.0}, {"num_layers": 3, "eps": 0.5}, {**EDIFICE, "eps": 1e-6},
+        {"norm": "layer"}, {"mlp": "plain"}, {"bias": True, "kv_heads": 1},
+    ],
+)  # fmt: skip
 def test_against_every_weight_formed(causal, masked, fields):
     model = model_of(causal=causal, output="sequence", **fields)
     x, masks = inputs().requires_grad_(), masks_of(2, LENGTH) if masked else {}
@@ -177,10 +185,10 @@ def count(c):
     params = c.feature_map.init(head, heads=kv, generator=seeded())
     phi = sum(item.numel() for item in params["learned"].values())
     attention = 2 * width * width + 2 * width * kv * head + phi
-    attention += of_positions(c.positions, kv, head, c.causal)
-    hidden = int(c.mlp_ratio * width)
-    mlp = width + 3 * width * hidden if hidden else 0
-    return c.embed_dim * width + c.num_layers * (width + attention + mlp) + width
+    attention += of_positions(c.positions, kv, head, c.causal) + c.bias * (2 * width + 2 * kv * head)
+    hidden, norm, ups = int(c.mlp_ratio * width), width * (1 + (c.norm == "layer")), 1 + (c.mlp == "gated")
+    mlp = norm + (ups + 1) * width * hidden + c.bias * (ups * hidden + width) if hidden else 0
+    return (c.embed_dim + c.bias) * width + c.num_layers * (norm + attention + mlp) + norm
 
 
 @pytest.mark.spec("TRF-LIN-D2")
@@ -196,8 +204,13 @@ def count(c):
     fields=st.sampled_from(MAPS),
     places=st.sampled_from(PLACES),
     output=st.sampled_from(["last", "sequence"]),
+    norm=st.sampled_from(["rms", "layer"]),
+    mlp=st.sampled_from(["gated", "plain"]),
+    bias=st.booleans(),
 )
-def test_param_count_is_the_true_count(embed, heads, head, layers, shared, ratio, causal, fields, places, output):
+def test_param_count_is_the_true_count(
+    embed, heads, head, layers, shared, ratio, causal, fields, places, output, norm, mlp, bias
+):
     torch.set_default_dtype(torch.float64)
     normalizer = "sum" if FeatureMap(fields).kernel_non_negative else "none"
     options = {
@@ -212,6 +225,9 @@ def test_param_count_is_the_true_count(embed, heads, head, layers, shared, ratio
         "normalizer": normalizer,
         "positions": places if head > 2 else "none",
         "output": output,
+        "norm": norm,
+        "mlp": mlp if ratio else "gated",
+        "bias": bias,
     }
     model = LinearTransformer.build(**options, generator=seeded())
     true = sum(item.numel() for item in model.parameters())
@@ -236,6 +252,23 @@ def test_the_defaults_and_their_count():
     assert huge == 8 * 2**14 + 4 * (16 * 2**28 + 2 * 2**14) + 2**14  # no room for its weights
     with pytest.raises(ConfigError, match="hidden_size: .* 12 TiB .* limit of 8 GiB"):
         LinearTransformer.param_count(embed_dim=8, hidden_size=2**20, num_heads=2**14)
+
+
+def test_a_model_with_biases_starts_where_one_without_them_does():
+    plain, biased = (LinearTransformer.build(**SMALL, bias=bias, generator=seeded()) for bias in (False, True))
+    near(biased(inputs())[0], plain(inputs())[0], 0.0)
+    biased = shaken(biased)
+    biased.reset_parameters(seeded())
+    near(biased(inputs())[0], plain(inputs())[0], 0.0)
+
+
+def test_a_layer_of_attention_takes_biases():
+    layer = LinearAttention(8, 2, bias=True, generator=seeded())
+    assert [name for name, _ in layer.named_parameters() if name.endswith("bias")] == [
+        "query.bias", "key_value.bias", "out.bias",
+    ]  # fmt: skip
+    y, _ = layer(inputs(width=8))
+    assert torch.equal(y, LinearAttention(8, 2, generator=seeded())(inputs(width=8))[0])
 
 
 @pytest.mark.spec("TRF-LIN-I1")
@@ -336,6 +369,8 @@ def test_it_learns_to_name_the_sum_of_what_it_saw():
         ({"num_heads": 3}, "num_heads: must divide hidden_size=8, got 3"),
         ({"dropout": 1.0}, "dropout: must be < 1"),
         ({"mlp_ratio": 0.05}, "gives no hidden unit"),
+        ({"mlp": "plain", "mlp_ratio": 0}, "mlp: 'plain' with mlp_ratio=0, which leaves the MLP out"),
+        ({"norm": "batch"}, "norm: must be 'rms' or 'layer'"),
         ({"window_size": 0}, "window_size"),
         ({"output": "mean"}, "output: must be 'last' or 'sequence'"),
         ({"kv_heads": 3}, "kv_heads"),

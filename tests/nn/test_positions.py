@@ -259,3 +259,66 @@ def test_first_answers_of_a_long_table_are_not_lost_in_rounding():
     # Of features, products and quotients of a dozen operations each; the mean of v is at most 5.
     bound = 5 * 12 * torch.finfo(torch.float32).eps
     assert float((y - expected).abs().max()) < bound
+
+
+def _head(length, width=4):
+    q, k, v = (torch.randn(length, width, generator=seeded(seed)) for seed in range(3))
+    return q, k, v, [part[None, :, None] for part in (q, k, v)]
+
+
+@pytest.mark.spec("PHI-FAMILY-E2")
+@either_way
+def test_a_quadratic_relu_kernel_is_no_feature_map(causal):
+    """On keys and queries without a negative entry the relu has nothing to do, and the direct kernel is that of phi =
+    relu; elsewhere it is another function, and what it needs of the past grows with the past."""
+    q, k, v, heads = _head(24)
+    direct = reference.quadratic_relu(q, k, v, causal=causal)
+    ours = linear_attention(*heads, "relu", causal=causal)[0][0, :, 0]
+    assert float((direct - ours).norm()) > 0.1 * float(direct.norm())
+    near(
+        linear_attention(*(part.abs() for part in heads), "relu", causal=causal)[0][0, :, 0],
+        reference.quadratic_relu(q.abs(), k.abs(), v.abs(), causal=causal),
+    )
+    keys = torch.eye(len(v))  # as values: the answers are the weights themselves
+    assert int(torch.linalg.matrix_rank(reference.quadratic_relu(q, k, keys, causal=False))) > 4 + 8
+    weights = linear_attention(heads[0], heads[1], keys[None, :, None], "relu", causal=False)[0][0, :, 0]
+    assert int(torch.linalg.matrix_rank(weights)) <= 4
+
+
+def _decline(distance):
+    return -0.3 * abs(distance)
+
+
+def _beside_the_sums(q, k, v, bias, causal):
+    """(Q K^T + B) V over its row sums, from sums and a convolution alone."""
+    ones = torch.cat([v, torch.ones(len(v), 1)], 1)
+    heads = (part[None, :, None] for part in (q, k, ones))
+    sums = linear_attention(*heads, "identity", causal=causal, normalizer="none")[0][0, :, 0]
+    tokens = range(len(v))
+    between = torch.tensor([[bias(t - s) if s <= t or not causal else 0.0 for s in tokens] for t in tokens])
+    both = sums + between @ ones
+    return both[:, :-1] / both[:, -1:]
+
+
+@pytest.mark.spec("ATT-REL-E1")
+@either_way
+def test_an_additive_relative_bias_is_a_convolution_only_where_the_relu_cuts_nothing(causal):
+    q, k, v, _ = _head(12)
+    near(
+        reference.additive_relative(q, k, v, lambda distance: 0.0, causal=causal),
+        reference.quadratic_relu(q, k, v, causal=causal),
+    )
+    q, k = q.abs() + 1, k.abs() + 1  # scores of 4 and more, and a bias above -3.4
+    near(reference.additive_relative(q, k, v, _decline, causal=causal), _beside_the_sums(q, k, v, _decline, causal))
+
+
+@pytest.mark.spec("ATT-REL-E1", "ATT-REL-D1")
+@either_way
+def test_an_additive_relative_bias_inside_a_relu_keeps_no_linear_structure(causal):
+    q, k, v, heads = _head(12)
+    additive = reference.additive_relative(q, k, v, _decline, causal=causal)
+    table = torch.tensor([[_decline(distance) for distance in range(0 if causal else -12, 13)]])
+    factors = {"positions": Relative(max_distance=12), "position_params": {"bias": table}}
+    multiplied = linear_attention(*heads, "relu", causal=causal, **factors)[0][0, :, 0]
+    for linear in (_beside_the_sums(q, k, v, _decline, causal), multiplied):
+        assert float((additive - linear).norm()) > 0.1 * float(additive.norm())

@@ -21,6 +21,7 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
     "dpfp": [phi.DPFP(), phi.DPFP(nu=3), phi.DPFP(nu=9)],
     "exp": [phi.Exp(), phi.Exp(shift=2.0)],
     "gelu_shifted": [phi.GELUShifted(), phi.GELUShifted(shift=0.0)],
+    "leaky_relu": [phi.LeakyReLU(), phi.LeakyReLU(slope=0.3), phi.LeakyReLU(slope=0.0)],
     "leaky_relu_squared": [
         phi.LeakyReLUSquared(),
         phi.LeakyReLUSquared(shift=0.0),
@@ -47,8 +48,8 @@ EXAMPLES: dict[str, list[phi.FeatureMap]] = {
         phi.OddLift(inner=phi.CosFormer()),
     ],
     "polynomial": [
+        phi.Polynomial(),
         phi.Polynomial(degree=1),
-        phi.Polynomial(degree=2),
         phi.Polynomial(degree=3, coefficients="ones"),
         phi.Polynomial(degree=4),
         phi.Polynomial(degree=3, coefficients="learned"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate import phi
+from hecate import MemoryConfig, phi
 from hecate.errors import ConfigError
 from tests.reference import phi as reference
 
@@ -30,7 +30,7 @@ def _rows(function, x: Tensor) -> Tensor:
 
 
 @pytest.mark.spec(
-    "PHI-ELU-D1", "PHI-RELU-D1", "PHI-SQRELU-D1", "PHI-LEAKY2-D1", "PHI-GELU-D1",
+    "PHI-ELU-D1", "PHI-RELU-D1", "PHI-SQRELU-D1", "PHI-LEAKY-D1", "PHI-LEAKY2-D1", "PHI-GELU-D1",
     "PHI-SOFTPLUS-D1", "PHI-EXP-D1", "PHI-DPFP-D1", "PHI-TAYLOR-D1", "PHI-POLY-D1", "PHI-POLY-D2",
     "PHI-TANH-D1", "PHI-SIGMOID-D1", "PHI-CRELU-D1", "PHI-SOFTMAX-D1",
 )  # fmt: skip
@@ -42,6 +42,9 @@ def _rows(function, x: Tensor) -> Tensor:
         (phi.ReLU(), reference.relu),
         (phi.ReLU(shift=0.25), lambda x: reference.relu(x, 0.25)),
         (phi.SquaredReLU(), reference.squared_relu),
+        (phi.LeakyReLU(), reference.leaky_relu),
+        (phi.LeakyReLU(slope=0.3), lambda x: reference.leaky_relu(x, 0.3)),
+        (phi.LeakyReLU(slope=0.0), reference.relu),
         (phi.LeakyReLUSquared(), reference.leaky_relu_squared),
         (phi.LeakyReLUSquared(slope=0.3, shift=0.5), lambda x: reference.leaky_relu_squared(x, 0.3, 0.5)),
         (phi.GELUShifted(), reference.gelu_shifted),
@@ -362,6 +365,7 @@ def test_taylor_has_a_positive_kernel_from_signed_features():
         (phi.Linear(d_phi=3), ("non_negative", "kernel_non_negative", "norm_bound", "is_random")),
         (phi.ELU(), ("degree", "norm_bound")),
         (phi.ReLU(shift=0.1), ("degree", "norm_bound")),
+        (phi.LeakyReLU(), ("non_negative", "kernel_non_negative", "norm_bound")),
         (phi.LeakyReLUSquared(), ("degree", "norm_bound")),
         (phi.Softplus(), ("degree", "norm_bound")),
         (phi.Exp(), ("degree", "norm_bound")),
@@ -384,7 +388,9 @@ def test_traits_that_a_map_must_not_declare(feature_map, absent):
         assert feature_map.parity == "none"
 
 
-@pytest.mark.spec("PHI-ELU-V1", "PHI-RELU-V1", "PHI-SQRELU-V1", "PHI-LEAKY2-V1", "PHI-DPFP-V1", "PHI-MLP-V1")
+@pytest.mark.spec(
+    "PHI-ELU-V1", "PHI-RELU-V1", "PHI-SQRELU-V1", "PHI-LEAKY-V1", "PHI-LEAKY2-V1", "PHI-DPFP-V1", "PHI-MLP-V1"
+)
 @pytest.mark.parametrize(
     ("feature_map", "at_zero"),
     [
@@ -392,6 +398,7 @@ def test_traits_that_a_map_must_not_declare(feature_map, absent):
         (phi.ReLU(), 0.0),
         (phi.ReLU(shift=0.5), 0.0),
         (phi.SquaredReLU(), 0.0),
+        (phi.LeakyReLU(slope=0.25), 0.25),
         (phi.LeakyReLUSquared(), 2 * 0.01 * 0.05),
         (phi.LeakyReLUSquared(slope=0.5, shift=1.0), 1.0),
         (phi.DPFP(nu=2), 0.0),
@@ -459,8 +466,8 @@ def test_smooth_maps_have_second_derivatives(feature_map):
 def test_what_relu_features_guarantee():
     x, y = _x(500, 8, seed=1), _x(500, 8, seed=2)
     assert float((phi.ReLU()(x, EMPTY) * phi.ReLU()(y, EMPTY)).sum(-1).min()) >= 0
-    leaky = torch.nn.functional.leaky_relu
-    share = float(((leaky(x) * leaky(y)).sum(-1) < 0).double().mean())
+    leaky = phi.LeakyReLU()
+    share = float(((leaky(x, EMPTY) * leaky(y, EMPTY)).sum(-1) < 0).double().mean())
     assert 0.05 < share < 0.2  # a leaky relu gives no such guarantee
     opposite = phi.ReLU()(torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), EMPTY)
     assert float(opposite[0] @ opposite[1]) == 0  # non-negative is not positive
@@ -510,8 +517,24 @@ def test_a_width_left_out_is_four_times_that_of_keys(kind, given):
 
 
 @pytest.mark.spec("PHI-FAMILY-D5")
-def test_every_map_without_parts_is_made_from_its_name_alone():
-    parts = {"compose", "concat", "normalise", "odd_lift", "tensor_product", "polynomial"}  # `polynomial`: its degree
-    for kind, variant in phi.FeatureMap.variants().items():
-        if variant.__module__.startswith("hecate.") and kind not in parts:
-            assert variant().output_dim(8) >= 8
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind, variant in phi.FeatureMap.variants().items()
+        if variant.__module__.startswith("hecate.") and not {"maps", "inner"} & variant.model_fields.keys()
+    ],
+)
+def test_every_map_that_is_not_made_of_maps_is_made_from_its_name_alone(kind):
+    named = phi.FeatureMap.model_validate(kind)
+    assert named == phi.FeatureMap.variants()[kind]() and named.output_dim(8) >= 8
+    assert MemoryConfig(feature_map=kind, bias="l2").feature_map == named
+
+
+@pytest.mark.spec("PHI-FAMILY-D5")
+def test_a_polynomial_without_a_degree_has_the_degree_that_is_printed():
+    x = _x(3, 4)
+    torch.testing.assert_close(
+        phi.FeatureMap.model_validate("polynomial")(x, EMPTY), _rows(lambda x: reference.polynomial(x, [1, 1, 0.5]), x),
+        **EXACT,
+    )  # fmt: skip

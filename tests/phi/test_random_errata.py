@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.phi import Favor, PerformerReLU, RandomFourier
+from hecate.phi import Favor, LeakyReLU, PerformerReLU, RandomFourier
 from tests.phi.random_common import F64, gaussian, pair, seeded
 from tests.reference import random_features as reference
 
@@ -109,9 +109,9 @@ def test_the_other_orientation_of_w_does_not_multiply():
 
 @pytest.mark.spec("PHI-PRELU-E4")
 def test_a_leaky_relu_loses_the_sign_promise():
-    leaky = torch.nn.functional.leaky_relu
+    leaky = LeakyReLU(slope=0.5)
     w = PerformerReLU(num_features=8).init(8, generator=seeded(1), dtype=F64)["frozen"]["w"][0]
     x, y = gaussian(200, 8, seed=1), gaussian(200, 8, seed=2)
-    kernel = leaky(x @ w, 0.5) @ leaky(y @ w, 0.5).mT
+    kernel = leaky(x @ w) @ leaky(y @ w).mT
     assert bool((kernel < 0).any())
     assert bool(((x @ w).relu() @ (y @ w).relu().mT >= 0).all())

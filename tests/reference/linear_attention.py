@@ -141,3 +141,24 @@ def attention(
     if not rows:
         return torch.zeros(batch, length, heads, v.shape[-1])
     return torch.stack(rows).reshape(batch, length, heads, -1)
+
+
+def of_scores(scores, v, causal):
+    """Means `[T, V]` under weights relu(scores) `[T, S]`, row by row; a row without weight gives 0."""
+    rows = []
+    for t, row in enumerate(scores):
+        weights = torch.stack([s.clamp(min=0) if j <= t or not causal else 0 * s for j, s in enumerate(row)])
+        total = weights.sum()
+        rows.append((weights @ v) / total if total > 0 else 0 * v[0])
+    return torch.stack(rows)
+
+
+def quadratic_relu(q, k, v, *, causal=True):
+    """relu(Q K^T) V over its row sums, for one head: q, k `[T, D]`, v `[T, V]`. Every pair has to be visited."""
+    return of_scores(q @ k.mT, v, causal)
+
+
+def additive_relative(q, k, v, bias, *, causal=True):
+    """relu(Q K^T + B) V over its row sums, for one head, B[t, s] = bias(t - s): positions as text has them."""
+    between = torch.tensor([[float(bias(t - s)) for s in range(len(k))] for t in range(len(q))])
+    return of_scores(q @ k.mT + between, v, causal)

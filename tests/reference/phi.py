@@ -24,6 +24,10 @@ def squared_relu(x):
     return relu(x) ** 2
 
 
+def leaky_relu(x, slope=0.01):
+    return np.array([max(v, slope * v) for v in x])
+
+
 def leaky_relu_squared(x, slope=0.01, shift=0.05):
     return np.array([((v if v > 0 else slope * v) + shift) ** 2 for v in x])
 

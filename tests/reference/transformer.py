@@ -25,16 +25,18 @@ def weights_of(phi_q, phi_k, seen, eps=0.0):
     return torch.where(total > 0, raw / torch.where(total > 0, total, 1.0), 0.0)
 
 
-def heads_of(x, weight, heads):
-    return (x @ weight.mT).reshape(len(x), heads, -1)
+def linear(w, name, x):
+    y = x @ w[f"{name}.weight"].mT
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
 def attention(w, x, seen, heads, kv_heads, phi=elu1, *, eps=0.0, normalised=True):
     """The layer's output and its weights `[H, T, S]`; phi may depend on the key head."""
     width = w["query.weight"].shape[0] // heads
-    q = heads_of(x, w["query.weight"], heads)
-    k = heads_of(x, w["key_value.weight"][: kv_heads * width], kv_heads)
-    v = heads_of(x, w["key_value.weight"][kv_heads * width :], kv_heads)
+    q = linear(w, "query", x).reshape(len(x), heads, -1)
+    k, v = (
+        part.reshape(len(x), kv_heads, -1) for part in linear(w, "key_value", x).tensor_split([kv_heads * width], -1)
+    )
     answers, weights = [], []
     for head in range(heads):
         own = head // (heads // kv_heads)
@@ -46,26 +48,40 @@ def attention(w, x, seen, heads, kv_heads, phi=elu1, *, eps=0.0, normalised=True
             weight = torch.where(seen, phi_q @ phi_k.mT, 0.0)
         answers.append(weight @ v[:, own])
         weights.append(weight)
-    return torch.cat(answers, -1) @ w["out.weight"].mT, torch.stack(weights)
+    return linear(w, "out", torch.cat(answers, -1)), torch.stack(weights)
 
 
-def rms(x, weight):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+def norm(w, name, x):
+    """With a bias layer norm, else the root mean square."""
+    if f"{name}.bias" not in w:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w[f"{name}.weight"]
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def mlp(w, x):
+    """With twice as many rows up as columns down gated by silu, else one layer of gelu."""
+    up = linear(w, "up", norm(w, "norm", x))
+    if up.shape[-1] == w["down.weight"].shape[-1]:
+        return linear(w, "down", up * 0.5 * (1 + torch.erf(up / 2**0.5)))
+    gate, value = up.chunk(2, -1)
+    return linear(w, "down", gate / (1 + (-gate).exp()) * value)
 
 
 def transformer(w, x, write, reset, *, layers, heads, kv_heads, causal, eps=0.0):
     """Outputs `[T, hidden]` of one sequence `[T, embed]`."""
     seen = who_sees_whom(write, reset, causal)
-    h = x @ w["project.weight"].mT
+    h = linear(w, "project", x)
     for index in range(layers):
         own = {
             name.removeprefix(f"layers.{index}."): value
             for name, value in w.items()
             if name.startswith(f"layers.{index}.")
         }
-        inner = {n.removeprefix("attention."): t for n, t in own.items() if "attention" in n}
-        h = h + attention(inner, rms(h, own["norm.weight"]), seen, heads, kv_heads, eps=eps)[0]
-        if "mlp.up.weight" in own:
-            gate, value = (rms(h, own["mlp.norm.weight"]) @ own["mlp.up.weight"].mT).chunk(2, -1)
-            h = h + (gate / (1 + (-gate).exp()) * value) @ own["mlp.down.weight"].mT
-    return rms(h, w["norm.weight"])
+        inner, hidden = (
+            {n.removeprefix(part): t for n, t in own.items() if n.startswith(part)} for part in ("attention.", "mlp.")
+        )
+        h = h + attention(inner, norm(own, "norm", h), seen, heads, kv_heads, eps=eps)[0]
+        if hidden:
+            h = h + mlp(hidden, h)
+    return norm(w, "norm", h)

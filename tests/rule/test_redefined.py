@@ -113,4 +113,5 @@ def test_a_gradient_is_that_of_the_new_loss():
     assert bias.Huber.hand_written() and structure.Matrix.hand_written()
     assert not (Graded().linear or Bent().linear or Clipped().linear or Squashed().linear or Graded().curvature)
     assert Shrunk().kernel_form() is None and Lifted().kernel_form() is None
-    assert all(map_.kernel_form() is not None for map_ in (phi.ELU(), phi.ReLU(), phi.SquaredReLU(), phi.Identity()))
+    plain = (phi.ELU(), phi.ReLU(), phi.LeakyReLU(), phi.SquaredReLU(), phi.Identity())
+    assert all(map_.kernel_form() is not None for map_ in plain)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import re
 import struct
 import sys
@@ -99,10 +100,11 @@ def test_lines_come_now_and_then_where_there_is_no_terminal(tmp_path, monkeypatc
     run_experiment(tiny(), tmp_path / "a", display=Display(Console(file=text, width=200)))
     shown = [line for line in text.getvalue().splitlines() if " loss " in line]
     pattern = (
-        r"^step +\d+/20  loss \d\.\d{3}  [\d.]+k? tokens  [\d,]+ tokens/s \([\d,]+ of the run\)  "
-        r"norm [\d.]+  [\d.]+ [KMG]iB  ETA 0:\d\d:\d\d$"
+        r"^step +\d+/20  loss \d\.\d{3} nats  [\d.]+k? tokens  ([\d,]+ tokens/s \([\d,]+ of the run\)  )?"
+        r"norm [\d.]+  [\d.]+ [KMG]iB  ETA (-|0:\d\d:\d\d)$"
     )
     assert len(shown) == 20 and all(re.match(pattern, line) for line in shown), shown[0]
+    assert shown[0].endswith("ETA -") and "tokens/s" not in shown[0] and "tokens/s" in shown[-1]
     fancy = io.StringIO()
     display = Display(Console(file=fancy, force_terminal=True, width=100))
     run_experiment(tiny(), tmp_path / "b", display=display)
@@ -129,6 +131,82 @@ def test_the_loss_is_smoothed_and_the_time_left_is_that_of_the_whole_run(monkeyp
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")
+@pytest.mark.parametrize("slow", [[20.0], [20.0, 5.0, 2.0], [0.1, 20.0], [20.0] * 25])
+def test_steps_in_which_kernels_compile_count_neither_as_speed_nor_towards_the_end(monkeypatch, slow):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(tiny(budget={"steps": 100}), World.alone())
+    for seconds in [*slow, *[0.5] * 10]:
+        now[0] += seconds + 0.5  # as long again between two steps
+        progress.take(1.0, 32, seconds)
+        if progress.step == 1:
+            assert progress.line(1.0).endswith("ETA -") and "tokens/s" not in progress.line(1.0)
+    late = slow[20:]  # so late that they are none of the first
+    seconds, steps = sum(late) + 5.0, len(late) + 10
+    assert progress.left() == pytest.approx((100 - progress.step) * (seconds + 0.5 * steps) / steps)
+    speed, whole = 32 * steps / seconds, 32 * steps / (seconds + 0.5 * steps)
+    assert f"{speed:,.0f} tokens/s ({whole:,.0f} of the run)" in progress.line(1.0)
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_a_first_step_that_is_the_fastest_leaves_an_estimate(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(tiny(budget={"steps": 10}), World.alone())
+    for seconds in (0.1, 1.0, 1.0):
+        now[0] += seconds
+        progress.take(1.0, 32, seconds)
+    assert progress.left() == pytest.approx(7.0)
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+@pytest.mark.parametrize(
+    ("metric", "each", "shown"),
+    [
+        ("accuracy", 1.0, "loss 1.386 nats  "),
+        ("bits_per_byte", 1.0, "loss 2.000 bits per byte  "),
+        ("bits_per_byte", 4.0, "loss 0.500 bits per byte  "),
+        ("perplexity", 1.0, "perplexity 4.000  "),
+    ],
+)
+def test_the_loss_of_training_has_the_unit_of_validation(metric, each, shown):
+    progress = Progress(tiny(), World.alone(), metric)
+    for _ in range(3):
+        progress.take(math.log(4), 32, 1.0, each)
+    assert progress.line(1.0).startswith(shown)
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
+def test_a_run_on_text_has_one_unit(tmp_path):
+    text = io.StringIO()
+    config = tiny(data={"kind": "bundled", "max_bytes": 1 << 16}, budget={"steps": 2, "seq_len": 16})
+    run_experiment(config, tmp_path / "run", display=Display(Console(file=text, width=200)))
+    result = (tmp_path / "run" / "report.md").read_text()
+    assert "bits per byte" in text.getvalue() and "nats" not in text.getvalue() + result
+    assert "bits per byte (lower is better)" in result
+
+
+def test_what_takes_long_before_the_first_step_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(display_module, "PATIENCE", 0.05)
+    config, source = tiny(), tiny().data.load()
+
+    def load(_):
+        time.sleep(0.5)
+        return source
+
+    monkeypatch.setattr(type(config.data), "load", load)
+    text, fancy = io.StringIO(), io.StringIO()
+    run_experiment(config, tmp_path / "a", display=Display(Console(file=text, width=200)))
+    assert text.getvalue().startswith("loading data (mqar) and building the model\n")
+    assert text.getvalue().count("loading") == 1
+    run_experiment(config, tmp_path / "b", display=Display(Console(file=fancy, force_terminal=True, width=100)))
+    assert "loading data (mqar)" in fancy.getvalue() and "the first step compiles kernels" in fancy.getvalue()
+    quiet = io.StringIO()
+    run_experiment(config, tmp_path / "c", display=Display(Console(file=quiet), quiet=True))
+    assert not quiet.getvalue()
+
+
+@pytest.mark.spec("TRAIN-RUN-D8")
 def test_the_share_of_a_peak_is_told_where_the_peak_is_known(monkeypatch):
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
@@ -140,6 +218,8 @@ def test_the_share_of_a_peak_is_told_where_the_peak_is_known(monkeypatch):
     config = tiny(budget={"precision": "bfloat16"})
     world = World(device=torch.device("cuda"), size=4)
     progress = Progress(config, world)
+    progress.take(1.0, 1000, 9.0)
+    assert "MFU" not in progress.line(1.0)  # of a step that compiles
     facts = progress.take(1.0, 1000, 0.5)
     assert facts["mfu"] == pytest.approx(2000 * 6 * sizes_of(config).work / (4 * 312e12))
     assert facts["peak_memory"] == 3 << 30 and "3 GiB  MFU" in progress.line(1.0)

@@ -138,9 +138,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
 def _stable(config: MemoryConfig, width: int) -> float:
     """A step size at which the features of keys of unit length let no memory diverge."""
     form = config.forms.phi
-    if form is None or form.name in ("same", "square") or config.key_norm != "none":
+    if form is None or form.name in ("same", "leaky", "square") or config.key_norm != "none":
         return 1.0
-    return 1 / (2 * width * max(1.0, form.shift) ** 2)
+    return 1 / (2 * width * max(1.0, form.number) ** 2)
 
 
 @cache

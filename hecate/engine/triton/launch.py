@@ -149,7 +149,7 @@ class Scan:
 
 
 def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
-    """The map of a config, its shift, its norm, and what queries are multiplied by."""
+    """The map of a config, its number, its norm, and what queries are multiplied by."""
     form = config.forms.phi
     if form is None:
         raise TypeError("the engine was chosen without its refusal being asked")

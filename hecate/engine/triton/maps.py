@@ -32,13 +32,15 @@ def sized_back(g, y, size):
 
 @triton.jit
 def featured(x, there, PHI: tl.constexpr):
-    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a map, its shift, a norm, and what
+    """(rows of features, their sizes) of rows x, 0 where there is nothing. PHI: a map, its number, a norm, and what
     queries are multiplied by. A NaN stays one."""
     y, size = x, tl.sum(x * 0.0, 1) + 1.0
     if PHI[0] == "elu":
         y = tl.where(x > 0, x + 1.0, tl.exp(x))
     if PHI[0] == "relu":
         y = tl.where(x <= 0, 0.0, x) + PHI[1]
+    if PHI[0] == "leaky":
+        y = tl.where(x <= 0, PHI[1] * x, x)
     if PHI[0] == "square":
         y = tl.where(x <= 0, 0.0, x * x)
     if PHI[0] != "same":
@@ -61,6 +63,8 @@ def featured_back(g, x, there, PHI: tl.constexpr):
         g = g * tl.where(x > 0, 1.0, tl.exp(x))
     if PHI[0] == "relu":
         g = tl.where(x > 0, g, 0.0)
+    if PHI[0] == "leaky":
+        g = tl.where(x > 0, g, PHI[1] * g)
     if PHI[0] == "square":
         g = tl.where(x > 0, 2.0 * x * g, 0.0)
     return g
