@@ -43,8 +43,9 @@ def featured(x, there, PHI: tl.constexpr):
         y = tl.where(x <= 0, 0.0, x * x)
     if PHI[0] != "same":
         y = tl.where(there, y, 0.0)
-    if PHI[2] != "none":
-        y, size = sized(y, PHI[2])
+    NORM: tl.constexpr = PHI[2]  # Triton 3.6 hands an item of a tuple on as no constant
+    if NORM != "none":
+        y, size = sized(y, NORM)
     return y, size
 
 
