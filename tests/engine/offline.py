@@ -27,7 +27,7 @@ from triton.runtime import driver, jit
 from hecate import Gates, MemoryConfig, memory_scan, stepper
 from hecate.engine.triton import engine, launch
 
-TOKENS = 96  # of a case: two segments, and a number that Triton specialises as it does those of ordinary lengths
+SIZES = ((150, 2), (96, 16))  # tokens and heads of a case: as a kernel is tried, and as it runs; one kernel serves both
 
 
 class Case(NamedTuple):
@@ -115,10 +115,10 @@ def noting(card: int) -> list[tuple[str, Any]]:
     return noted.values()
 
 
-def call(case: Case) -> None:
+def call(case: Case, length: int, heads: int) -> None:
     """A pass forward and backward, or a token in place."""
     config = MemoryConfig.model_validate({**case.rule, "on_nonfinite": "propagate"})
-    lead, width = (1, TOKENS, 16), case.width
+    lead, width = (1, length, heads), case.width
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.rand(*shape).to(case.dtype).requires_grad_()
@@ -135,11 +135,11 @@ def call(case: Case) -> None:
     gates = Gates(one[0], retain if decays else None, **more)
     masks: dict[str, Any] = {}
     if "masks" in case.given:
-        masks["write_mask"] = torch.arange(TOKENS)[None] % 7 > 0
+        masks["write_mask"] = torch.arange(length)[None] % 7 > 0
     if "documents" in case.given:
-        masks["cu_seqlens"] = torch.tensor([0, 40, 41, TOKENS])
+        masks["cu_seqlens"] = torch.tensor([0, 40, 41, length])
     elif "masks" in case.given:
-        masks["reset_mask"] = torch.arange(TOKENS)[None] % 11 == 0
+        masks["reset_mask"] = torch.arange(length)[None] % 11 == 0
     if case.in_place:
         with torch.no_grad():
             now = Gates(*(None if x is None else x[:, 0] for x in gates))
@@ -175,7 +175,8 @@ def rows(card: int, names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         start = sum(os.times()[:4])
         try:
-            call(CASES[name])
+            for size in SIZES:
+                call(CASES[name], *size)
         except Exception as error:
             yield {"case": name, "error": said(error)}
         for kernel, made in list(noted)[told:]:

@@ -7,6 +7,9 @@ comes between features and kernel, rows come to unit length in a launch of their
 import triton
 import triton.language as tl
 
+# Arguments that 16 may divide or not in the same kernel: what is tried on a few tokens is what runs on many.
+COUNTS = ("T", "H", "N", "total", "rows")
+
 
 @triton.jit
 def sized(x, NORM: tl.constexpr):
@@ -67,7 +70,7 @@ def featured_back(g, x, there, PHI: tl.constexpr):
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Rows `[B, T, H, D]` of the strides given over their lengths, and these lengths."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
@@ -79,7 +82,7 @@ def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr,
     tl.store(sizes + r, size, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit_back(x, sizes, g, gx, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """The cotangent of rows from that of rows at unit length."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
