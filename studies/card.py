@@ -237,7 +237,8 @@ def parity(order: Order) -> Iterator[Task]:
 def first_calls(order: Order) -> Iterator[Task]:
     """Seconds of a rule's first call, forward and backward: its kernels are compiled and tried there, side by side, so
     that tables find them made."""
-    for (_, _, _, width), (name, config) in product(order.size.shapes, order.rules.items()):
+    widths = dict.fromkeys(shape[3] for shape in order.size.shapes)
+    for width, (name, config) in product(widths, order.rules.items()):
         yield Task(f"{name}, D={width}", "triton", "s", partial(first_call, order, config, width))
 
 
@@ -533,8 +534,8 @@ def attention(case: Sequence[Tensor]) -> Tensor:
 
 
 def clock(call: Callable[[], object], order: Order) -> float:
-    """The median of milliseconds, after two calls to warm up; on a card by its own events."""
-    for _ in range(2):
+    """The median of milliseconds; on a card by its own events, after two calls to warm up."""
+    for _ in range(0 if order.dry else 2):
         call()
     taken = []
     for _ in range(order.size.repeats):

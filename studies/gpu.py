@@ -88,7 +88,7 @@ class Child(NamedTuple):
 
 def start(order: Order) -> Child:
     """A process of an order, in a group of its own; what it says goes to a log beside the rows."""
-    command = [sys.executable, "-m", "studies.card", json.dumps(order._asdict())]
+    command = [sys.executable, "-P", "-m", "studies.card", json.dumps(order._asdict())]
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
         return Child(
