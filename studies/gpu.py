@@ -91,17 +91,8 @@ def start(order: Order) -> Child:
     command = [sys.executable, "-P", "-m", "studies.card", json.dumps(order._asdict())]
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
-        return Child(
-            subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env=environment(order),
-            ),
-            order,
-        )
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+        return Child(subprocess.Popen(command, env=environment(order), **how), order)
 
 
 def run_part(order: Order, limit: float, start: Callable[[Order], Child] = start, patience: float = PATIENCE) -> None:
@@ -113,7 +104,7 @@ def run_part(order: Order, limit: float, start: Callable[[Order], Child] = start
     children = [start(order._replace(share=share)) for share in range(order.shares)]
     try:
         while children:
-            time.sleep(0.05)
+            time.sleep(0.1)
             for child in list(children):
                 code, late = child.process.poll(), time.monotonic() > stop
                 begun = unfinished(path, child.process.pid)
@@ -192,18 +183,8 @@ def prepare(folder: Path, python: str) -> None:
         ConfigError: pip cannot get it.
     """
     pins = [f"{name}=={version(name)}" for name in needed({"hecate", "fla-core"}) - {"hecate"}]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--upgrade",
-        "--no-deps",
-        "--no-compile",
-        "--target",
-        folder,
-    ]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--no-compile"]
+    command += ["--target", str(folder)]
     wheels = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
         wheels += ["--platform", tag]
