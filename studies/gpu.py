@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from hecate.engine.verdict import here
 from hecate.errors import ConfigError
 from hecate.files import make_folder, refusing, write_file
 from hecate.microscope.style import COLOURS, finish
@@ -57,7 +58,8 @@ class Gpu(Study):
         """Every part, as far as the seconds reach; what failed is a note that says so."""
         where = "a CPU, which tells only that the code runs" if self.dry else torch.cuda.get_device_name()
         path = self.out / f"{self.stem(quick)}-rows.jsonl"
-        facts = {"facts": {"device": where, **versions(), "triton": installed("triton")}, "seeds": len(seeds)}
+        kernels = here("cpu") if installed("triton") else {}  # the versions that they hold for, and their text
+        facts = {"facts": {**versions(), **kernels, "device": where}, "seeds": len(seeds)}
         with refusing(f"write {path}", "choose another --out"):
             begin(path, facts)
         stop = time.monotonic() + (SECONDS if self.seconds is None else self.seconds)
@@ -74,7 +76,7 @@ def begin(path: Path, facts: dict[str, Any]) -> None:
     make_folder(path.parent)
     before = rows_of(path)
     if before and before[0] != facts:
-        raise ConfigError(f"{path} is of another machine, other versions or other seeds; choose another --out")
+        raise ConfigError(f"{path} is of another machine, other kernels, versions or seeds; choose another --out")
     measured = [row for row in before[1:] if "values" in row]
     write_file(path, "".join(json.dumps(row) + "\n" for row in (facts, *measured)))
 

@@ -178,7 +178,7 @@ def test_the_same_line_again_goes_on(tmp_path):
         file.write('{"part": "tab')  # a machine that was taken away
     gpu.begin(path, facts)
     assert rows_of(path) == [facts, {"part": "tables", "case": "a", "way": "w", "values": [1.0]}]
-    with pytest.raises(ConfigError, match="of another machine, other versions or other seeds; choose another --out"):
+    with pytest.raises(ConfigError, match="of another machine, other kernels, versions or seeds; choose another --out"):
         gpu.begin(path, {"facts": {"device": "another"}})
 
 
