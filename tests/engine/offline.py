@@ -54,9 +54,9 @@ CASES = {
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
     "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}),
     "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
-    "kl": Case({"bias": "kl", "retention": "decay"}),
+    "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
     "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
-    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 512)),
+    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024)),
     "wide": Case(DECAY, width=128, spilt=(128, 640)),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),
     "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 768)),
