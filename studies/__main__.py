@@ -12,6 +12,7 @@ import torch
 from hecate.checks import expect_number
 from hecate.errors import HecateError
 from hecate.train.display import Interrupted
+from studies.gpu import prepare
 from studies.run import list_studies, run_studies
 
 
@@ -25,17 +26,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/studies"), help="folder of files")
     parser.add_argument("--no-figure", action="store_true", help="do without matplotlib")
     parser.add_argument("--threads", type=int, default=1, help="of torch; times are quoted for 1")
-    parser.add_argument("--device", help="of study gpu: cuda where there is one; cpu shows that its code runs")
+    parser.add_argument("--dry", action="store_true", help="of gpu: tiny, on a CPU, to see that its code runs")
+    parser.add_argument("--seconds", type=float, help="of gpu: how long it may take")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="of gpu: what a card without a network may lack")
+    parser.add_argument("--python", default="3.12", help="of that machine (3.12)")
     given = parser.parse_args(argv)
     try:
         expect_number(given.threads, "--threads", 1, 1024)
         if given.seeds is not None:
             expect_number(given.seeds, "--seeds", 1, 10_000)
+        if given.seconds is not None:
+            expect_number(given.seconds, "--seconds", 1, 1e6)
         torch.set_num_threads(given.threads)
+        if given.prepare is not None:
+            return prepare(given.prepare, given.python)
         if given.list or not given.names:
             return list_studies()
         how = {"quick": given.quick, "seeds": given.seeds, "figure": not given.no_figure}
-        run_studies(given.names, out=given.out, device=given.device, **how)
+        run_studies(given.names, out=given.out, dry=given.dry, seconds=given.seconds, **how)
     except Interrupted:
         print("stopped; what is done is kept: the same line again goes on", file=sys.stderr)
         raise SystemExit(3) from None

@@ -35,14 +35,15 @@ def run_studies(
     seeds: int | None = None,
     out: Path,
     figure: bool = True,
-    device: str | None = None,
+    dry: bool = False,
+    seconds: float | None = None,
 ) -> dict[str, Result]:
     """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
     chosen = list(dict.fromkeys(name for given in names for name in names_of(given)))
     results, took = {}, []
     for name in chosen:
         start = time.perf_counter()
-        found = run_study(name, quick=quick, seeds=seeds, out=out, figure=figure, device=device)
+        found = run_study(name, quick=quick, seeds=seeds, out=out, figure=figure, dry=dry, seconds=seconds)
         if found is not None:
             results[name] = found
         took.append((name, "skipped" if found is None else f"{time.perf_counter() - start:.0f}"))
@@ -59,15 +60,15 @@ def run_study(
     seeds: int | None = None,
     out: Path,
     figure: bool = True,
-    device: str | None = None,
+    dry: bool = False,
+    seconds: float | None = None,
 ) -> Result | None:
-    """Runs, prints and writes; a quick run's files are called NAME-quick, so as to replace none. None, and a sentence
+    """Runs, prints and writes; a quick run's files are called NAME-quick, a dry one's NAME-dry. None, and a sentence
     printed, where there is nothing to measure here."""
     study = find_study(name)()
-    if device is not None:
-        if not study.takes_device:
-            raise ConfigError(f"study {name!r} takes no --device {device!r}: it measures the CPU; leave it out")
-        study.device = device
+    if (dry or seconds is not None) and not study.on_card:
+        raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
+    study.dry, study.seconds = dry, seconds
     study.out = out
     count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
     if type(count) is not int or count < 1:
@@ -139,7 +140,7 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
 
 
 def _write(study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool) -> list[Path]:
-    stem = f"{study.name}-quick" if quick else study.name
+    stem = study.stem(quick)
     contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, result, quick, seeds)}
     if figure:
         contents["png"] = _image(result)

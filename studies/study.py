@@ -90,15 +90,16 @@ class Study(ABC):
         about: the question, in a sentence.
         count: seeds of a full run; a quick one takes two.
         timed: whether it measures time, so that equal seeds give unequal tables.
-        takes_device: whether it measures the device that `--device` names.
+        on_card: whether it measures a GPU: `--dry` runs its code on a CPU, `--seconds` bounds it.
     """
 
     name: ClassVar[str]
     about: ClassVar[str]
     count: ClassVar[int] = 8
     timed: ClassVar[bool] = False
-    takes_device: ClassVar[bool] = False
-    device: str | None = None  # what `--device` said
+    on_card: ClassVar[bool] = False
+    dry: bool = False  # what `--dry` said
+    seconds: float | None = None  # what `--seconds` said
     out: Path = Path("runs/studies")  # where `--out` has the files; what takes hours keeps its pieces there
     _known: ClassVar[dict[str, type[Study]]] = {}
 
@@ -119,6 +120,10 @@ class Study(ABC):
                 f"{cls.__qualname__} another name"
             )
         Study._known[name] = cls
+
+    def stem(self, quick: bool) -> str:
+        """What its files are called: a quick run or a dry one replaces those of no other."""
+        return self.name + ("-dry" if self.dry else "") + ("-quick" if quick else "")
 
     def skipped(self) -> str | None:
         """Why there is nothing to measure on this machine, and how to; None where there is."""

@@ -111,7 +111,8 @@ def long_functions(tree: ast.AST, room: str) -> Iterator[str]:
             of_docstring = 0 if said is None else (said.end_lineno or 0) - said.lineno + 1
             lines = (node.end_lineno or 0) - node.lineno + 1 - of_docstring
             # A program of a card keeps in registers what it works on, from its first line to its last.
-            most = 150 if "triton.jit" in map(dotted, node.decorator_list) else 60
+            made_by = [item.func if isinstance(item, ast.Call) else item for item in node.decorator_list]
+            most = 150 if "triton.jit" in map(dotted, made_by) else 60
             if lines > most and node.name not in LONG:
                 yield f"{node.lineno}: {node.name} has {lines} lines"
 
@@ -311,6 +312,7 @@ ALLOWED = {
     long_functions: [
         ("phi", "def f():\n" + "    x = 1\n" * 59),
         ("engine", "@triton.jit\ndef f():\n" + "    x = 1\n" * 149),
+        ("engine", "@triton.jit(debug=True)\ndef f():\n" + "    x = 1\n" * 149),
     ],
     unpickling: [("train", "from safetensors.torch import load")],
     global_randomness: [

@@ -28,10 +28,10 @@ from hecate.engine.triton.block import (
     views,
 )
 from hecate.engine.triton.forms import psi, slope
-from hecate.engine.triton.maps import featured, featured_back
+from hecate.engine.triton.maps import COUNTS, featured, featured_back
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def walk(
     q, k, kw, v, lr, retain, momentum, write, reset, docs, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
     T, H, fa, fb,
@@ -144,7 +144,7 @@ def keys_back(
     tl.store(gk + tile, featured_back(gpt, own, cells, PHI), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
     gq, gk, gw, glr, sums, ends, T, H, N, total,
@@ -170,10 +170,8 @@ def tokens(
     K, _, _, Kq, aq, sq, zq, F, af, sf, zf = views(
         R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES and WRITES, DECAYED, EXACT
     )
-    k_end, p_end = (
-        tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0),
-        tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0),
-    )
+    k_end = tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0)
+    p_end = tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0)
     again = False
     if RESET:
         again = tl.max(born, 0) > 0
@@ -279,7 +277,7 @@ def pulled(spans, left, g, ga, first, EXACT: tl.constexpr):
     return tl.sum(product(tl.trans(spans), g, EXACT) * left, 1) + tl.sum(spans * ga[:, None], 0) * first
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def gates(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hecate.engine.triton.forms import psi
-from hecate.engine.triton.maps import featured
+from hecate.engine.triton.maps import COUNTS, featured
 
 
 @triton.jit
@@ -253,7 +253,7 @@ def block_at(
     return w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     q, k, kw, v, lr, retain, momentum, write, reset, docs, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from hecate.engine.triton.back import keys_back, queries_back, values_at
 from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, segment_of
+from hecate.engine.triton.maps import COUNTS
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def channel_tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H, N,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,

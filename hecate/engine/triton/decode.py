@@ -101,8 +101,7 @@ class InPlace:
             self.plan(looks, (q, k, v), gates)
         numbers, y = self.plans[looks]
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        own = numbers._asdict()
-        timed = _timed(gates)._replace(**{name: item for name, item in own.items() if item is not None})
+        timed = _timed(gates)._replace(**{name: item for name, item in numbers._asdict().items() if item is not None})
         with torch.no_grad():
             inputs = complete(self.config, q, k, v, timed, None, None, None, going_on=True)
             tokens = to_tokens(

@@ -23,8 +23,7 @@ from hecate.tape import ByHand, Tensors, execute, one, several
 PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
-# Among the flags of a verdict: loop kernels, narrow inputs, that keys come to unit length ahead of the kernel, and
-# documents packed into one row.
+# Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents.
 LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"
 BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
 NO_CARD = "no GPU is here to try its kernels on"

@@ -14,12 +14,11 @@ from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import BLOCK, Documents, card_of, kept_every, launched
+from hecate.engine.triton.table import BLOCK, WHOLE, Documents, card_of, kept_every, launched
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
 ROWS = 32  # of a norm's program
-WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 
 
 class Scan:

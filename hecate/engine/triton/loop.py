@@ -13,6 +13,7 @@ import triton.language as tl
 
 from hecate.engine.triton.block import sequence_of
 from hecate.engine.triton.forms import psi, slope
+from hecate.engine.triton.maps import COUNTS
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
 
@@ -57,7 +58,7 @@ def written(
     return moved(A, D, r, c, cap, in_p, P, STEP, COLUMN, CAP), S, W, pred, kt, wt, vt, u, l, m, D
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
     fa, fb, e, c, cap, n0, n1, n2, n3, n4,
@@ -113,7 +114,7 @@ def forward(
         tl.store(S1 + own * V * P + cell, S, mask=last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
     gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, fa, fb, e, c, cap, n0, n1, n2, n3, n4,

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.loop import backward, forward
-from hecate.engine.triton.table import SEGMENT, Documents
+from hecate.engine.triton.table import SEGMENT, WHOLE, Documents
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
-TOGETHER = {"softmax", "ball", "jump", "pull"}  # forms of a bias whose coordinates meet
 CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where these know nothing of each other
 
 
@@ -53,7 +52,7 @@ def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
         "FORM": bias.name, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap, "ALGORITHM": how,
         "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
-    apart = bias.name not in TOGETHER and cap == "none" and link != "powers" and algorithm.erase is None and not column
+    apart = bias.name not in WHOLE and cap == "none" and link != "powers" and algorithm.erase is None and not column
     own = (bias.a, bias.b, algorithm.erase or 0.0, c, step.cap or 0.0, *numbers, *[0.0] * (5 - len(numbers)))
     return Formulas(flags, own, apart)
 

@@ -7,6 +7,9 @@ comes between features and kernel, rows come to unit length in a launch of their
 import triton
 import triton.language as tl
 
+# Arguments that 16 may divide or not in the same kernel: what is tried on a few tokens is what runs on many.
+COUNTS = ("T", "H", "N", "total", "rows")
+
 
 @triton.jit
 def sized(x, NORM: tl.constexpr):
@@ -45,8 +48,9 @@ def featured(x, there, PHI: tl.constexpr):
         y = tl.where(x <= 0, 0.0, x * x)
     if PHI[0] != "same":
         y = tl.where(there, y, 0.0)
-    if PHI[2] != "none":
-        y, size = sized(y, PHI[2])
+    NORM: tl.constexpr = PHI[2]  # Triton 3.6 hands an item of a tuple on as no constant
+    if NORM != "none":
+        y, size = sized(y, NORM)
     return y, size
 
 
@@ -70,7 +74,7 @@ def featured_back(g, x, there, PHI: tl.constexpr):
     return g
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """Rows `[B, T, H, D]` of the strides given over their lengths, and these lengths."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)
@@ -82,7 +86,7 @@ def unit(x, y, sizes, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr,
     tl.store(sizes + r, size, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
 def unit_back(x, sizes, g, gx, rows, T, H, sb, st, sh, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     """The cotangent of rows from that of rows at unit length."""
     r, o = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, BD)

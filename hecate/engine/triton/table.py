@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 BLOCK, SEGMENT = 16, 64  # tokens that a block's kernels take at once, and between kept states
 
 
@@ -35,8 +36,7 @@ class Launches(NamedTuple):
     apart: bool
 
 
-# (oldest architecture, widest keys, momentum). Chosen by what the compiler says of registers at 64 x 64 in TF32, for
-# sm_80 and sm_90; no time was measured.
+# (oldest architecture, widest keys, momentum). By the compiler's registers at 64 x 64 in TF32; no time was measured.
 TABLE = {
     (90, 64, False): Launches(Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False),
     (90, 64, True): Launches(Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), True),

@@ -1,0 +1,195 @@
+"""What kernels take of a card that is not there: each launch compiles for it, is noted, and runs nothing.
+
+    python -m tests.engine.offline 90 gated_delta kda
+
+prints a line of JSON for each kernel that these cases launch on sm_90, or for the case that failed. Arguments are those
+that the engine itself gives, so that they are specialised as on a card. With another Triton ahead on PYTHONPATH it is
+that one which compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from hecate import Gates, MemoryConfig, memory_scan, stepper
+from hecate.engine.triton import engine, launch
+
+SIZES = ((150, 2), (96, 16))  # tokens and heads of a case: as a kernel is tried, and as it runs; one kernel serves both
+
+
+class Case(NamedTuple):
+    """A rule, what a call gives it, and what its kernels may take."""
+
+    rule: dict[str, Any]
+    width: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    channels: bool = False  # retain of each phi channel
+    given: str = ""  # of "masks", "documents", "values" (retain of each value), "keys" (an erased and a written key)
+    in_place: bool = False  # one token, by a stepper
+    spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of `forward` and of the others
+
+
+DECAY = {"retention": "decay", "key_norm": "l2"}
+LOOP = (0, 0)
+CASES = {
+    # block kernels
+    "dot": Case({"bias": "dot", "feature_map": "elu", "key_norm": "sum"}),
+    "delta": Case({"key_norm": "l2"}),
+    "gated_delta": Case(DECAY),
+    "gated_delta_documents": Case(DECAY, given="documents"),
+    "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True),
+    "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
+    "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}),
+    "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
+    "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
+    "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
+    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024)),
+    "wide": Case(DECAY, width=128, spilt=(128, 640)),
+    "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),
+    "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 768)),
+    "widest": Case(DECAY, width=256, dtype=torch.float32, spilt=None),
+    "widest_kda": Case(
+        {**DECAY, "decay_order": "before_gradient"}, width=256, dtype=torch.float32, channels=True, spilt=None
+    ),
+    # loop kernels
+    "elastic_net": Case({"retention": "elastic_net", "algorithm": "momentum"}, dtype=torch.float32, spilt=LOOP),
+    "sphere": Case({"bias": "huber", "retention": "sphere"}, spilt=LOOP),
+    "lp_lq": Case({"bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "lq", "eps": 1e-3}}, spilt=(0, 16)),
+    "kl_kl": Case({"bias": "kl", "retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, spilt=LOOP),
+    "every_gate": Case(
+        {
+            "retention": {"kind": "norm_cap", "retention": {"kind": "kl", "signed": True}},
+            "algorithm": "delta_momentum", "decay_order": "before_gradient", "read": "before",
+        },
+        dtype=torch.float32, channels=True, given="masks documents values keys", spilt=(0, 768),
+    ),
+    "in_place": Case({**DECAY, "algorithm": "momentum"}, in_place=True, spilt=LOOP),
+}  # fmt: skip
+# Every kernel, and what a Triton may take amiss: maps, norms, documents, a momentum, retain of each channel, a token.
+COVERING = ("gated_delta_documents", "kda_elu", "momentum", "sphere", "in_place")
+
+
+class NoDriver:
+    """In the place of Triton's: a card of an architecture, which runs nothing."""
+
+    def __init__(self, card: int) -> None:
+        self.card = card
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.card, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def noting(card: int) -> list[tuple[str, Any]]:
+    """From here on launches compile for a card and are noted, each kernel once: its name and what the compiler made."""
+    noted: dict[int, tuple[str, Any]] = {}
+    launched = jit.JITFunction.run
+
+    def run(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        made = launched(self, *given, grid=grid, warmup=True, **named)
+        noted.setdefault(id(made), (self.__name__, made))
+        return made
+
+    driver.set_active(NoDriver(card))
+    jit.JITFunction.run = run
+    engine.interpreting = lambda: True  # it takes tensors that are on no card, and trusts its kernels
+    launch.card_of = lambda device: card
+    return noted.values()
+
+
+def call(case: Case, length: int, heads: int) -> None:
+    """A pass forward and backward, or a token in place."""
+    config = MemoryConfig.model_validate({**case.rule, "on_nonfinite": "propagate"})
+    lead, width = (1, length, heads), case.width
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape).to(case.dtype).requires_grad_()
+
+    q, k, v = (drawn(*lead, width) for _ in range(3))
+    one = [drawn(*lead) for _ in range(2)]
+    decays, moves = config.retention.uses_retain, bool(config.algorithm.slots)
+    retain = drawn(*lead, width) if case.channels else one[1]
+    more: dict[str, Any] = {"momentum": drawn(*lead)} if moves else {}
+    if "values" in case.given:
+        more["retain_value"] = drawn(*lead, width)
+    if "keys" in case.given:
+        more |= {"erase": drawn(*lead, width), "write": drawn(*lead, width)}
+    gates = Gates(one[0], retain if decays else None, **more)
+    masks: dict[str, Any] = {}
+    if "masks" in case.given:
+        masks["write_mask"] = torch.arange(length)[None] % 7 > 0
+    if "documents" in case.given:
+        masks["cu_seqlens"] = torch.tensor([0, 40, 41, length])
+    elif "masks" in case.given:
+        masks["reset_mask"] = torch.arange(length)[None] % 11 == 0
+    if case.in_place:
+        with torch.no_grad():
+            now = Gates(*(None if x is None else x[:, 0] for x in gates))
+            stepper(config, in_place=True)(q[:, 0], k[:, 0], v[:, 0], now)
+        return
+    y, _ = memory_scan(config, q, k, v, gates, engine="triton", **masks)
+    y.sum().backward()
+
+
+def resources(made: Any) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it keeps outside them for want of more."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    if found is None:
+        raise AssertionError(f"cuobjdump tells no registers: {said.stdout}")
+    return int(found[1]), int(found[2])
+
+
+def said(error: BaseException) -> str:
+    """By the function that an error is of, and not by those that call it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def rows(card: int, names: list[str]) -> Iterator[dict[str, Any]]:
+    """Of every kernel of some cases, once."""
+    noted, told = noting(card), 0
+    for name in names:
+        start = sum(os.times()[:4])
+        try:
+            for size in SIZES:
+                call(CASES[name], *size)
+        except Exception as error:
+            yield {"case": name, "error": said(error)}
+        for kernel, made in list(noted)[told:]:
+            registers, stack = resources(made)
+            found = {"registers": registers, "stack": stack, "shared": made.metadata.shared}
+            yield {"case": name, "kernel": kernel, **found, "warps": made.metadata.num_warps}
+        told = len(noted)
+        print(f"{name}: {sum(os.times()[:4]) - start:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(json.dumps({"triton": triton.__version__}))
+    for row in rows(int(sys.argv[1]), sys.argv[2:] or list(CASES)):
+        print(json.dumps(row), flush=True)
