@@ -397,7 +397,7 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
-    from hecate.errors import ConfigError
+    from hecate.errors import ConfigError, install_line
     from hecate.train.display import print_table
     from hecate.train.lengths import by_length, parse_lengths, source_of, tables
     from hecate.train.run import open_run
@@ -413,8 +413,8 @@ def evaluate(
         for header, rows in found.tables():
             print_table(header, rows)
             typer.echo("")
-        picture = "" if (folder / "scores.png").exists() else "; no figure without matplotlib: pip install hecate[plot]"
-        typer.echo(f"results: {folder}{picture}")
+        drawn = (folder / "scores.png").exists()
+        typer.echo(f"results: {folder}" + ("" if drawn else f"; no figure without matplotlib: {install_line('plot')}"))
         return
     for name, value in (("samples", samples), ("out", out)):
         if value is not None:

@@ -101,6 +101,11 @@ class HealthWarning(UserWarning):
     """A part of a model that has no effect or cannot learn."""
 
 
+def install_line(extra: str) -> str:
+    """What to type to get an extra; the package index has another project's package under the name `hecate`."""
+    return f'pip install -c constraints.txt ".[{extra}]" (in a checkout of hecate)'
+
+
 def format_path(path: Iterable[str | int]) -> str:
     """`("levels", 1, "memory")` -> `levels[1].memory`."""
     text = ""

@@ -9,13 +9,16 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.files import make_folder, refusing, write_file
 from hecate.models import LanguageModelConfig
 
 REMOTE = "modeling_hecate"
-REMOTE_CODE = """# A model of hecate: pip install "hecate[hf]"
-from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
+# What stands in `try` is not what transformers tells to install by its name, which is another project's on the index.
+REMOTE_CODE = f"""try:
+    from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
+except ModuleNotFoundError as error:
+    raise ImportError({f"this is a model of hecate, which is not installed: {install_line('hf')}"!r}) from error
 
 __all__ = ["HecateConfig", "HecateForCausalLM", "HecateModel"]
 """
@@ -102,7 +105,7 @@ class HecateConfig(PreTrainedConfig):
         return int(self.model["heads"])
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Writes `config.json`, and beside it the three lines that are the model's code to others. [HF-REMOTE-D1]"""
+        """Writes `config.json`, and beside it the lines that are the model's code to others. [HF-REMOTE-D1]"""
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in _CLASSES.items()}
         folder = Path(save_directory)
         with refusing(f"write {folder}", "free some space or choose another folder"):

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan
+from hecate.errors import install_line
 
-triton = pytest.importorskip("triton", reason='the kernels need triton: pip install "hecate[gpu]"')
+triton = pytest.importorskip("triton", reason=f"the kernels need triton: {install_line('gpu')}")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="kernels are interpreted, not compiled")
 KERNELS = ("forward", "walk", "tokens", "gates", "channel_tokens", "unit", "unit_back")

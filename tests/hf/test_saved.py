@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 from hecate.models import HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.train import load_experiment
@@ -159,10 +159,10 @@ def without(module, code, *arguments):
 def test_where_hecate_is_absent_a_reader_is_told(tmp_path):
     made().save_pretrained(tmp_path)
     code = (tmp_path / "modeling_hecate.py").read_text()
-    assert "from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel" in code and "hecate[hf]" in code
+    assert "from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel" in code and install_line("hf") in code
     said = without("hecate", "from transformers import AutoConfig\n"
                    "AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)", tmp_path)  # fmt: skip
-    assert "requires the following packages that were not found" in said and "pip install hecate" in said
+    assert f"which is not installed: {install_line('hf')}" in said and "Run `pip" not in said
 
 
 @pytest.mark.spec("HF-REMOTE-D1")
@@ -170,7 +170,7 @@ def test_where_transformers_is_absent_one_sentence_says_so():
     said = without("transformers", "import hecate, hecate.cli\n"
                    "try: hecate.hf\nexcept ImportError as error: print(error)\n"
                    "hecate.cli.main(['export', 'run', '--to', 'hf'])")  # fmt: skip
-    sentence = "hecate.hf needs transformers 5 or later: pip install 'hecate[hf]'"
+    sentence = f"hecate.hf needs transformers 5 or later: {install_line('hf')}"
     assert said.splitlines() == [sentence, f"error: --to hf: {sentence}"]
 
 

@@ -6,12 +6,13 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import sys
 
 import pytest
 import torch
 
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError, ConfigError, install_line
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
 from studies.run import run_study
@@ -174,7 +175,7 @@ def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path
     monkeypatch.setattr(
         sys.modules["studies.run"], "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
-    with pytest.raises(ConfigError, match=r"pip install 'hecate\[plot\]'.*--no-figure"):
+    with pytest.raises(ConfigError, match=re.escape(install_line("plot")) + ".*--no-figure"):
         run_study("coins", out=tmp_path)
     assert not list(tmp_path.iterdir())
     run_study("coins", out=tmp_path, figure=False)
