@@ -188,9 +188,9 @@ def schema() -> None:
     """Print the JSON schema of an experiment, for editors that complete YAML."""
     import json
 
-    from hecate.train.config import ExperimentConfig
+    from hecate.train.compose import experiment_schema
 
-    typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
+    typer.echo(json.dumps(experiment_schema(), indent=1))
 
 
 @_command(

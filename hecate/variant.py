@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ from typing import (
     get_origin,
 )
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
 
 from hecate.errors import ConfigError, Problem, did_you_mean, meant, shorten
@@ -283,6 +284,14 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
         return resolve_families(super().model_json_schema(*args, **options))
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+        """As pydantic's, with what docstrings say of each property."""
+        schema = handler(core)
+        for name, found in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            found.setdefault("description", about_field(cls, name))
+        return schema
+
     def __hash__(self) -> int:
         found: int | None = getattr(self, "_hash", None)
         if found is None:
@@ -300,6 +309,29 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             object.__setattr__(checked, "_checked", None)
             object.__setattr__(self, "_checked", checked)
         return self if checked is None else checked
+
+
+_BLOCK = re.compile(r"\n\s*\n|\n(?= {0,4}\w+(?:, \w+)*:\s)")
+_ENTRY = re.compile(r" {0,4}(\w+(?:, \w+)*): ")
+_CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
+
+
+def about_field(cls: type[Any], name: str) -> str:
+    """What docstrings say of a field: its entry in a section, there or where that says `as in`; else what its family
+    is, the sentences that name it, or the formula that it is a part of."""
+    docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in cls.__mro__ if base.__module__ != "builtins"]
+    blocks = [" ".join(_CITED.sub("", block).split()) for doc in docs for block in _BLOCK.split(doc)]
+    entries = [(match[1].split(", "), block[match.end() :]) for block in blocks if (match := _ENTRY.match(block))]
+    entry = next((text for names, text in entries if name in names), "")
+    if said_by := re.match(r"as in `(?:([\w.]+)\.)?(\w+)`", entry):
+        other = getattr(sys.modules.get(said_by[1] or cls.__module__), said_by[2], None)
+        entry = about_field(other, name) if isinstance(other, type) else entry
+    family = cls.model_fields[name].annotation if issubclass(cls, Config) else None
+    if entry or (isinstance(family, type) and issubclass(family, Variant)):
+        return entry or " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
+    prose = [sentence for block in blocks if not _ENTRY.match(block) for sentence in re.split(r"(?<=\.) ", block)]
+    said = [sentence for sentence in prose if re.search(rf"\b{name}\b", sentence)] if name != "kind" else []
+    return " ".join(said[:2]) or next(filter(None, blocks), name)
 
 
 class Variant(Config):

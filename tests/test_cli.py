@@ -17,6 +17,7 @@ from hecate.cli import main
 from hecate.engine import Engine
 from hecate.rule import RULES, named_rule
 from hecate.train import ExperimentConfig, checkpoints
+from hecate.train.compose import experiment_schema
 from hecate.train.metrics import read_metrics
 
 TINY = """
@@ -183,8 +184,8 @@ def test_show_says_which_engine_runs_and_why(hecate, settings, engine, word):
 def test_the_schema_is_that_of_the_experiment(hecate):
     code, out, _ = hecate("schema")
     schema = json.loads(out)
-    assert code == 0 and schema == ExperimentConfig.model_json_schema()
-    assert set(schema["properties"]) == set(ExperimentConfig.model_fields)
+    assert code == 0 and schema == experiment_schema()
+    assert set(schema["properties"]) == {*ExperimentConfig.model_fields, "extends"}
 
 
 @pytest.mark.spec("TRAIN-LIST-D1")

@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import Annotated, Any, Literal
 
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -477,7 +478,6 @@ def test_schema_of_combinators_refers_back_to_the_family():
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
 def test_schema_accepts_what_the_models_accept():
-    jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(Drawing.model_json_schema())
     good = Drawing(shape=Union(parts=(Round(), Union(parts=(Square(corners=(1,)),)))))
     assert validator.is_valid(good.model_dump(mode="json"))

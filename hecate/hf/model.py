@@ -233,7 +233,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         """Takes another embedding, of a vocabulary of its size."""
         self.model.set_input_embeddings(value)
 
-    def get_output_embeddings(self) -> nn.Linear | TiedHead:
+    def get_output_embeddings(self) -> Any:
         """The output layer; where it is the embedding's weights, a view of them."""
         return self.model.lm.head if self.tied_head is None else self.tied_head
 

@@ -48,7 +48,7 @@ class LinearTransformerConfig(Config):
         window_size: most tokens of one call; None for any number. No parameter and no state has
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
-        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `hecate.nn.LinearAttention`.
         mlp_ratio: hidden width of the gated MLP over hidden_size; 0 leaves it out.
     """
 

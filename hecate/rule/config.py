@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic_core import CoreSchema
 
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot, KernelForm
@@ -189,6 +190,17 @@ class MemoryConfig(Config):
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # So that what is written of a config that does not set it stays what it was.
         return {name: value for name, value in write(self).items() if name != "layer_qk_norm" or value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The fields, beside the rule that others of them are of, or a rule alone."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        whole = handler.resolve_ref_schema(schema)
+        rule = {"type": "string", "enum": list(RULES), "description": "A rule of the literature, by its name."}
+        fields = {**whole, "properties": {"kind": rule, **whole["properties"]}}
+        whole.clear()
+        whole.update({"title": fields.pop("title"), "anyOf": [fields, rule]})
+        return schema
 
     @property
     def rule(self) -> MemoryRule:

@@ -76,6 +76,16 @@ def dump_experiment(config: ExperimentConfig) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def experiment_schema() -> dict[str, Any]:
+    """The JSON schema of what `load_experiment` reads. [VAR-SCHEMA-I1]"""
+    schema = ExperimentConfig.model_json_schema()
+    old, adamw = schema["$defs"]["OptimConfig"]["properties"], schema["$defs"]["optimizer.adamw"]["properties"]
+    old |= {name: {**adamw[name], "deprecated": True} for name in OF_ADAMW}
+    about = "A preset, or a file in the folder of this one, whose settings hold where this file has none."
+    fields = {"extends": {"type": "string", "description": about}, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "properties": fields}
+
+
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     """Reads a preset by name or a file; `folder` confines what `extends` may name."""
     known = folder is None and os.path.isfile(name)  # noqa: PTH113 - no error where the name is too long
