@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.errors import ArgumentError, ConfigError, ShapeError, did_you_mean, shorten
+from hecate.errors import ArgumentError, ConfigError, ShapeError, not_known, shorten
 from hecate.words import MEANT
 
 MAX_SIZE = 1 << 20
@@ -77,10 +77,8 @@ def _not_taken(name: str, known: Sequence[str], given: Iterable[str], fields: Se
     """What to write in place of the first keyword that is not known."""
     word = next(word for word in given if word not in known)
     ours = next((item for item in (word, *MEANT.get(word, ())) if item in fields and item not in known), None)
-    hint = did_you_mean(word, known)
-    if ours is not None:
-        hint = f" It is a field of config: config={{{ours!r}: ...}}."
-    return ArgumentError(f"{name} takes no argument {word!r}; it takes {', '.join(known)}.{hint}")
+    hint = "" if ours is None else f" It is a field of config: config={{{ours!r}: ...}}."
+    return ArgumentError(f"{name} takes no argument {word!r}{not_known(word, known, hint)}")
 
 
 def described(given: object) -> str:

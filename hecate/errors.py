@@ -141,6 +141,12 @@ def did_you_mean(word: object, known: Iterable[str], closeness: float = 0.6) -> 
     return f" Did you mean {match[0]!r}?" if match else ""
 
 
+def not_known(word: object, known: Iterable[str], hint: str = "") -> str:
+    """`. Did you mean 'elu'? Known: elu, relu.`, to follow the word: what was meant stands ahead of all there is."""
+    known = list(known)
+    return f".{hint or did_you_mean(word, known)} Known: {', '.join(known)}."
+
+
 _SENTENCES = {
     "greater_than": "must be > {gt}, got {shown}",
     "greater_than_equal": "must be >= {ge}, got {shown}",

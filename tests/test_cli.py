@@ -93,7 +93,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (
             ("train", "nope"),
             2,
-            "error: no preset 'nope'; presets: cms, hope, hope_170m, lact_760m, lm-130m, ",
+            "error: no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
         ),
         (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
@@ -114,10 +114,10 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
-        (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets. Did you mean 'phi'?"),
-        (("list", "feature_maps"), 2, "error: no family 'feature_maps'; known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets. Did you mean 'phi'?"),
+        (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, algorithm, "
+         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
+        (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
+         "retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, rules, "),
         (("export", "gone", "--to", "onnx"), 2,
          "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf'), got 'onnx'"),
     ],

@@ -13,14 +13,14 @@ from pydantic_core import CoreSchema
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot, KernelForm
 from hecate.checks import Count, Depth
-from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.errors import ConfigError, not_known, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
-from hecate.variant import Config, Conflicts
+from hecate.variant import Config, Conflicts, briefly
 
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
@@ -190,6 +190,17 @@ class MemoryConfig(Config):
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # So that what is written of a config that does not set it stays what it was.
         return {name: value for name, value in write(self).items() if name != "layer_qk_norm" or value is not None}
+
+    def brief(self) -> dict[str, Any]:
+        """As of any config, or a rule that it was read from and what differs from that, where this is shorter."""
+        fields, shortest = {name: vars(self).get(name) for name in type(self).model_fields}, super().brief()
+        for rule, (config, _) in RULES.items():
+            if config.model_fields_set <= self.model_fields_set:
+                plain = {name: field.default for name, field in type(self).model_fields.items()}
+                plain |= {name: getattr(config, name) for name in MemoryConfig.model_fields}
+                own = {name: briefly(value) for name, value in fields.items() if value != plain[name]}
+                shortest = min(shortest, {"kind": rule, **own}, key=len)
+        return shortest
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -462,6 +473,6 @@ def named_rule(name: str, **fields: Any) -> MemoryConfig:
         ConfigError: an unknown name or field, with the known ones and the nearest.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ConfigError(f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+        raise ConfigError(f"unknown rule {shorten(name)}{not_known(name, RULES)}")
     config = RULES[name].config
     return config.model_copy(update=fields) if fields else config

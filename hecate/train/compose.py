@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, Problem, did_you_mean, format_path, shorten
+from hecate.errors import ConfigError, Problem, did_you_mean, format_path, not_known, shorten
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
 from hecate.train.document import MAX_DEPTH, Document, Location, dump_yaml, parse_value, read_yaml
@@ -46,9 +46,9 @@ def shipped_presets() -> list[str]:
     return list(_FILES)
 
 
-def preset_about(name: str) -> str:
-    """What the file of a preset or a backbone says it is: the first sentence of its comment."""
-    lines = (_FILES | BACKBONES)[name].read_text(encoding="utf-8").splitlines()
+def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
+    """What the file of a preset, or of one of the `BACKBONES`, says it is: the first sentence of its comment."""
+    lines = files[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
 
@@ -108,8 +108,8 @@ def _preset(name: str) -> tuple[Document, Path]:
     if stem in BY_BACKBONE and rule in BACKBONES:
         return _with_backbone(name, stem, rule)
     if stem not in BY_RULE or rule not in RULES:
-        known, hint = ", ".join(folded_presets()), did_you_mean(name[:80], presets())
-        raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
+        listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
+        raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")
     document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
     memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from hecate.engine import Call, Engine, choose, kernel_verdicts
-from hecate.errors import ConfigError, did_you_mean
 from hecate.nn import Memory
-from hecate.rule import RULES, MemoryConfig
+from hecate.rule import RULES, MemoryConfig, named_rule
 from hecate.train.catalogue import Table
 from hecate.train.run import versions
 
@@ -71,8 +70,7 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     """
     names = list(rules) or list(RULES)
     for name in names:
-        if name not in RULES:
-            raise ConfigError(f"no rule {name!r}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+        named_rule(name)
     for name in names:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)

@@ -152,7 +152,7 @@ def test_the_command(study, tmp_path, capsys):
         main(["coin"])
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert "no study 'coin'; known: " in err and " coins, " in err and ", or cost, or all." in err
+    assert "no study 'coin'. Did you mean 'coins'? Known: " in err and " coins, " in err and ", cost, all." in err
     assert "Did you mean 'coins'?" in err
 
 
