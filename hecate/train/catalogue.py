@@ -85,7 +85,7 @@ def _rules() -> Table:
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, paper])
-    return ["rule", "knobs, and what differs from MemoryConfig()", "engine", "paper"], rows
+    return ["rule", "knobs and settings", "engine", "paper"], rows
 
 
 def _beside(config: MemoryConfig) -> list[str]:
