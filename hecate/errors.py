@@ -97,6 +97,10 @@ class StabilityWarning(UserWarning):
     """A step size at which a delta-type memory may diverge."""
 
 
+class LayoutWarning(UserWarning):
+    """Axes of a tensor that fit, and look as if two of them were swapped."""
+
+
 class HealthWarning(UserWarning):
     """A part of a model that has no effect or cannot learn."""
 
