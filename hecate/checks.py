@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Annotated, Any, TypeVar
@@ -17,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.errors import ArgumentError, ConfigError, ShapeError, did_you_mean, shorten
+from hecate.errors import ArgumentError, ConfigError, LayoutWarning, ShapeError, not_known, shorten
 from hecate.words import MEANT
 
 MAX_SIZE = 1 << 20
@@ -77,10 +78,8 @@ def _not_taken(name: str, known: Sequence[str], given: Iterable[str], fields: Se
     """What to write in place of the first keyword that is not known."""
     word = next(word for word in given if word not in known)
     ours = next((item for item in (word, *MEANT.get(word, ())) if item in fields and item not in known), None)
-    hint = did_you_mean(word, known)
-    if ours is not None:
-        hint = f" It is a field of config: config={{{ours!r}: ...}}."
-    return ArgumentError(f"{name} takes no argument {word!r}; it takes {', '.join(known)}.{hint}")
+    hint = "" if ours is None else f" It is a field of config: config={{{ours!r}: ...}}."
+    return ArgumentError(f"{name} takes no argument {word!r}{not_known(word, known, hint)}")
 
 
 def described(given: object) -> str:
@@ -120,11 +119,31 @@ def expect(
         expect_beside(given, like, name, other)
 
 
+TURNED = "; T and H look swapped: tokens are [B, T, H, D], of [B, H, T, D] give x.transpose(1, 2)"
+
+
 def swapped(found: Sequence[int], wanted: Sequence[int]) -> str:
     """What to say where [B, T, H] or [B, T] was wanted and [B, H, T] or [B, H] was found; else an empty text."""
     fits = len(found) > 2 and len(wanted) > 2 and (found[0], found[2], found[1]) == tuple(wanted[:3])
-    turn = "; T and H look swapped: tokens are [B, T, H, D], of [B, H, T, D] give x.transpose(1, 2)"
-    return turn if fits and wanted[1] != wanted[2] else ""
+    return TURNED if fits and wanted[1] != wanted[2] else ""
+
+
+def heads_for_tokens(found: Sequence[int], wanted: Sequence[int], k: Tensor) -> str:
+    """What to say where a shape has as many heads as keys `[B, T, H, D]` have tokens; else an empty text."""
+    length, heads = k.shape[1:3]
+    apart = [pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]]
+    return TURNED if len(found) == len(wanted) and apart == [(length, heads)] else ""
+
+
+def warn_if_turned(q: Tensor, gates: Sequence[object] | None) -> None:
+    """Warns of queries that look like `[B, H, T, D]` in a call that has nothing else to tell T from H by.
+
+    That is: at least 32 heads, more than one token and eight times as many heads as tokens, and no gate per token and
+    head. One token of many heads is decoding, and a memory that starts empty has little to do with so few tokens."""
+    _, length, heads, _ = q.shape
+    if heads >= 32 and 1 < length <= heads // 8 and not any(isinstance(gate, Tensor) for gate in gates or ()):
+        read = f"q of shape {list(q.shape)} is read as {length} tokens of {heads} heads{TURNED}"
+        warnings.warn(f"{read}; a state, a mask or a gate [B, T, H] says that it is meant", LayoutWarning, stacklevel=4)
 
 
 def expect_beside(given: Tensor, like: Tensor, name: str, other: str = "k") -> None:

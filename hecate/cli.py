@@ -195,9 +195,9 @@ def schema() -> None:
     """Print the JSON schema of an experiment, for editors that complete YAML."""
     import json
 
-    from hecate.train.config import ExperimentConfig
+    from hecate.train.compose import experiment_schema
 
-    typer.echo(json.dumps(ExperimentConfig.model_json_schema(), indent=1))
+    typer.echo(json.dumps(experiment_schema(), indent=1))
 
 
 @_command(
@@ -336,7 +336,9 @@ def compare(
     sources: Annotated[list[str], typer.Argument(
         metavar="PRESET|FILE...", help="Presets or YAML files.", show_default=False, autocompletion=_presets,
     )],
-    out: Annotated[Path, typer.Option(help="Folder of the runs; the same line again goes on there.")],
+    out: Annotated[Path | None, typer.Option(
+        help="Folder of the runs, where the same line again goes on; a fresh runs/compare-NAME when left out.",
+    )] = None,
     over: Annotated[list[str] | None, typer.Option(
         metavar="PATH=VALUE,VALUE", help="Values of a setting, each a cell; several make a grid. May be repeated.",
     )] = None,
@@ -370,27 +372,31 @@ def compare(
     from hecate.compare.run import compare as run
     from hecate.compare.run import plan
     from hecate.train.display import Interrupted, print_table
+    from hecate.train.run import fresh_folder
 
+    folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
+    again = "the same line again" if out else f"the same line with --out {folder}"
     budget = Budget(steps, tokens, seconds, flops)
     cells = cells_of(sources, over or [], overrides or [])
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
     how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(typer.echo, err=True)}
     try:
         if planned:
-            rows = plan(cells, out, keep=keep, **how)
+            rows = plan(cells, folder, keep=keep, **how)
             texts = [(name, str(runs), f"{each:,}", f"{hours:.2f}") for name, runs, each, hours in rows]
             print_table(("cell", "runs", "steps", "hours"), texts)
             hours = sum(row[-1] for row in rows)
             typer.echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
+            typer.echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
-        found = run(cells, out, positions=positions, minutes=minutes, keep=keep, **how)
+        found = run(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
     except Interrupted:
-        typer.echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
+        typer.echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None
     for header, lines in report.tables(found):
         print_table(header, lines)
         typer.echo("")
-    for text in (*found.notes, *map(str, report.write(found, out))):
+    for text in (*found.notes, *map(str, report.write(found, folder))):
         typer.echo(text)
 
 
@@ -418,7 +424,7 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
-    from hecate.errors import ConfigError
+    from hecate.errors import ConfigError, install_line
     from hecate.train.display import print_table
     from hecate.train.lengths import by_length, parse_lengths, source_of, tables
     from hecate.train.run import open_run
@@ -434,8 +440,8 @@ def evaluate(
         for header, rows in found.tables():
             print_table(header, rows)
             typer.echo("")
-        picture = "" if (folder / "scores.png").exists() else "; no figure without matplotlib: pip install hecate[plot]"
-        typer.echo(f"results: {folder}{picture}")
+        drawn = (folder / "scores.png").exists()
+        typer.echo(f"results: {folder}" + ("" if drawn else f"; no figure without matplotlib: {install_line('plot')}"))
         return
     for name, value in (("samples", samples), ("out", out)):
         if value is not None:

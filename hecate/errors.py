@@ -97,8 +97,17 @@ class StabilityWarning(UserWarning):
     """A step size at which a delta-type memory may diverge."""
 
 
+class LayoutWarning(UserWarning):
+    """Axes of a tensor that fit, and look as if two of them were swapped."""
+
+
 class HealthWarning(UserWarning):
     """A part of a model that has no effect or cannot learn."""
+
+
+def install_line(extra: str) -> str:
+    """What to type to get an extra; the package index has another project's package under the name `hecate`."""
+    return f'pip install -c constraints.txt ".[{extra}]" (in a checkout of hecate)'
 
 
 def format_path(path: Iterable[str | int]) -> str:
@@ -134,6 +143,12 @@ def did_you_mean(word: object, known: Iterable[str], closeness: float = 0.6) -> 
         return hint
     match = difflib.get_close_matches(text.lower(), known, n=1, cutoff=closeness)
     return f" Did you mean {match[0]!r}?" if match else ""
+
+
+def not_known(word: object, known: Iterable[str], hint: str = "") -> str:
+    """`. Did you mean 'elu'? Known: elu, relu.`, to follow the word: what was meant stands ahead of all there is."""
+    known = list(known)
+    return f".{hint or did_you_mean(word, known)} Known: {', '.join(known)}."
 
 
 _SENTENCES = {

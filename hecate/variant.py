@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,10 +35,11 @@ from typing import (
     get_origin,
 )
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from hecate.errors import ConfigError, Problem, did_you_mean, meant, shorten
+from hecate.errors import ConfigError, Problem, did_you_mean, meant, not_known, shorten
 from hecate.words import MEANT
 
 if TYPE_CHECKING:
@@ -78,6 +80,22 @@ def content_hash(value: Any) -> int:
     if isinstance(value, tuple):
         return hash(tuple(map(content_hash, value)))
     return 0x6E6F6E65 if value is None else hash(value)  # None: by its address, in Python 3.11
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def briefly(value: Any) -> Any:
+    """A field's value as `Config.brief` has it: a variant with defaults alone by its kind."""
+    if isinstance(value, Variant):
+        fields = value.brief()
+        return {"kind": value.kind, **fields} if fields else value.kind
+    if isinstance(value, Config):
+        return value.brief()
+    if isinstance(value, Mapping):
+        return {key: briefly(item) for key, item in value.items()}
+    return tuple(map(briefly, value)) if isinstance(value, tuple) else value
 
 
 def _as_tuple(annotation: Any, value: Any) -> Any:
@@ -205,9 +223,9 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         unknown = [str(key) for key in data if key not in cls.model_fields]
         if unknown:
             known = [name for name in cls.model_fields if name != "kind"]
-            listing = f"known fields: {', '.join(known)}." if known else "it has no fields."
-            sentence = f"unknown field of {cls.__name__}; {listing}"
-            raise ConfigError(Problem((key,), sentence + cls._hint(key, known)) for key in unknown)
+            listing = f" Known fields: {', '.join(known)}." if known else " It has no fields."
+            sentence = f"unknown field of {cls.__name__}."
+            raise ConfigError(Problem((key,), sentence + cls._hint(key, known) + listing) for key in unknown)
         return {key: _as_tuple(cls.model_fields[key].annotation, data[key]) for key in data}
 
     @classmethod
@@ -267,6 +285,21 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                     f"{type(self).__name__} is frozen; model_copy(update={{{name!r}: ...}}) gives a changed copy"
                 ) from None
 
+    def brief(self) -> dict[str, Any]:
+        """The fields that are not at their default, as plain values: what a mapping needs to be read as this."""
+        found = {}
+        for name, field in type(self).model_fields.items():
+            value = vars(self).get(name)
+            of_itself = name not in self.model_fields_set if name in self.follows else value == _default(field)
+            if not of_itself:
+                found[name] = briefly(value)
+        return found
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.brief().items())})"
+
+    __str__ = __repr__
+
     # What `model_post_init` builds beforehand, because torch.compile cannot trace the building of a model, is in no
     # field; every copy has it, too.
     def __setstate__(self, state: dict[Any, Any]) -> None:
@@ -282,6 +315,14 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def model_json_schema(cls, *args: Any, **options: Any) -> dict[str, Any]:
         """JSON schema; every family field becomes a `oneOf` over the kinds known at this moment."""
         return resolve_families(super().model_json_schema(*args, **options))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
+        """As pydantic's, with what docstrings say of each property."""
+        schema = handler(core)
+        for name, found in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            found.setdefault("description", about_field(cls, name))
+        return schema
 
     def __hash__(self) -> int:
         found: int | None = getattr(self, "_hash", None)
@@ -300,6 +341,29 @@ class Config(BaseModel, metaclass=_ConfigMeta):
             object.__setattr__(checked, "_checked", None)
             object.__setattr__(self, "_checked", checked)
         return self if checked is None else checked
+
+
+_BLOCK = re.compile(r"\n\s*\n|\n(?= {0,4}\w+(?:, \w+)*:\s)")
+_ENTRY = re.compile(r" {0,4}(\w+(?:, \w+)*): ")
+_CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
+
+
+def about_field(cls: type[Any], name: str) -> str:
+    """What docstrings say of a field: its entry in a section, there or where that says `as in`; else what its family
+    is, the sentences that name it, or the formula that it is a part of."""
+    docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in cls.__mro__ if base.__module__ != "builtins"]
+    blocks = [" ".join(_CITED.sub("", block).split()) for doc in docs for block in _BLOCK.split(doc)]
+    entries = [(match[1].split(", "), block[match.end() :]) for block in blocks if (match := _ENTRY.match(block))]
+    entry = next((text for names, text in entries if name in names), "")
+    if said_by := re.match(r"as in `(?:([\w.]+)\.)?(\w+)`", entry):
+        other = getattr(sys.modules.get(said_by[1] or cls.__module__), said_by[2], None)
+        entry = about_field(other, name) if isinstance(other, type) else entry
+    family = cls.model_fields[name].annotation if issubclass(cls, Config) else None
+    if entry or (isinstance(family, type) and issubclass(family, Variant)):
+        return entry or " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
+    prose = [sentence for block in blocks if not _ENTRY.match(block) for sentence in re.split(r"(?<=\.) ", block)]
+    said = [sentence for sentence in prose if re.search(rf"\b{name}\b", sentence)] if name != "kind" else []
+    return " ".join(said[:2]) or next(filter(None, blocks), name)
 
 
 class Variant(Config):
@@ -400,13 +464,12 @@ class Variant(Config):
                 given += f"; a function or module of your own becomes one as a class with a kind, see {cls.__name__}"
             raise ConfigError(f"must be a {cls._family} kind, a mapping with a 'kind', or an instance, got {given}")
         known, kind = cls.variants(), fields.get("kind")
-        listing = ", ".join(known)
         if kind is None:
-            raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {listing}")
+            raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")
         if not isinstance(kind, str) or kind not in known:
-            own = " One of your own needs its module imported, with --import MODULE on the command line"
-            hint = did_you_mean(kind, known) or own
-            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}; known: {listing}.{hint}")
+            near = did_you_mean(kind, known)
+            own = "" if near else " One of your own needs its module imported, with --import MODULE on the command line"
+            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}{not_known(kind, known, near)}{own}")
         return known[kind].model_validate(dict(fields))
 
     @classmethod

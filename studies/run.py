@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import print_table
 from hecate.train.run import versions
@@ -75,8 +75,8 @@ def run_study(
         raise ConfigError(f"a study needs at least one seed, got {count}")
     if figure and find_spec("matplotlib") is None:
         raise ConfigError(
-            "the figure needs matplotlib, which is not installed; run "
-            "pip install 'hecate[plot]', or leave the figure out with --no-figure"
+            f"the figure needs matplotlib, which is not installed: {install_line('plot')}, or leave it out with "
+            "--no-figure"
         )
     print(f"{study.name}: {study.about}")
     if (reason := study.skipped()) is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
-from hecate.errors import ConfigError, did_you_mean
+from hecate.errors import ConfigError, not_known
 
 T = TypeVar("T")
 ALL, COST = "all", "cost"  # every study, and every `cost-NAME`; no study may bear these names
@@ -147,7 +147,7 @@ def find_study(name: str) -> type[Study]:
     """A study by name; `ConfigError` says which there are."""
     known = studies()
     if name not in known:
-        raise ConfigError(f"no study {name!r}; known: {', '.join(known)}, or cost, or all.{did_you_mean(name, known)}")
+        raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
     return known[name]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,16 +10,19 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from hecate import cli
 from hecate.cli import main
 from hecate.engine import Engine
 from hecate.rule import RULES, named_rule
 from hecate.train import ExperimentConfig, checkpoints
+from hecate.train.compose import experiment_schema
 from hecate.train.metrics import read_metrics
 
 TINY = """
@@ -94,7 +98,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (
             ("train", "nope"),
             2,
-            "error: no preset 'nope'; presets: cms, hope, hope_170m, lact_760m, lm-130m, ",
+            "error: no preset 'nope'. Did you mean 'hope'? Known: cms, hope, hope_170m, lact_760m, lm-130m, ",
         ),
         (("train", "gone.yaml"), 2, "error: cannot read config gone.yaml: No such file"),
         (("train", "tiny.yaml", "--set", "optim.lr=0"), 2,
@@ -115,10 +119,10 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
-        (("list", "phy"), 2, "error: no family 'phy'; known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets. Did you mean 'phi'?"),
-        (("list", "feature_maps"), 2, "error: no family 'feature_maps'; known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets. Did you mean 'phi'?"),
+        (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, algorithm, "
+         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
+        (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
+         "retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, rules, "),
         (("export", "gone", "--to", "onnx"), 2,
          "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf'), got 'onnx'"),
     ],
@@ -185,8 +189,8 @@ def test_show_says_which_engine_runs_and_why(hecate, settings, engine, word):
 def test_the_schema_is_that_of_the_experiment(hecate):
     code, out, _ = hecate("schema")
     schema = json.loads(out)
-    assert code == 0 and schema == ExperimentConfig.model_json_schema()
-    assert set(schema["properties"]) == set(ExperimentConfig.model_fields)
+    assert code == 0 and schema == experiment_schema()
+    assert set(schema["properties"]) == {*ExperimentConfig.model_fields, "extends"}
 
 
 @pytest.mark.spec("TRAIN-LIST-D1")
@@ -403,6 +407,54 @@ def test_presets_are_listed_by_what_their_files_say(hecate):
     assert "gates attention over a sliding window (MAG)" in out
 
 
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
+COUNTED = {"levels": "levels", "memory layers": "layers", "memories": "levels"}
+
+
+@pytest.mark.spec("TRAIN-LIST-D1")
+def test_a_preset_says_as_many_levels_and_layers_as_it_has():
+    from hecate.train import load_experiment
+    from hecate.train.compose import _FILES, BACKBONES, BY_BACKBONE, preset_about
+
+    told = {name: (preset_about(name), name) for name in _FILES}
+    told |= {f"backbone {name}": (preset_about(name, BACKBONES), f"{BY_BACKBONE[0]}-{name}") for name in BACKBONES}
+    assert len({about for about, _ in told.values()}) == len(told) and told["cms"][0] != told["backbone cms"][0]
+    seen = 0
+    for about, name in told.values():
+        model = load_experiment(name).model
+        for word, what in re.findall(rf"\b({'|'.join(NUMBERS)}|\d+) (levels|memory layers|memories)\b", about):
+            if what == "memories" and not model.levels:
+                continue  # of a layer, or of whichever else
+            found = getattr(model, COUNTED[what])
+            count = NUMBERS.index(word) if word in NUMBERS else int(word)
+            assert count == (found if isinstance(found, int) else len(found)), f"{name}: {about}"
+            seen += 1
+    assert seen >= 3
+
+
+@pytest.mark.parametrize("family", [None, "phi", "bias", "rules", "presets", "gating"])
+@pytest.mark.parametrize("columns", [40, 80, 100, 160])
+@pytest.mark.spec("TRAIN-LIST-D1")
+def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch):
+    from hecate.train import display
+    from hecate.train.catalogue import catalogue
+
+    shown = io.StringIO()
+    monkeypatch.setattr(display, "Console", lambda: Console(file=shown, width=columns, force_terminal=True))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    header, rows = catalogue(family)
+    display.print_table(header, rows)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert "\u2026" not in shown.getvalue() and max(map(len, lines)) <= columns
+    if lines[0].startswith("\u250f"):  # a table: what does not fit a cell stands in several lines of it
+        widths = [len(part) - 2 for part in lines[0].strip("\u250f\u2513").split("\u2533")]
+        natural = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        assert all(width >= min(most, display.WRAPPED) for width, most in zip(widths, natural, strict=True))
+    else:
+        letters = "".join("".join(line.split()) for line in lines)
+        assert all("".join(cell.split()) in letters for row in rows for cell in row)
+
+
 @pytest.mark.spec("TRAIN-EST-D2")
 def test_tape_prints_calls_and_norms(hecate):
     code, out, _ = hecate("tape", "cms", "--tokens", "2")
@@ -413,3 +465,29 @@ def test_tape_prints_calls_and_norms(hecate):
     assert len(norms) > 10 and any(norm > 0 for norm in norms)
     code, _, err = hecate("tape", "nothing")
     assert code == 2 and "no preset" in err
+
+
+@pytest.mark.spec("COMPARE-RESUME-D1")
+@pytest.mark.parametrize("given", [(), ("--plan",)])
+def test_a_comparison_without_a_folder_gets_a_new_one_and_says_which(hecate, monkeypatch, given):
+    from pathlib import Path
+
+    from hecate.compare import run
+    from hecate.train.display import Interrupted
+
+    asked = []
+
+    def stopped(cells, out, **_):
+        asked.append(str(out))
+        raise Interrupted
+
+    monkeypatch.setattr(run, "compare", stopped)
+    monkeypatch.setattr(run, "plan", stopped)
+    Path("other.yaml").write_text(TINY.replace("mlp_ratio: 1.0", "mlp_ratio: 2.0"))
+    line = ("compare", "tiny.yaml", "other.yaml", *given)
+    code, _, err = hecate(*line)
+    assert code == 3 and "kept in runs/compare-tiny-other: the same line with --out runs/compare-tiny-other" in err
+    Path("runs/compare-tiny-other").mkdir(parents=True)
+    hecate(*line)
+    assert "the same line again goes on" in hecate(*line, "--out", "mine")[2]
+    assert asked == ["runs/compare-tiny-other", "runs/compare-tiny-other-2", "mine"]

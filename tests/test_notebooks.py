@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,19 @@ import torch
 
 from tests.registries import restore_registries
 
-NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """As with the installed package alone: an empty folder, and nothing of the checkout to import but `hecate`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and not (Path(path) / "studies").is_dir()])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("studies", "tests")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ModuleNotFoundError):
+        import studies  # noqa: F401
 
 
 def test_there_are_notebooks():
@@ -18,7 +31,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, monkeypatch):
+def test_notebook_runs(path, installed, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     restore_registries(monkeypatch)

@@ -33,7 +33,39 @@ def test_a_built_package_has_the_version_of_the_code():
 def test_extras_are_those_that_users_expect():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {"cpu", "gpu", "cuda", "data", "hf", "peers", "track", "plot", "docs", "test", "all"} <= set(extras)
-    assert extras["cuda"] == ["hecate[gpu]"]
+    assert extras["cuda"] == ["hecate-memory[gpu]"]
     assert {re.split(r"[>=;]", line)[0] for line in extras["gpu"]} == {"triton", "fla-core"}
     for line in (line for name in ("all", "cuda") for line in extras[name]):
-        assert set(re.fullmatch(r"hecate\[(.+)\]", line)[1].split(",")) <= set(extras)
+        assert set(re.fullmatch(r"hecate-memory\[(.+)\]", line)[1].split(",")) <= set(extras)
+
+
+TOLD = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "constraints.txt",
+    *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb"),
+    *(path for folder in ("hecate", "studies", "tests") for path in (ROOT / folder).rglob("*.py")),
+]  # fmt: skip
+
+
+def test_nobody_is_told_to_install_the_package_of_another_project():
+    """The package index has a testing library of 2015 under the name of what is imported here."""
+    elsewhere = re.compile(r"install[ '\"\\]+hecate\b(?!-memory)|\bhecate\[[a-z]")
+    found = [path for path in TOLD if elsewhere.search(path.read_text()) and path != Path(__file__)]
+    assert len(TOLD) > 200 and not found
+    assert elsewhere.search("pip install 'hecate[hf]'") and elsewhere.search("install hecate for it")
+
+
+def test_the_package_is_not_published_under_the_name_that_is_imported():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert project["name"] == "hecate-memory" and project["scripts"] == {"hecate": "hecate.cli:main"}
+    assert {*project.get("urls", {}).values()} <= {citation.get("repository-code"), citation.get("url")}
+    wheel = project["name"].replace("-", "_")
+    assert f"/{wheel}-*.whl" in (ROOT / ".ci/run").read_text()
+
+
+def test_an_install_line_names_an_extra_that_there_is():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    called = [re.findall(r"install_line\(['\"](\w+)['\"]\)", path.read_text()) for path in TOLD if path.suffix == ".py"]
+    lines = [re.findall(r'install -c constraints\.txt (?:-e )?"\.\[(.+?)\]"', path.read_text()) for path in TOLD]
+    named = [extra for found in (*called, *lines) for names in found for extra in names.split(",")]
+    assert len(named) > 10 and {*named} - {"{extra}"} <= set(extras)

@@ -159,7 +159,7 @@ class Omega(Algorithm):
     """
 
     kind: Literal["omega"] = "omega"
-    window: Depth = Field(4, ge=1, description="tokens")
+    window: Depth = Field(4, ge=1, description="tokens of the window")
     decay: float = Field(1.0, gt=0, le=1, description="weight of a token relative to the next one")
     inner: Algorithm = GD()
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from hecate.errors import DataError, shorten
+from hecate.errors import DataError, install_line, shorten
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 PACKED = (".gz", ".zst")
@@ -185,4 +185,4 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.split(".")[0]
-        raise DataError(f"this needs the library {package}: pip install hecate[data]") from None
+        raise DataError(f"this needs the library {package}: {install_line('data')}") from None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.errors import DataError
+from hecate.errors import DataError, install_line
 
 BYTES = 256
 MOST = 1 << 24
@@ -185,5 +185,5 @@ def library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise DataError("this needs the library tokenizers: pip install hecate[data]; or use tokenizer bytes") from None
+        raise DataError(f"this needs the library tokenizers: {install_line('data')}; or use tokenizer bytes") from None
     return tokenizers

@@ -42,8 +42,10 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 class ParallelConfig(Config):
     """How the processes of a run share its work: replicate x data x context of them. [DIST-WORLD-D1]
 
-    Parameters are sharded over `data` and copied over `replicate`, and both share the batch; `context` shares the
-    tokens of a sequence. `auto`, one of them at most, takes what the others leave.
+    Fields:
+        data: processes that parameters are sharded over; they share the batch. `auto` takes what the others leave.
+        replicate: copies of those, which share the batch, too; `auto` as there, but not both.
+        context: processes that share the tokens of a sequence.
     """
 
     data: Extent | Literal["auto"] = "auto"

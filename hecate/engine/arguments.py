@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hecate.checks import described, expect, expect_beside, swapped
+from hecate.checks import TURNED, described, expect, expect_beside, heads_for_tokens, swapped
 from hecate.engine.tokens import cast, constants, expand_to
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi import FeatureMap, Params
@@ -53,8 +53,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
     if mask is not None:
         batch, length, heads = k.shape[:3]
         if isinstance(mask, Tensor) and mask.shape == (batch, heads) and heads != length:
-            turn = "T and H of the tokens look swapped: they are [B, T, H, D], of [B, H, T, D] give x.transpose(1, 2)"
-            raise ShapeError(f"{name} must be bool [B, T] = {[batch, length]}, got {described(mask)}; {turn}")
+            raise ShapeError(f"{name} must be bool [B, T] = {[batch, length]}, got {described(mask)}{TURNED}")
         expect(mask, "B T", name=name, sizes=k.shape[:2], dtype=torch.bool, like=k)
 
 
@@ -209,7 +208,8 @@ def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -
     shape = k.shape[:3]
     if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and given.shape[-1] != width):
         each = f"[B, T, H, {width}] per {channel}"
-        raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(given.shape)}")
+        turn = swapped(given.shape, shape)
+        raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(given.shape)}{turn}")
     if not given.is_floating_point():
         raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
     expect_beside(given, k, f"gates.{name}")
@@ -349,7 +349,8 @@ def _refuse_param(name: str, tensor: Tensor, shape: tuple[int, ...], floating: b
     expect_beside(tensor, k, f"phi parameter {name!r}")
     heads = k.shape[2]
     if tensor.dim() and tensor.shape[0] not in (1, heads) and shape[0] in (1, heads):
-        raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}")
+        turn = TURNED if tensor.shape[0] == k.shape[1] else ""
+        raise ShapeError(f"phi parameter {name!r} is for {tensor.shape[0]} heads, k has {heads}{turn}")
     kind = "floating point" if floating else "of whole numbers"
     raise ShapeError(
         f"phi parameter {name!r} must be {kind} {list(shape)}, or [1, ...] for all heads, got {described(tensor)}; "
@@ -405,7 +406,8 @@ def check_tensors(what: str, given: Named, expected: Shapes, k: Tensor, *, batch
     for name, shape in expected.items():
         found = tuple(given[name].shape)
         if found != shape and (batch is None or found != (batch, *shape)):
-            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}")
+            turn = heads_for_tokens(found, shape if batch is None else (batch, *shape)[-len(found) :], k)
+            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}{turn}")
         if given[name].device != k.device:
             expect_beside(given[name], k, f"{what}[{name!r}]")
 

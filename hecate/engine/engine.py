@@ -29,7 +29,7 @@ from torch import Tensor
 from hecate.engine.call import Call, Spec
 from hecate.engine.features import faced, normalized, to_tokens
 from hecate.engine.tokens import Carry, Tokens, cast, linear_block
-from hecate.errors import ConfigError, did_you_mean
+from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
@@ -205,9 +205,7 @@ def check_exact(config: MemoryConfig, asked: EngineName) -> None:
         return
     engine = Engine.registry.get(asked) if isinstance(asked, str) else None
     if engine is None:
-        known = ["auto", *Engine.registry]
-        listed = ", ".join(map(repr, known))
-        raise ConfigError(f"engine must be one of {listed}, got {asked!r}.{did_you_mean(asked, known)}".rstrip("."))
+        raise ConfigError(f"unknown engine {asked!r}{not_known(asked, ('auto', *Engine.registry))}")
     _refuse(asked, engine.excludes(config))
 
 

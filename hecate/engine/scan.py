@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import expect, named
+from hecate.checks import expect, named, warn_if_turned
 from hecate.engine import nonfinite
 from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
@@ -92,6 +92,9 @@ def memory_scan(
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
         return found
+    alone = plain and name == "memory" and state is initial is phi_params is None  # a layer gives its name
+    if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:
+        warn_if_turned(q, gates)
     y, new = whole_scan(
         config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
         reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hecate.data import DataConfig, Task, Tokenizer
-from hecate.errors import CheckpointError, ConfigError, did_you_mean, shorten
+from hecate.errors import CheckpointError, ConfigError, not_known, shorten
 from hecate.evals.base import PIECE, Evaluation, Given, Reader, Result
 from hecate.evals.haystack import MOST, encoder_of, read_text
 from hecate.evals.needles import Niah
@@ -38,7 +38,7 @@ def evaluation_of(name: str | Evaluation | Task, **fields: Any) -> Evaluation:
         return Synthetic(data=name, **_shared(Synthetic, fields))
     if name not in task_names():
         known = task_names()
-        raise ConfigError(f"no task {shorten(name)}; known: {', '.join(known)}.{did_you_mean(name, known)}")
+        raise ConfigError(f"no task {shorten(name)}{not_known(name, known)}")
     if name in DataConfig.variants():
         return Synthetic(data=DataConfig.model_validate({"kind": name}), **_shared(Synthetic, fields))
     if name.startswith("niah_"):

@@ -7,13 +7,15 @@ Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` an
 memories into models of other types.
 """
 
+from hecate.errors import install_line
+
 try:
     import transformers
 except ImportError:
-    raise ImportError("hecate.hf needs transformers 5 or later: pip install 'hecate[hf]'") from None
+    raise ImportError(f"hecate.hf needs transformers 5 or later: {install_line('hf')}") from None
 if int(transformers.__version__.split(".")[0]) < 5:
     raise ImportError(
-        f"hecate.hf needs transformers 5 or later, and {transformers.__version__} is here: pip install 'hecate[hf]'"
+        f"hecate.hf needs transformers 5 or later, and {transformers.__version__} is here: {install_line('hf')}"
     )
 
 from hecate.hf.cache import StateLayer

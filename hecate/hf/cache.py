@@ -87,6 +87,14 @@ class StateLayer(CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
 
 
+def no_continuous_batching(*_: Any, **__: Any) -> NoReturn:
+    """In the place of a model's `init_continuous_batching`, by which `generate_batch` and all that is like it begin."""
+    raise ConfigError(
+        "continuous batching (generate_batch, cache_implementation='paged') keeps keys and values in pages, and a "
+        "memory has a state of constant size instead: call generate with rows padded in front and an attention_mask"
+    )
+
+
 def state_layers(cache: Cache, count: int) -> list[StateLayer]:
     """The `count` layers of a cache; one that is new gets them in place of transformers' own. [HF-CACHE-D2]
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hecate.checks import Depth, Size, expect_choice
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.files import make_folder, new_folder, refusing, write_file
+from hecate.hf.cache import no_continuous_batching
 from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks
 from hecate.nn import FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Firing
@@ -146,6 +147,7 @@ def _install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tupl
         attention.__class__ = grafted(kind, Beside if config.mode == "add" else InPlace)
     decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
     setattr(model.config, _KEY, json.loads(config.model_dump_json()))
+    model.init_continuous_batching = no_continuous_batching
     model._is_stateful = True  # transformers then refuses assisted generation, which takes tokens back
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.disable_compile = True  # states change their place, which graphs of static caches fix

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from hecate.errors import ConfigError
-from hecate.hf.cache import StateLayer, document_starts, state_layers, written_tokens
+from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
 from hecate.hf.config import HecateConfig
 from hecate.models import LanguageModel
 from hecate.models.language_model import MemoryBlock
@@ -188,6 +188,26 @@ def _check_known(kwargs: dict[str, Any]) -> None:
         raise ConfigError(f"a hecate model takes no {unknown[0]!r}; leave it out")
 
 
+class TiedHead(nn.Module):
+    """The output layer where it is the embedding's weights: among the model's layers, where peft looks for it, without
+    weights of its own, and no `nn.Linear`, which tools would adapt or quantise apart from the embedding."""
+
+    bias: None = None
+
+    def __init__(self, lm: LanguageModel) -> None:
+        super().__init__()
+        self._lm = (lm,)  # the tuple keeps it from being a layer of this one
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding's, whichever the model has by now."""
+        return self._lm[0].embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states `[..., d_model]` to logits `[..., vocab]`."""
+        return nn.functional.linear(x, self.weight)
+
+
 class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     """`HecateModel` with the output layer and a loss. [HF-LM-D1]
 
@@ -195,9 +215,12 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     `LanguageModel`: either way the names and shapes are `model.lm.` and those of that model.
     """
 
+    init_continuous_batching = no_continuous_batching
+
     def __init__(self, config: HecateConfig) -> None:
         super().__init__(config)
         self.model = HecateModel(config)
+        self.tied_head = TiedHead(self.model.lm) if self.model.lm.head is None else None
         self.post_init()
 
     @classmethod
@@ -217,17 +240,16 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         """Takes another embedding, of a vocabulary of its size."""
         self.model.set_input_embeddings(value)
 
-    def get_output_embeddings(self) -> nn.Linear:
+    def get_output_embeddings(self) -> Any:
         """The output layer; where it is the embedding's weights, a view of them."""
-        lm = self.model.lm
-        if lm.head is not None:
-            return lm.head
-        with torch.device("meta"):
-            head = nn.Linear(lm.embedding.embedding_dim, lm.embedding.num_embeddings, bias=False)
-        head.weight = lm.embedding.weight
-        return head
+        return self.model.lm.head if self.tied_head is None else self.tied_head
 
-    def set_output_embeddings(self, value: nn.Linear) -> None:
+    def _get_resized_lm_head(self, old_lm_head: nn.Linear | TiedHead, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(old_lm_head, TiedHead):  # resized with the embedding
+            return old_lm_head
+        return super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+
+    def set_output_embeddings(self, value: Any) -> None:
         """Takes another output layer; `ConfigError` where it is the embedding's weights and this one is not."""
         lm = self.model.lm
         if lm.head is not None:

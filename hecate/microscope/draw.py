@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.microscope.style import COLOURS, DASHES, finish
 
 GREY = "#d0d0d0"  # where no token can look
@@ -48,7 +48,7 @@ def figure_type(what: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError(f"{what} needs matplotlib, which is not installed: pip install hecate[plot]") from None
+        raise ConfigError(f"{what} needs matplotlib, which is not installed: {install_line('plot')}") from None
     return Figure
 
 

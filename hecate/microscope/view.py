@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
-from hecate.errors import ConfigError, ShapeError, did_you_mean
+from hecate.errors import ConfigError, ShapeError, not_known
 from hecate.files import write_file
 from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.draw import draw_memory
@@ -208,7 +208,7 @@ class View(dict[str, MemoryView]):
     """Every memory of a model at work, by name; what single memories show, as mappings."""
 
     def __missing__(self, name: str) -> NoReturn:
-        raise ConfigError(f"no memory is called {name!r}; there are {', '.join(self)}.{did_you_mean(name, self)}")
+        raise ConfigError(f"no memory is called {name!r}{not_known(name, self)}")
 
     @property
     def attention(self) -> dict[str, Attention]:

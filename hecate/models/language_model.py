@@ -76,8 +76,8 @@ class LanguageModelConfig(Config):
             `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its
             rule: what they leave unread stays at its default.
         levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
-        self_reference: as in `hecate.cms.SelfReferential`.
-        attention: as in `hecate.nn.Composed`.
+        self_reference: a self-referential memory, as in `hecate.cms.SelfReferential`.
+        attention: attention beside the memory or alone, as in `hecate.nn.Composed`.
         mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
         tie_embeddings: whether the output layer shares the embedding's weights.
     """

@@ -48,7 +48,7 @@ class LinearTransformerConfig(Config):
         window_size: most tokens of one call; None for any number. No parameter and no state has
             its size. In Edifice it is the length that the input is compiled for.
         output: "last" for the last written token alone, "sequence" for every token.
-        feature_map, causal, normalizer, eps, kv_heads, positions: as in `nn.LinearAttention`.
+        feature_map, causal, normalizer, eps, kv_heads, positions: as in `hecate.nn.LinearAttention`.
         norm: "rms", or "layer" for layer norm, in every block and at the end.
         mlp: "gated" by silu, W_down(silu(W_gate x) * W_up x), or "plain", W_down gelu(W_up x).
         mlp_ratio: hidden width of the MLP over hidden_size; 0 leaves it out.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import described, expect_beside, expect_choice, expect_number
+from hecate.checks import described, expect_beside, expect_choice, expect_number, swapped
 from hecate.engine import (
     DIVIDE,
     EngineName,
@@ -222,7 +222,7 @@ def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor
     if v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ShapeError(
             "q must be [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] with equal B, S, G, D; got "
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}{swapped(v.shape, k.shape)}"
         )
     if not k.shape[2] or not q.shape[2] or q.shape[2] % k.shape[2]:
         raise ShapeError(f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads")

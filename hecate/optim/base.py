@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiable
 
 from hecate.distributed import gathered, is_sharded, overwrite
-from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, did_you_mean
+from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, not_known
 from hecate.optim import options
 from hecate.optim.options import Allowed, Group, MatrixView, NonNegative, OptimizerKind, name_of
 from hecate.optim.sharding import agreed, local
@@ -85,8 +85,7 @@ class MatrixOptimizer(Optimizer):
         if unknown:
             known = [name for name in signature.parameters if name != "params"]
             raise ArgumentError(
-                f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}; it takes "
-                f"{', '.join(known)}.{did_you_mean(unknown[0], known)}"
+                f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}{not_known(unknown[0], known)}"
             )
         if isinstance(params, nn.Module):
             kind = type(params).__name__

@@ -249,7 +249,7 @@ def level_groups(
             names = [name for name, _ in named]
             some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
             hint = did_you_mean(pattern, names)
-            raise ConfigError(f"the pattern {pattern!r} decides no parameter's level; names are {some}.{hint}")
+            raise ConfigError(f"the pattern {pattern!r} decides no parameter's level.{hint} Names are {some}.")
     found: dict[int, list[Tensor]] = {}
     for (_, parameter), decided in zip(named, patterns, strict=True):
         found.setdefault(default if decided is None else periods[decided], []).append(parameter)

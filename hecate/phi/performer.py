@@ -139,7 +139,7 @@ class ArcCosine(Projected):
 
     kind: Literal["arc_cosine"] = "arc_cosine"
     order: Order = 1
-    num_features: Size | None = Field(default=None, gt=0, description="d_phi")
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; None for max(D, int(D log D))")
     orthogonal: bool = True
     norms: Norms = "sqrt"
 
@@ -205,7 +205,7 @@ class PerformerReLU(Projected):
     """
 
     kind: Literal["performer_relu"] = "performer_relu"
-    num_features: Size | None = Field(default=None, gt=0, description="d_phi")
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; None for max(D, int(D log D))")
     kernel_epsilon: float = Field(default=1e-3, ge=0, description="added to every ReLU")
     orthogonal: bool = True
     norms: Norms = "sqrt"

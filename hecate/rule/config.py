@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic_core import CoreSchema
 
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot, KernelForm
 from hecate.checks import Count, Depth
-from hecate.errors import ConfigError, did_you_mean, shorten
+from hecate.errors import ConfigError, not_known, shorten
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.readout import Direct, ReadoutKind
@@ -20,7 +21,7 @@ from hecate.retention import NoRetention, RetentionKind, StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
-from hecate.variant import Config, Conflicts
+from hecate.variant import Config, Conflicts, briefly
 
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
@@ -210,6 +211,28 @@ class MemoryConfig(Config):
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # So that what is written of a config that does not set it stays what it was.
         return {name: value for name, value in write(self).items() if name not in LAYER_FIELDS or value is not None}
+
+    def brief(self) -> dict[str, Any]:
+        """As of any config, or a rule that it was read from and what differs from that, where this is shorter."""
+        fields, shortest = {name: vars(self).get(name) for name in type(self).model_fields}, super().brief()
+        for rule, (config, _) in RULES.items():
+            if config.model_fields_set <= self.model_fields_set:
+                plain = {name: field.default for name, field in type(self).model_fields.items()}
+                plain |= {name: getattr(config, name) for name in MemoryConfig.model_fields}
+                own = {name: briefly(value) for name, value in fields.items() if value != plain[name]}
+                shortest = min(shortest, {"kind": rule, **own}, key=len)
+        return shortest
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The fields, beside the rule that others of them are of, or a rule alone."""
+        schema = super().__get_pydantic_json_schema__(core, handler)
+        whole = handler.resolve_ref_schema(schema)
+        rule = {"type": "string", "enum": list(RULES), "description": "A rule of the literature, by its name."}
+        fields = {**whole, "properties": {"kind": rule, **whole["properties"]}}
+        whole.clear()
+        whole.update({"title": fields.pop("title"), "anyOf": [fields, rule]})
+        return schema
 
     @property
     def rule(self) -> MemoryRule:
@@ -575,6 +598,6 @@ def named_rule(name: str, **fields: Any) -> MemoryConfig:
         ConfigError: an unknown name or field, with the known ones and the nearest.
     """
     if not isinstance(name, str) or name not in RULES:
-        raise ConfigError(f"unknown rule {shorten(name)}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+        raise ConfigError(f"unknown rule {shorten(name)}{not_known(name, RULES)}")
     config = RULES[name].config
     return config.model_copy(update=fields) if fields else config

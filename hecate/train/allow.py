@@ -34,8 +34,8 @@ def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) 
         if path is None or _at(tree, path) is None:
             known = [".".join(p) for p in _branches(tree)]
             raise ConfigError(
-                f"--allow {shorten(name)}: an experiment has no such setting; write its whole path, such as "
-                f"optim.lr.{did_you_mean(name, known)}"
+                f"--allow {shorten(name)}: an experiment has no such setting.{did_you_mean(name, known)} "
+                "Write its whole path, such as optim.lr"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hecate import algorithm, bias, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
 from hecate.engine import Call, Engine, choose, verdicts
-from hecate.errors import ConfigError, did_you_mean, meant
+from hecate.errors import ConfigError, not_known
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule
@@ -45,8 +45,7 @@ def catalogue(family: str | None = None) -> Table:
         named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": folded_presets()}
         return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
     if family not in FAMILIES:
-        hint = meant(family, FAMILIES) or did_you_mean(family, FAMILIES)
-        raise ConfigError(f"no family {family!r}; known: {', '.join(FAMILIES)}.{hint}")
+        raise ConfigError(f"no family {family!r}{not_known(family, FAMILIES)}")
     return FAMILIES[family]()
 
 
@@ -87,7 +86,7 @@ def _rules() -> Table:
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
-    return ["rule", "knobs, and what differs from MemoryConfig()", "engine", "paper"], rows
+    return ["rule", "knobs and settings", "engine", "paper"], rows
 
 
 def _beside(config: MemoryConfig) -> list[str]:
@@ -113,7 +112,7 @@ def _presets() -> Table:
     shipped = {name: load_experiment(name) for name in shipped_presets()}
     rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
-    rows += [["lm-SIZE-" + name, "", preset_about(name), ""] for name in BACKBONES]
+    rows += [["lm-SIZE-" + name, "", preset_about(name, BACKBONES), ""] for name in BACKBONES]
     return ["preset", "data", "what it is", "steps"], rows
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, Problem, did_you_mean, format_path, shorten
+from hecate.errors import ConfigError, Problem, did_you_mean, format_path, not_known, shorten
 from hecate.models import LanguageModelConfig
 from hecate.rule import RULES
 from hecate.train.config import OF_ADAMW, ExperimentConfig
@@ -47,9 +47,9 @@ def shipped_presets() -> list[str]:
     return list(_FILES)
 
 
-def preset_about(name: str) -> str:
-    """What the file of a preset or a backbone says it is: the first sentence of its comment."""
-    lines = (_FILES | BACKBONES)[name].read_text(encoding="utf-8").splitlines()
+def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
+    """What the file of a preset, or of one of the `BACKBONES`, says it is: the first sentence of its comment."""
+    lines = files[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
 
@@ -77,6 +77,16 @@ def dump_experiment(config: ExperimentConfig) -> str:
     return dump_yaml(config.model_dump(mode="json"))
 
 
+def experiment_schema() -> dict[str, Any]:
+    """The JSON schema of what `load_experiment` reads. [VAR-SCHEMA-I1]"""
+    schema = ExperimentConfig.model_json_schema()
+    old, adamw = schema["$defs"]["OptimConfig"]["properties"], schema["$defs"]["optimizer.adamw"]["properties"]
+    old |= {name: {**adamw[name], "deprecated": True} for name in OF_ADAMW}
+    about = "A preset, or a file in the folder of this one, whose settings hold where this file has none."
+    fields = {"extends": {"type": "string", "description": about}, **schema["properties"]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "properties": fields}
+
+
 def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     """Reads a preset by name or a file; `folder` confines what `extends` may name."""
     known = folder is None and os.path.isfile(name)  # noqa: PTH113 - no error where the name is too long
@@ -99,8 +109,8 @@ def _preset(name: str) -> tuple[Document, Path]:
     if stem in BY_BACKBONE and rule in BACKBONES:
         return _with_backbone(name, stem, rule)
     if stem not in BY_RULE or rule not in RULES:
-        known, hint = ", ".join(folded_presets()), did_you_mean(name[:80], presets())
-        raise ConfigError(f"no preset {shorten(name)}; presets: {known}.{hint} A file must end in .yaml or .yml")
+        listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
+        raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")
     document, mark = read_yaml(_FILES[stem]), f"preset {name}"
     chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
     memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule

@@ -29,11 +29,16 @@ OF_ADAMW = ("betas", "eps")
 class OptimConfig(Config):
     """The outer optimiser, which trains the parameters (not the memories), and its learning rate.
 
-    The rate, the same for every kind, rises linearly for `warmup` steps to `lr`, then follows `schedule` down to `final
-    * lr` at the last step of the budget. Norm scales, biases and other vectors do not decay.
-    `clip` bounds the norm of the whole gradient; null turns it off.
-    `periods` is of names to numbers: parameters whose name fits a pattern (shell style, the first that fits decides)
-    step once in so many steps, by the mean of their gradients.
+    Fields:
+        lr: the highest learning rate, the same for every kind.
+        optimizer: how the step is taken; `hecate list optimizer` has the kinds.
+        weight_decay: of matrices; norm scales, biases and other vectors do not decay.
+        warmup: steps in which the rate rises linearly to `lr`.
+        schedule: how the rate falls from there to the last step of the budget.
+        final: the share of `lr` that it falls to.
+        clip: bounds the norm of the whole gradient; null turns it off.
+        periods: names to numbers: parameters whose name fits a pattern (shell style, the first that fits decides) step
+            once in so many steps, by the mean of their gradients.
     """
 
     lr: float = Field(3e-3, gt=0)
@@ -80,19 +85,28 @@ class OptimConfig(Config):
 
 
 class BudgetConfig(Config):
-    """How long, how often and on what: `minutes` ends a run early and gives up reproducibility.
+    """How long, how often and on what. [DIST-STEP-D1]
 
-    `seq_len` is for texts (256 when null); a task brings its own. `threads` is applied by the command line alone.
-    `keep` newest checkpoints stay, and the best one. A run resumed with
-    other `steps` follows the schedule of the new number from there on.
-
-    `batch_size` is of all processes together, and of a step: it is taken in `accumulate` parts, one after the other,
-    with the gradient of the whole. In `precision` bfloat16, parameters are bfloat16 forward and backward; the
-    parameters that are trained, sums over processes and the states of memories stay float32. `recompute` keeps the
-    inputs of blocks alone and computes the rest again in the backward pass: of every block ("full") or every n-th.
-    `compile` "block" compiles each block, "chunk" the chunks of memories alone, once however many there are, for a GPU:
-    engine "fused". `save` "async" copies a checkpoint to memory and writes it while the run goes
-    on. `timeout` is how many seconds a process waits for the others. [DIST-STEP-D1]
+    Fields:
+        steps: of the optimiser; a run resumed with another number follows its schedule from there on.
+        minutes: ends a run early, and gives up reproducibility.
+        batch_size: sequences of a step, of all processes together.
+        accumulate: parts that a step's batch is taken in, one after the other, with the gradient of the whole.
+        seq_len: tokens of a text's sequence, 256 when null; a task brings its own.
+        eval_every: steps from one validation to the next.
+        eval_batches: batches of a validation.
+        checkpoint_every: steps from one checkpoint to the next.
+        keep: newest checkpoints that stay, beside the best one.
+        threads: of the CPU; applied by the command line alone.
+        device: where the model trains.
+        precision: in bfloat16 parameters are so forward and backward; those that are trained, sums over processes and
+            the states of memories stay float32.
+        recompute: keeps the inputs of blocks alone and computes the rest again in the backward pass, of every block
+            ("full") or every n-th.
+        compile: each "block", or for a GPU the chunks of memories alone ("chunk"), once however many there are: engine
+            "fused".
+        save: "async" copies a checkpoint to memory and writes it while the run goes on.
+        timeout: seconds that a process waits for the others.
     """
 
     steps: Count = Field(400, ge=1)
@@ -122,7 +136,14 @@ class BudgetConfig(Config):
 
 
 class SampleConfig(Config):
-    """What to write into samples.txt; `every` 0 samples at the end only."""
+    """What a model writes into samples.txt.
+
+    Fields:
+        prompt: the text that it continues.
+        tokens: how many it adds.
+        temperature: 0 takes the likeliest token.
+        every: steps from one sample to the next; 0 samples at the end only.
+    """
 
     prompt: str = "def "
     tokens: int = Field(200, ge=0, le=1 << 20)
@@ -133,8 +154,18 @@ class SampleConfig(Config):
 class ExperimentConfig(Config):
     """A whole experiment; `hecate train` reads it from YAML. [TRAIN-CONFIG-D1]
 
-    `loggers` are told what metrics.jsonl is told; `tensorboard: true` is another way to ask for that one. `init_from`
-    names a run, a checkpoint or a safetensors file whose parameters a new run begins with. [TRAIN-INIT-D1]
+    Fields:
+        name: of the run's folder and of its row in tables.
+        seed: of the parameters and of the order of the data.
+        model: its sizes and its memories.
+        data: what it reads; `hecate list data` has the kinds.
+        optim: the outer optimiser and its learning rate.
+        budget: how long, how often and on what.
+        parallel: how the processes of a run share its work.
+        sample: what it writes into samples.txt.
+        tensorboard: the logger of that kind.
+        loggers: are told what metrics.jsonl is told.
+        init_from: a run, a checkpoint or a safetensors file whose parameters a new run begins with. [TRAIN-INIT-D1]
     """
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

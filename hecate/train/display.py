@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 PLAIN = 10.0
@@ -141,15 +141,29 @@ class Signals:
             signal.signal(number, handler)
 
 
+WRAPPED = 32
+"""Columns of a terminal that a cell needs to be read in lines; where a table has fewer, its rows stand one by one."""
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on standard output if that is a terminal, aligned lines elsewhere."""
+    """On a terminal a rich table, or its rows one by one where cells would be too narrow; aligned lines elsewhere.
+    Nothing is cut."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if not sys.stdout.isatty():
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         for row in (header, *rows):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             print("  ".join(cells).rstrip())
         return
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    console = Console()
+    needed = sum(min(width, WRAPPED) + 3 for width in widths) + 1
+    for row in rows if needed > console.width else ():
+        one = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+        for name, cell in zip(header[1:], row[1:], strict=True):
+            if cell:
+                one.add_row(Text(f"  {name}", "dim"), Text(cell))
+        console.print(Text(row[0], "bold"), one, sep="\n")
+    if needed <= console.width:
+        table = Table(*(Column(name, overflow="fold") for name in header))
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        console.print(table)

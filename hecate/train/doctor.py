@@ -6,25 +6,24 @@ import os
 import platform
 import time
 from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from hecate.engine import Call, Engine, choose, kernel_verdicts
-from hecate.errors import ConfigError, did_you_mean
 from hecate.nn import Memory
-from hecate.rule import RULES, MemoryConfig
+from hecate.rule import RULES, MemoryConfig, named_rule
 from hecate.train.catalogue import Table
+from hecate.train.run import versions
 
-PACKAGES = ("hecate", "torch", "numpy", "pydantic", "numba", "flash-linear-attention", "triton", "matplotlib")
+PACKAGES = ("torch", "numpy", "pydantic", "numba", "flash-linear-attention", "triton", "matplotlib")
 LENGTH = 1024
 
 
 def machine() -> Table:
     """Versions, threads and devices."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = [[name, _version(name)] for name in PACKAGES]
+    found = [[name, version] for name, version in versions(PACKAGES).items()]
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     rows = [["python", platform.python_version()], *found, ["machine", system], ["torch on a CPU", threads]]
@@ -71,8 +70,7 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     """
     names = list(rules) or list(RULES)
     for name in names:
-        if name not in RULES:
-            raise ConfigError(f"no rule {name!r}; known: {', '.join(RULES)}.{did_you_mean(name, RULES)}")
+        named_rule(name)
     for name in names:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)
@@ -81,10 +79,3 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
         y.sum().backward()
         call = Call.sketch(config, length=64, shape=(width, width))
         yield f"{name}: {choose(call).name}", time.perf_counter() - start
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -12,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from hecate.errors import ConfigError, HookError
+from hecate.errors import ConfigError, HookError, install_line
 from hecate.files import refusing, write_file
 from hecate.variant import Variant
 
@@ -172,7 +172,7 @@ def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
             importlib.import_module(kind.package)
         except ImportError as error:
             out = "false" if path == ("tensorboard",) else "out"
-            raise ConfigError(f"needs {kind.name}: install hecate[track] or leave it {out}", path) from error
+            raise ConfigError(f"needs {kind.name}: {install_line('track')}, or leave it {out}", path) from error
 
 
 def open_loggers(

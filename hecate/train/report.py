@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from hecate.cms import LevelHealth
+from hecate.errors import install_line
 from hecate.files import write_file
 from hecate.train.document import dump_yaml
 from hecate.train.evaluate import Score, model_health, state_leaves
@@ -148,7 +149,7 @@ def _figures(
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "Not drawn: matplotlib is not installed (`pip install hecate[plot]`)."
+        return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 
     def column(event: str, key: str, scale: float = 1.0) -> list[float]:
         return [scale * record[key] for record in records if record.get("event") == event]

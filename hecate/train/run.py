@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,12 +185,10 @@ def environment(config: ExperimentConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on."""
-    found = dict.fromkeys(
-        ("hecate", "torch", "numpy", "pydantic", "safetensors", "PyYAML"), "not installed as a package"
-    )
-    for name in found:
+def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetensors", "PyYAML")) -> dict[str, str]:
+    """Of hecate, however it came here, and of packages: by default those that numbers depend on."""
+    found = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
+    for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

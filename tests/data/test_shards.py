@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from hecate.data.shards import (
 )
 from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
-from hecate.errors import DataError
+from hecate.errors import DataError, install_line
 from tests.data.corpora import WORDS, bytes_folder, jsonl, texts
 
 
@@ -391,7 +392,7 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(tmp_path, monkeypat
         "zstandard": lambda: list(documents(tmp_path / "a.txt.zst")),
         "pyarrow.parquet": lambda: list(documents(tmp_path / "a.parquet")),
     }
-    with pytest.raises(DataError, match=r"pip install hecate\[data\]"):
+    with pytest.raises(DataError, match=re.escape(install_line("data"))):
         calls[missing]()
 
 

@@ -8,8 +8,10 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, retention
-from hecate.errors import HecateError
+from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, named_rule, retention
+from hecate.errors import HecateError, LayoutWarning
+from hecate.nn import LinearAttention, Memory
+from hecate.nn.sums import linear_attention
 from hecate.tape.ops import over
 
 
@@ -297,3 +299,60 @@ def test_an_unfinished_chunk_takes_retain_of_either_width(first):
         rows.append(row)
     torch.testing.assert_close(torch.cat(rows, 1), y, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(state.memory, final.memory, rtol=1e-12, atol=1e-14)
+
+
+TURNED = "T and H look swapped: tokens are \\[B, T, H, D\\], of \\[B, H, T, D\\] give x.transpose"
+
+
+@pytest.mark.spec("ENG-CALL-I1")
+def test_whatever_tells_heads_from_tokens_refuses_the_other_layout():
+    rule, fourier = MemoryConfig(key_norm="l2"), MemoryConfig(feature_map={"kind": "random_fourier", "d_phi": 8})
+    turned = torch.randn(2, 4, 6, 8)  # [B, H, T, D]
+    tokens = turned.transpose(1, 2)
+    _, state = memory_scan(rule, tokens, tokens, tokens)
+    params = fourier.feature_map.init(8, heads=4, generator=torch.Generator())
+    channels, mask = torch.rand(2, 6, 4, 8), torch.ones(2, 6, dtype=torch.bool)
+    calls = {
+        "lr": lambda: memory_scan(rule, turned, turned, turned, Gates(lr=channels[..., 0])),
+        "state": lambda: memory_scan(rule, turned, turned, turned, state=state),
+        "initial": lambda: memory_scan(rule, turned, turned, turned, initial={"weight": torch.zeros(4, 8, 8)}),
+        "initial of each": lambda: memory_scan(
+            rule, turned, turned, turned, initial={"weight": torch.zeros(2, 4, 8, 8)}
+        ),
+        "phi": lambda: memory_scan(fourier, turned, turned, turned, phi_params=params),
+        "mask": lambda: memory_scan(rule, turned, turned, turned, write_mask=mask),
+        "reset": lambda: memory_scan(rule, turned, turned, turned, reset_mask=~mask),
+        "retain": lambda: memory_scan(named_rule("kda"), turned, turned, turned, Gates(retain=channels)),
+        "erase": lambda: memory_scan(named_rule("gated_delta_2"), turned, turned, turned, Gates(erase=channels)),
+        "values": lambda: memory_scan(rule, turned, turned, tokens),
+        "attention": lambda: linear_attention(turned, turned, tokens),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ShapeError, match=TURNED):
+            call()
+            pytest.fail(name)
+
+
+@pytest.mark.spec("ENG-CALL-I1")
+def test_the_other_layout_is_warned_of_where_nothing_tells():
+    rule = MemoryConfig(key_norm="l2")
+
+    def scanned(*shape, **given):
+        x = torch.zeros(shape)
+        return memory_scan(rule, x, x, x, **given)
+
+    for shape in ((2, 4, 128, 16), (1, 8, 1024, 8), (3, 2, 32, 4)):
+        for gates in (None, Gates(lr=0.1)):
+            with pytest.warns(LayoutWarning, match=f"as {shape[1]} tokens of {shape[2]} heads; " + TURNED):
+                scanned(*shape, gates=gates)
+    # What is ordinary, or says what it is, is not: warnings are errors here.
+    for shape in ((2, 128, 4, 16), (2, 1, 128, 16), (2, 8, 32, 4), (2, 3, 16, 4), (2, 0, 64, 4), (2, 64, 64, 4)):
+        scanned(*shape)
+    _, state = scanned(2, 1, 64, 4)
+    scanned(2, 4, 64, 4, state=state)
+    scanned(2, 4, 64, 4, write_mask=torch.ones(2, 4, dtype=torch.bool))
+    scanned(2, 4, 64, 4, gates=Gates(lr=torch.rand(2, 4, 64)))
+    scanned(2, 4, 64, 4, name="mine")
+    Memory(64, heads=32)(torch.zeros(2, 3, 64))
+    LinearAttention(64, heads=32)(torch.zeros(2, 3, 64))
+    torch.compile(lambda x: memory_scan(rule, x, x, x)[0], backend="eager")(torch.zeros(1, 2, 32, 4))

@@ -14,11 +14,11 @@ import torch
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import Call, Engine, choose
 from hecate.engine.triton import engine
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 
 ROOT = Path(__file__).parents[2]
 TRITON = Engine.registry["triton"]
-WITH = pytest.mark.skipif(find_spec("triton") is None, reason='needs triton: pip install "hecate[gpu]"')
+WITH = pytest.mark.skipif(find_spec("triton") is None, reason=f"needs triton: {install_line('gpu')}")
 
 
 def interpreted(marked: str) -> None:

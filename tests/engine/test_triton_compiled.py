@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hecate.errors import install_line
+
 if find_spec("triton") is None:
-    pytest.skip('the kernels need triton: pip install "hecate[gpu]"', allow_module_level=True)
+    pytest.skip(f"the kernels need triton: {install_line('gpu')}", allow_module_level=True)
 
 from tests.engine.offline import CASES, COVERING
 

@@ -47,7 +47,8 @@ def schema_of(root: type[Config]) -> dict[str, Any]:
             kinds = [kind for kind, cls in family.variants().items() if cls.__module__.startswith("hecate.")]
             members: list[dict[str, Any]] = [{"$ref": f"#/$defs/{family._family}.{kind}"} for kind in kinds]
             schema["$defs"][family._family]["oneOf"] = [*members, {"type": "string", "enum": kinds}]
-    return schema
+    fields = schema.pop("anyOf", [{}])[0]  # of a memory, which a rule's name alone may be as well
+    return {**schema, **fields}
 
 
 def check(seed: int) -> str:

@@ -104,6 +104,22 @@ def test_what_was_filled_up_is_not_continued_by_a_cache():
     assert torch.equal(model.generate(more, attention_mask=mask, **GREEDY)[0, -7:], greedy(model, alone)[-7:])
 
 
+@pytest.mark.spec("HF-GEN-D1")
+def test_continuous_batching_is_refused_before_it_starts(caplog):
+    """transformers' own pages keys and values, which a memory has none of: it would log an error and answer nothing."""
+    model, rows = made(), tokens(2, 4).tolist()
+    calls = (
+        lambda: model.generate_batch(rows, max_new_tokens=2),
+        lambda: model.generate(tokens(2, 4), cache_implementation="paged", max_new_tokens=2),
+        lambda: model.init_continuous_batching(),
+        lambda: model.continuous_batching_context_manager().__enter__(),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match="call generate with rows padded in front and an attention_mask"):
+            call()
+    assert "rror" not in caplog.text
+
+
 @pytest.mark.spec("HF-GEN-D1", "HF-BYTES-D1")
 def test_text_streams_and_pipelines(capsys):
     from transformers import TextStreamer, pipeline

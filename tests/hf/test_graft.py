@@ -229,6 +229,8 @@ def test_a_cache_is_copied_sorted_emptied_and_not_cut():
             model(IDS[:, 6:], past_key_values=foreign)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
         model.generate(IDS[:1], assistant_model=made(), **HOW)
+    with pytest.raises(ConfigError, match="a memory has a state of constant size"):
+        model.generate_batch(IDS.tolist(), max_new_tokens=2)
 
 
 @pytest.mark.spec("HF-GRAFT-I3")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 from hecate.models import HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.train import load_experiment
@@ -50,6 +50,89 @@ def test_a_config_holds_any_model_and_one_vocabulary():
             HecateConfig(model=model)
     with pytest.raises(ConfigError, match="tie_word_embeddings: must be True, as model.tie_embeddings is"):
         HecateConfig(model={"vocab_size": 9}, tie_word_embeddings=False)
+
+
+SMALL = {"vocab_size": 9, "d_model": 16, "layers": 3, "heads": 2}
+THEIR_NAMES = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+@pytest.mark.spec("HF-CONFIG-D1")
+def test_fields_of_a_model_stand_beside_those_of_transformers():
+    titans = LanguageModelConfig(**SMALL, memory="titans", tie_embeddings=False)
+    for fields in (
+        {**SMALL, "memory": "titans", "tie_embeddings": False},
+        {**THEIR_NAMES, "memory": {"kind": "titans"}, "tie_word_embeddings": False},
+        {**SMALL, **THEIR_NAMES, "memory": titans.memory, "tie_word_embeddings": False, "tie_embeddings": False},
+        {"model": titans, **THEIR_NAMES, "tie_word_embeddings": False},
+        {"model": {**titans.model_dump(), "vocab_size": None}, "vocab_size": 9},
+    ):
+        config = HecateConfig(**fields, dtype="float64", eos_token_id=3, use_cache=False)
+        assert config.language_model == titans, fields
+        assert config.dtype == torch.float64 and config.eos_token_id == 3 and not config.use_cache
+    assert HecateConfig(layers=1).language_model == LanguageModelConfig(vocab_size=256, layers=1)
+    assert len(HecateForCausalLM(HecateConfig(**THEIR_NAMES)).model.lm.blocks) == 3
+
+
+@pytest.mark.spec("HF-CONFIG-D1")
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({**SMALL, "d_modl": 3}, r"^d_modl: unknown field .*Did you mean 'd_model'\?"),
+        ({**SMALL, "n_layer": 3}, r"^n_layer: unknown field .*Did you mean 'layers'\?"),
+        ({**SMALL, "max_position_embeddings": 3}, "^max_position_embeddings: unknown field"),
+        ({**SMALL, "intermediate_size": 3}, "^intermediate_size: unknown field"),
+        ({**SMALL, "temperature": 0.5}, "^temperature: unknown field"),
+        ({"model": SMALL, "nonsense": 3}, "^nonsense: unknown field"),
+        ({**SMALL, "memory": "titan"}, r"^memory: .*Did you mean 'titans'\?"),
+        ({"vocab_size": 9, "hidden_size": 0}, "^hidden_size: must be >= 1, got 0"),
+        ({"num_attention_heads": 3}, "^num_attention_heads: must divide d_model=128, got 3"),
+        (
+            {**SMALL, "hidden_size": 32},
+            "^hidden_size: is d_model in other words, and both are set: 32 and 16; keep one",
+        ),
+        ({"model": SMALL, "hidden_size": 32}, "^hidden_size: must be 16, as model.d_model is; change that one"),
+        ({"model": SMALL, "vocab_size": 32}, "^vocab_size: must be 9, as model.vocab_size is; change that one"),
+        ({"model": SMALL, "memory": "titans"}, "^memory: must be .* as model.memory is; change that one"),
+        ({"vocab_size": None}, "^vocab_size: must be set to build a model"),
+    ],
+)
+def test_what_no_field_is_or_two_fields_disagree_on_is_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        HecateConfig(**fields)
+
+
+@pytest.mark.spec("HF-CONFIG-D1")
+def test_a_config_can_be_changed_by_either_name():
+    config = HecateConfig(**SMALL)
+    config.hidden_size, config.layers = 32, 5
+    assert (
+        (config.d_model, config.num_hidden_layers) == (32, 5) == (config.language_model.d_model, config.model["layers"])
+    )
+    with pytest.raises(ConfigError, match="heads"):
+        config.num_attention_heads = 5
+    assert config.heads == 2
+
+
+@pytest.mark.spec("HF-CONFIG-D1")
+def test_a_file_says_sizes_as_others_read_them_and_older_files_load(tmp_path):
+    from transformers import AutoConfig
+
+    config = HecateConfig(**SMALL, tie_embeddings=False)
+    config.note = "an attribute of somebody's"
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for told in (written, config.to_dict()):
+        assert THEIR_NAMES.items() <= told.items() and told["model_type"] == "hecate"
+        assert told["tie_word_embeddings"] is False
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.language_model == config.language_model and again.note == config.note
+    assert AutoConfig.from_pretrained(tmp_path, num_hidden_layers=1).language_model.layers == 1
+    older = {name: value for name, value in written.items() if name not in (*THEIR_NAMES, "tie_word_embeddings")}
+    (tmp_path / "config.json").write_text(json.dumps(older))
+    assert AutoConfig.from_pretrained(tmp_path).language_model == config.language_model
+    (tmp_path / "config.json").write_text(json.dumps({**written, "hidden_size": 32}))
+    with pytest.raises(ConfigError, match="hidden_size: must be 16, as model.d_model is"):
+        AutoConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("rule", SOME)
@@ -159,10 +242,10 @@ def without(module, code, *arguments):
 def test_where_hecate_is_absent_a_reader_is_told(tmp_path):
     made().save_pretrained(tmp_path)
     code = (tmp_path / "modeling_hecate.py").read_text()
-    assert "from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel" in code and "hecate[hf]" in code
+    assert "from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel" in code and install_line("hf") in code
     said = without("hecate", "from transformers import AutoConfig\n"
                    "AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)", tmp_path)  # fmt: skip
-    assert "requires the following packages that were not found" in said and "pip install hecate" in said
+    assert f"which is not installed: {install_line('hf')}" in said and "Run `pip" not in said
 
 
 @pytest.mark.spec("HF-REMOTE-D1")
@@ -170,7 +253,7 @@ def test_where_transformers_is_absent_one_sentence_says_so():
     said = without("transformers", "import hecate, hecate.cli\n"
                    "try: hecate.hf\nexcept ImportError as error: print(error)\n"
                    "hecate.cli.main(['export', 'run', '--to', 'hf'])")  # fmt: skip
-    sentence = "hecate.hf needs transformers 5 or later: pip install 'hecate[hf]'"
+    sentence = f"hecate.hf needs transformers 5 or later: {install_line('hf')}"
     assert said.splitlines() == [sentence, f"error: --to hf: {sentence}"]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, install_line
 from hecate.microscope import MemoryView, View, draw
 from hecate.microscope.report import _facts
 from hecate.rule import Gates
@@ -120,5 +121,5 @@ def test_errors(monkeypatch):
     with pytest.raises(ConfigError, match="at least one head"):
         view.draw(heads=0)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"needs matplotlib.*pip install hecate\[plot\]"):
+    with pytest.raises(ConfigError, match="needs matplotlib.*" + re.escape(install_line("plot"))):
         view.draw()

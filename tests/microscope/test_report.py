@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hecate.cli import main
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError, ConfigError, install_line
 from hecate.microscope.report import BEGIN, END, report_run, with_section
 from hecate.train import ExperimentConfig, checkpoints, run_experiment
 from hecate.train.display import Display
@@ -91,7 +92,7 @@ def test_refusals(run, tmp_path, monkeypatch):
     assert not [*(run / "figures").glob("microscope*")]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install hecate\[plot\]"):
+    with pytest.raises(ConfigError, match=re.escape(install_line("plot"))):
         report_run(run)
 
 

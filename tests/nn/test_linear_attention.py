@@ -529,7 +529,7 @@ def calls():
         "0 key heads do not divide 2": lambda: linear_attention(
             torch.ones(1, 3, 2, 2), torch.ones(1, 3, 0, 2), torch.ones(1, 3, 0, 2)
         ),
-        "engine must be one of": lambda: linear_attention(*[x[:, :, None]] * 3, causal=False, engine="fast"),
+        "unknown engine 'fast'": lambda: linear_attention(*[x[:, :, None]] * 3, causal=False, engine="fast"),
         "autodiff must be one of": lambda: linear_attention(*[x[:, :, None]] * 3, causal=False, autodiff="fast"),
         "phi_params must be what": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", {"w": x}),
         "got 3": lambda: linear_attention(*[x[:, :, None]] * 3, "elu", 3),

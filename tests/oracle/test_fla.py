@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
+from hecate.errors import install_line
 from studies.costs import peers
 
 pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(
         not (peers.installed("fla-core") and peers.installed("einops")),
-        reason="fla-core is not installed; pip install 'hecate[oracle]'",
+        reason=f"fla-core is not installed: {install_line('oracle')}",
     ),
 ]
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hecate.errors import install_line
 from studies.costs import peers
 from tests.reference import gates_2026 as heads
 from tests.reference import papers_2025 as older
@@ -27,7 +28,7 @@ pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(
         not (peers.installed("fla-core") and peers.installed("einops")),
-        reason="fla-core is not installed; pip install 'hecate[oracle]'",
+        reason=f"fla-core is not installed: {install_line('oracle')}",
     ),
 ]
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
+from hecate.errors import install_line
 from studies.costs import peers
 
 pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(
-        not peers.installed("titans-pytorch"), reason="titans-pytorch is not installed; pip install 'hecate[oracle]'"
+        not peers.installed("titans-pytorch"), reason=f"titans-pytorch is not installed: {install_line('oracle')}"
     ),
     # Its dependencies script and annotate in ways that this torch deprecates.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),

@@ -225,6 +225,6 @@ def test_the_first_token_moves_what_writes_and_reads(name):
 
 
 def test_a_long_name_is_cut():
-    with pytest.raises(ConfigError, match=r"^unknown rule 'xxx.*\.\.\.; known: ") as caught:
+    with pytest.raises(ConfigError, match=r"^unknown rule 'xxx.*\.\.\.\. Known: ") as caught:
         named_rule("x" * 10_000)
     assert len(str(caught.value)) < 600

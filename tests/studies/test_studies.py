@@ -6,12 +6,13 @@ import csv
 import importlib.util
 import json
 import math
+import re
 import sys
 
 import pytest
 import torch
 
-from hecate.errors import CheckpointError, ConfigError
+from hecate.errors import CheckpointError, ConfigError, install_line
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
 from studies.run import run_study
@@ -151,7 +152,7 @@ def test_the_command(study, tmp_path, capsys):
         main(["coin"])
     assert caught.value.code == 2
     err = capsys.readouterr().err
-    assert "no study 'coin'; known: " in err and " coins, " in err and ", or cost, or all." in err
+    assert "no study 'coin'. Did you mean 'coins'? Known: " in err and " coins, " in err and ", cost, all." in err
     assert "Did you mean 'coins'?" in err
 
 
@@ -174,7 +175,7 @@ def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path
     monkeypatch.setattr(
         sys.modules["studies.run"], "find_spec", lambda name: None if name == "matplotlib" else find(name)
     )
-    with pytest.raises(ConfigError, match=r"pip install 'hecate\[plot\]'.*--no-figure"):
+    with pytest.raises(ConfigError, match=re.escape(install_line("plot")) + ".*--no-figure"):
         run_study("coins", out=tmp_path)
     assert not list(tmp_path.iterdir())
     run_study("coins", out=tmp_path, figure=False)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hecate import MemoryConfig, bias, named_rule, phi
 from hecate.data import MQAR, Copy, Retrieval, Text
 from hecate.errors import ConfigError
+from hecate.models import LanguageModelConfig
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, OptimConfig, dump_experiment, load_experiment, presets
 from hecate.train.compose import BY_RULE, RECALL_CHUNK
@@ -180,3 +181,28 @@ def test_a_rule_s_name_stands_for_its_fields():
     assert tiny == named_rule("delta").model_copy(update={"chunk": 2})
     with pytest.raises(ConfigError, match="unknown rule 'delt'.*Did you mean 'delta'"):
         MemoryConfig.model_validate("delt")
+
+
+@pytest.mark.spec("VAR-TRIP-I1")
+def test_a_config_prints_what_was_set_and_reads_it_back():
+    names = {
+        "ExperimentConfig": ExperimentConfig,
+        "MemoryConfig": MemoryConfig,
+        "LanguageModelConfig": LanguageModelConfig,
+    }
+    configs = [load_experiment(name) for name in presets()]
+    configs += [named_rule(rule, **own) for rule in RULES for own in ({}, {"state_dtype": "float64"})]
+    configs += [ExperimentConfig(), LanguageModelConfig(memory="linear_attention")]
+    configs += [LanguageModelConfig(memory="linear_attention", qk_norm="l2", d_key=4)]
+    for config in configs:
+        assert eval(repr(config), names) == config and str(config) == repr(config)
+        assert len(repr(config)) < 1000
+    assert repr(MemoryConfig()) == "MemoryConfig()"
+    assert repr(MemoryConfig(feature_map="elu", chunk=4)) == "MemoryConfig(feature_map='elu', chunk=4)"
+    assert repr(named_rule("titans", chunk=16)) == "MemoryConfig(kind='titans', chunk=16)"
+    assert repr(phi.RandomFourier(d_phi=8, sigma=2.0)) == "RandomFourier(d_phi=8, sigma=2.0)"
+    levels = LanguageModelConfig(levels=[{"name": "a"}, {"name": "b", "period": 4, "memory": "gated_delta"}])
+    assert repr(levels) == (
+        "LanguageModelConfig(levels=({'name': 'a'}, {'name': 'b', 'period': 4, 'memory': {'kind': 'gated_delta'}}))"
+    )
+    assert "sigma=-1" in repr(phi.RandomFourier.model_construct(d_phi=8, sigma=-1))

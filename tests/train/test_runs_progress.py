@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from hecate.distributed import World
-from hecate.errors import ConfigError, HookError
+from hecate.errors import ConfigError, HookError, install_line
 from hecate.train import Hooks, checkpoints, run_experiment
 from hecate.train import display as display_module
 from hecate.train.display import Display
@@ -333,7 +333,8 @@ def test_a_logger_that_fails_is_named(tmp_path, step, said):
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_a_logger_that_is_missing_is_named(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(ConfigError, match=rf"^loggers\[1\]: needs {kind}: install hecate\[track\] or leave it out"):
+    line = re.escape(install_line("track"))
+    with pytest.raises(ConfigError, match=rf"^loggers\[1\]: needs {kind}: {line}, or leave it out"):
         run(tmp_path / "run", loggers=["kept", kind])
 
 

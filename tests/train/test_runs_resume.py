@@ -126,8 +126,8 @@ def test_other_data_may_be_allowed(tmp_path):
     ("names", "resume", "said"),
     [
         (["optim.lr"], False, "--allow optim.lr is for a run that is resumed; give --resume as well"),
-        (["optim.rl"], True, "--allow 'optim.rl': an experiment has no such setting; .* Did you mean 'optim.lr'?"),
-        (["lr"], True, "--allow 'lr': an experiment has no such setting; write its whole path"),
+        (["optim.rl"], True, "--allow 'optim.rl': an experiment has no such setting. Did you mean 'optim.lr'?"),
+        (["lr"], True, "--allow 'lr': an experiment has no such setting. Write its whole path"),
         (["optim..lr"], True, "--allow 'optim..lr': an experiment has no such setting"),
     ],
 )

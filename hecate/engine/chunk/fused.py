@@ -20,6 +20,7 @@ from hecate.engine.call import Call
 from hecate.engine.chunk.engine import Chunk, Step, chunked, dual_graph, step_of, steps_and_rows, steps_of
 from hecate.engine.chunk.spans import Span
 from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, bridge, differentiable, execute, is_traced, several
@@ -39,7 +40,7 @@ class Fused(Chunk):
         if call.device in (*bridge.AT_ONCE, "meta"):
             return "it compiles steps for a GPU; on a CPU they take as long as engine='chunk'"
         if call.device == "cuda" and find_spec("triton") is None:
-            return "torch compiles for a GPU by triton, which is not here: pip install 'hecate[gpu]'"
+            return f"torch compiles for a GPU by triton, which is not here: {install_line('gpu')}"
         return super().unfit(call)
 
     def about(self, call: Call) -> str:

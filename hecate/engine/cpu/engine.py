@@ -28,6 +28,7 @@ from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
 from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds
+from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors, one, several
@@ -88,7 +89,7 @@ def no_kernels(call: Call, module: str) -> str | None:
         return f"its kernels run on the CPU, the tensors are on {call.device}"
     if call.dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {call.dtype}"
-    return 'it needs numba: pip install "hecate[cpu]"' if load_kernels(module) is None else None
+    return f"it needs numba: {install_line('cpu')}" if load_kernels(module) is None else None
 
 
 def _unlike(config: MemoryConfig) -> str | None:

@@ -19,6 +19,7 @@ from hecate.engine.parallel import by_torch
 from hecate.engine.parity import both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import NARROW_NORM, NO_CARD, distrust_norm
+from hecate.errors import install_line
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, differentiable, one, several
@@ -151,7 +152,7 @@ def verdict(
     """Why a config's kernel cannot be used, or that of its key_norm: it is not at hand, or not trusted."""
     kernel = known_kernel(config, channelwise)
     if load_kernel(kernel) is None:
-        return f'it needs {kernel.module}.{kernel.function}: pip install "hecate[gpu]"'
+        return f"it needs {kernel.module}.{kernel.function}: {install_line('gpu')}"
     reason = distrust_norm(NARROW_NORM, dtype, device, shape) if config.key_norm == "l2" else None
     return reason or distrust(config.model_copy(update={"key_norm": "none"}), channelwise, dtype, device, shape)
 

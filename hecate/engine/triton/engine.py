@@ -32,6 +32,7 @@ from hecate.engine.parallel import run_by_hand
 from hecate.engine.tokens import Carry, Tokens, by_head
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT
+from hecate.errors import install_line
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -147,7 +148,7 @@ def _unfit(call: Call, loops: bool) -> str | None:
     if call.traced:  # the operators ask when they run
         return None
     if find_spec("triton") is None:
-        return 'it needs triton: pip install "hecate[gpu]"'
+        return f"it needs triton: {install_line('gpu')}"
     return None if interpreting() else _trusted(call, loops)
 
 
