@@ -1,11 +1,10 @@
-"""One run of a comparison in a process of its own: `python -m hecate.compare.worker CONFIG FOLDER`.
+"""One run of a comparison in a process of its own.
 
 It ends when standard input does: where the process that started it is gone, so is this one, behind a checkpoint.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -21,8 +20,10 @@ from typing import Any
 import torch
 
 from hecate.compare.cells import RESULT
-from hecate.errors import HecateError, NonFiniteError
+from hecate.errors import NonFiniteError
 from hecate.files import make_folder, write_file
+from hecate.processes import import_modules
+from hecate.terminal import DEBUG, report
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
@@ -97,24 +98,22 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        for name in given["imports"]:
-            importlib.import_module(name)
+        import_modules(given["imports"])
         config, folder = load_experiment(given["config"]), Path(given["folder"])
         torch.set_num_threads(config.budget.threads or given["threads"])
         if given["measure"]:
             status = measure(config, folder)
         else:
             status = run(config, folder, positions=given["positions"])
-    except HecateError as error:
-        print(error, file=sys.stderr)
-        status = 2
+    except SystemExit:
+        raise
+    except BaseException as error:  # libraries in Rust panic with what is no Exception
+        if os.environ.get(DEBUG):
+            raise
+        status = report(error)
     raise SystemExit(status)
 
 
 def _end_with_parent() -> None:
     os.read(0, 1)  # without Python's own lock, which would be missed as the process ends
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+
+from hecate.errors import MESSAGE, printable
+from hecate.terminal import StandardError, echo, write
 
 PLAIN = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -28,7 +32,7 @@ class _Bar(Progress):
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.visible and task.fields["facts"]:
-                yield Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
+                yield Text(printable(task.fields["facts"]), no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -36,10 +40,10 @@ class Display:
     nothing."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=cast(IO[str], StandardError()))
         self._quiet = quiet
         self._bar = _Bar(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.description}", style="bold", markup=False), BarColumn(), MofNCompleteColumn(),
             console=self.console, disable=quiet or not self.console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", visible=False, facts="")
@@ -49,7 +53,7 @@ class Display:
     def start(self, name: str, step: int, steps: int) -> None:
         """Begins at `step` of `steps`."""
         self._steps, self._told = steps, time.monotonic()
-        self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True)
+        self._bar.reset(self._task, description=printable(name, 80), total=steps, completed=step, visible=True)
 
     def step(self, step: int, facts: Callable[[], str]) -> None:
         """Moves the bar; `facts` are asked for when they are shown."""
@@ -62,7 +66,7 @@ class Display:
     def say(self, text: str) -> None:
         """A line above the bar, or a plain line."""
         if not self._quiet:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -128,13 +132,17 @@ class Signals:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A rich table on standard output if that is a terminal, aligned lines elsewhere."""
-    if not sys.stdout.isatty():
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for row in (header, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print("  ".join(cells).rstrip())
+    lines = [[printable(cell, MESSAGE) for cell in row] for row in (header, *rows)]
+    if sys.stdout is None or not sys.stdout.isatty():
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            echo("  ".join(cells).rstrip())
         return
-    table = Table(*header)
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+    table = Table(*(escape(cell) for cell in lines[0]))
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    console = Console()
+    with console.capture() as drawn:
+        console.print(table)
+    write(drawn.get())

@@ -3,7 +3,6 @@ appended and locked while it trains; and samples.txt."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Self
 
 from hecate.errors import CheckpointError
-from hecate.files import refusing, write_file
+from hecate.files import lock, refusing, sync_open, write_file
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
 """What of a record is another whenever it is written."""
 _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
-_REMEDY = "free some space or make it writable, then continue with --resume"
+_AFTER = "continue with --resume"
 
 
 class MetricsWriter:
@@ -33,12 +32,14 @@ class MetricsWriter:
         self.last: Record = {}
         self._path = path
         self._again: list[Record] = []
-        with refusing(f"write {path}", _REMEDY):
+        with refusing(f"write {path}", then=_AFTER):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                lock(self._file, path)
+            except OSError as error:
                 os.close(self._file)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise CheckpointError(
                     f"another process is training in {path.parent}: wait for it, or choose another --out"
                 ) from None
@@ -71,17 +72,17 @@ class MetricsWriter:
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
         with self._writing():
-            os.fsync(self._file)
+            sync_open(self._file, self._path)
 
     def _cut(self, length: int) -> None:
-        with refusing(f"write {self._path}", _REMEDY):
+        with refusing(f"write {self._path}", then=_AFTER):
             if os.fstat(self._file).st_size > length:
                 os.ftruncate(self._file, length)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Where the file is no more, the folder is not either: what follows would be lost."""
-        with refusing(f"write {self._path}", _REMEDY):
+        with refusing(f"write {self._path}", then=_AFTER):
             if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
                 raise CheckpointError(
                     f"{self._path} was moved or deleted while the run was writing it; continue with --resume where the "
@@ -159,7 +160,7 @@ def rewind_samples(path: Path, step: int) -> None:
 
 
 def _replace(path: Path, step: int, more: bytes) -> None:
-    with refusing(f"write {path}", _REMEDY):
+    with refusing(f"write {path}", then=_AFTER):
         _, *parts = _HEADER.split(path.read_bytes() if path.exists() else b"")
         pairs = zip(parts[::2], parts[1::2], strict=True)
         kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
