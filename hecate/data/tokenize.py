@@ -238,7 +238,8 @@ def _prepare(given: str, validation: float) -> None:
         Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent answers for all
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _own = open_tokenizer(given), validation
+    own = open_tokenizer(given, tried=True)  # by the parent
+    _own = own, validation
 
 
 def _encode(texts: list[str]) -> Encoded:

@@ -398,8 +398,5 @@ class _Run:
         self._tell("end", status=status, seconds=seconds)
 
     def _report(self, status: Status, baselines: dict[str, float]) -> None:
-        with (
-            self._alone(),
-            refusing(f"write the report of {self.folder}", then="continue with --resume"),
-        ):
+        with self._alone(), refusing(f"write the report of {self.folder}", then="continue with --resume"):
             write_report(self.trainer, self.folder, self._score(), baselines, status)
