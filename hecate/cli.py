@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from hecate import terminal
 from hecate.data_cli import commands as data_commands
@@ -20,31 +20,23 @@ from hecate.errors import MESSAGE, ConfigError, printable
 from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
-app = typer.Typer(
-    name="hecate",
-    help="Memories that learn at test time: train, evaluate and inspect them.",
-    epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
 
+class _Program(TyperGroup):
+    """The commands; whatever fails is one message, and its traceback is shown where that is asked for."""
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line with `argv`, or the process's own arguments, and exits. A failure is one message; its
-    traceback is shown with --debug, or where HECATE_DEBUG is set."""
-    asked = {"debug": bool(os.environ.get(terminal.DEBUG))}
-    terminal.prepare()
-    try:
-        code = app(args=None if argv is None else list(argv), obj=asked, standalone_mode=False)
-    except SystemExit:
-        raise
-    except BaseException as error:  # libraries in Rust panic with what is no Exception
-        if asked["debug"]:
+    def main(self, *args: Any, **how: Any) -> Any:
+        asked = {"debug": bool(os.environ.get(terminal.DEBUG))}
+        terminal.prepare()
+        try:
+            code = super().main(*args, **{**how, "obj": asked, "standalone_mode": False})
+        except SystemExit:
             raise
-        code = _usage(error) if hasattr(error, "format_message") else terminal.report(error)
-    terminal.finish()
-    raise SystemExit(code or 0)
+        except BaseException as error:  # libraries in Rust panic with what is no Exception
+            if asked["debug"]:
+                raise
+            code = _usage(error) if hasattr(error, "format_message") else terminal.report(error)
+        terminal.finish()
+        raise SystemExit(code or 0)
 
 
 def _usage(error: Any) -> int:
@@ -54,6 +46,22 @@ def _usage(error: Any) -> int:
     with suppress(OSError):
         error.show()
     return int(error.exit_code)
+
+
+app = typer.Typer(
+    name="hecate",
+    cls=_Program,
+    help="Memories that learn at test time: train, evaluate and inspect them.",
+    epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line with `argv`, or the process's own arguments, and exits."""
+    app(args=None if argv is None else list(argv))
 
 
 @app.callback()

@@ -50,8 +50,8 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically and durably; text is UTF-8. Raises OSError."""
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    """Replaces a file atomically and durably; text is UTF-8, and what has none is escaped. Raises OSError."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(data)

@@ -29,6 +29,7 @@ from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
 from hecate.train.evaluate import loss_by_position
 from hecate.train.metrics import read_metrics
+from hecate.train.report import column
 from hecate.train.run import open_run, run_experiment
 from hecate.train.trainer import Trainer
 
@@ -47,11 +48,11 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     if found.signal is not None or found.score is None:
         return 128 + (found.signal or 0)
     records = read_metrics(folder / "metrics.jsonl")
-    speeds = [record["tokens_per_second"] for record in records if record["event"] == "train"]
+    speeds = column(records, "train", "tokens_per_second")
     facts: dict[str, Any] = {
         "status": "finished", "loss": found.score.loss, found.metric: found.score.value(found.metric),
-        "metric": found.metric, "tokens_per_second": statistics.median(speeds),
-        "seconds": max(record["elapsed"] for record in records), "curve": curve(records),
+        "metric": found.metric, "tokens_per_second": statistics.median(speeds or [math.nan]),
+        "seconds": max((record.get("elapsed", 0.0) for record in records), default=0.0), "curve": curve(records),
     }  # fmt: skip
     if positions:
         trainer, _ = open_run(folder, "newest")
@@ -70,7 +71,8 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Tokens read and the mean training loss since the place before, at places that are evenly spread in log tokens.
     [COMPARE-CURVE-D1]"""
     # Steps that a resumed run took again stand there twice.
-    steps = {record["tokens"]: record["loss"] for record in records if record["event"] == "train"}
+    whole = [record for record in records if record["event"] == "train" and {"tokens", "loss"} <= record.keys()]
+    steps = {record["tokens"]: record["loss"] for record in whole if 0 < record["tokens"] < math.inf}
     if not steps:
         return []
     first, last = min(steps), max(steps)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hecate.errors import CheckpointError
 from hecate.files import lock, refusing, sync_open, write_file
@@ -17,6 +17,13 @@ from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
 """What of a record is another whenever it is written."""
+NUMBERS = frozenset((
+    *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
+    "validation_loss", "accuracy", "bits_per_byte", "perplexity",
+))  # fmt: skip
+"""Facts that are numbers: a record of another writer may lack any, and is read without those that are none."""
+MOST = 1 << 63
+"""Beyond which an integer is no number of a run."""
 _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
 _AFTER = "continue with --resume"
 
@@ -144,7 +151,13 @@ def _parsed(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     known = isinstance(record, dict) and isinstance(record.get("event"), str)
-    return record if known and type(record.get("step")) is int else None
+    if not known or type(record.get("step")) is not int or not 0 <= record["step"] < MOST:
+        return None
+    return {name: value for name, value in record.items() if name not in NUMBERS or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < MOST)
 
 
 def add_sample(path: Path, step: int, text: str) -> None:
