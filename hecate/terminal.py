@@ -35,25 +35,28 @@ class OutputError(HecateError):
 class StandardError:
     """Standard error as it is now, as a file; what it cannot take is lost, for there is nowhere to say so."""
 
+    def __init__(self) -> None:
+        self._stream = sys.stderr  # a live display puts itself in its place
+
     def write(self, text: str) -> int:
         """Writes a text if that is possible."""
         with suppress(AttributeError, OSError, ValueError):  # none, full, closed
-            sys.stderr.write(text)
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Writes what is waiting if that is possible."""
         with suppress(AttributeError, OSError, ValueError):
-            sys.stderr.flush()
+            self._stream.flush()
 
     def isatty(self) -> bool:
         """Whether it is a terminal."""
-        return sys.stderr is not None and sys.stderr.isatty()
+        return self._stream is not None and self._stream.isatty()
 
     @property
     def encoding(self) -> str:
-        """That of standard error."""
-        return getattr(sys.stderr, "encoding", None) or "utf-8"
+        """That of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
 
 
 def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:

@@ -366,8 +366,8 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
 def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
     """What a folder is refused with all of whose checkpoints were skipped."""
-    reasons = "\n".join(f"  {item.reason}" for item in skipped)
-    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}")
+    reasons = "; ".join(item.reason for item in skipped)
+    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
