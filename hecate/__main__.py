@@ -1,5 +1,14 @@
 """`python -m hecate`: the command line."""
 
+import sys
+from pathlib import Path
+
+# Python has put the working folder first on its path: what lies there is no module that a library means.
+if not sys.flags.safe_path and Path(sys.path[0]).absolute() == Path.cwd():
+    del sys.path[0]
+    if Path(__file__).resolve().parents[1] == Path.cwd().resolve():  # unless this package is one of them
+        sys.path.append(str(Path.cwd()))
+
 from hecate.cli import main
 
 if __name__ == "__main__":

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from hecate import terminal
 from hecate.data_cli import commands as data_commands
+from hecate.errors import MESSAGE, ConfigError, install_line, printable
+from hecate.processes import import_modules
+from hecate.terminal import afterwards, echo
+
+
+class _Program(TyperGroup):
+    """The commands; whatever fails is one message, and its traceback is shown where that is asked for."""
+
+    def main(self, *args: Any, **how: Any) -> Any:
+        asked = {"debug": bool(os.environ.get(terminal.DEBUG))}
+        terminal.prepare()
+        try:
+            code = super().main(*args, **{**how, "obj": asked, "standalone_mode": False})
+        except SystemExit:
+            raise
+        except BaseException as error:  # libraries in Rust panic with what is no Exception
+            if asked["debug"]:
+                raise
+            code = _usage(error) if hasattr(error, "format_message") else terminal.report(error)
+        terminal.finish()
+        raise SystemExit(code or 0)
+
+
+def _usage(error: Any) -> int:
+    """What typer says of a command line that is none."""
+    shown = type(error).__name__ == "NoArgsIsHelpError"
+    error.message = error.message if shown else printable(error.message or "", MESSAGE // 4)
+    with suppress(OSError):
+        error.show()
+    return int(error.exit_code)
+
 
 app = typer.Typer(
     name="hecate",
+    cls=_Program,
     help="Memories that learn at test time: train, evaluate and inspect them.",
     epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
     no_args_is_help=True,
@@ -34,13 +66,14 @@ LONG = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line with `argv`, or the process's own arguments."""
+    """Runs the command line with `argv`, or the process's own arguments, and exits."""
     app(args=None if argv is None else list(argv))
 
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors, as HECATE_DEBUG=1 does.")] = False,
     imports: Annotated[list[str] | None, typer.Option(
         "--import", metavar="MODULE",
         help="Import your own variants first: a module here or installed. May be repeated.",
@@ -49,65 +82,30 @@ def _options(
         "--version", help="Show the version and exit.", callback=lambda asked: _show_version(asked), is_eager=True,
     )] = False,
 ) -> None:  # fmt: skip
-    pass
+    if debug:
+        ctx.obj["debug"] = True
 
 
 def _show_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"hecate {sys.modules['hecate'].__version__}")  # the package itself imports no floor
+        echo(f"hecate {sys.modules['hecate'].__version__}")  # the package itself imports no floor
         raise typer.Exit
 
 
-class _Reported(TyperCommand):
-    """A command after the user's imports; a `HecateError` is one message, and the exit code 2, or 1 where a run itself
-    failed."""
+class _Command(TyperCommand):
+    """A command after the user's imports; a warning is one line."""
 
     def invoke(self, ctx: Any) -> Any:
-        from hecate.errors import HecateError, NonFiniteError, shorten
-
-        options = ctx.find_root().params
-        try:
-            with warnings.catch_warnings():
-                warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
-                _import(options.get("imports") or [])
-                return super().invoke(ctx)
-        except HecateError as error:
-            if options.get("debug"):
-                raise
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
-        except OSError as error:  # such as a folder that may not be looked into, or a name that is too long
-            if options.get("debug") or error.errno == errno.EPIPE or error.filename is None:
-                raise
-            typer.echo(f"error: cannot use {shorten(str(error.filename))}: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
-
-
-_command = partial(app.command, cls=_Reported)
-app.add_typer(data_commands(_Reported), name="data")
-
-
-def _import(modules: Sequence[str]) -> None:
-    """Imports a user's modules, whose classes register themselves; as from `python -m`, here."""
-    from hecate.errors import ConfigError
-
-    if modules and "" not in sys.path:
-        sys.path.insert(0, "")
-    for name in modules:
-        if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
-            raise ConfigError(
-                f"--import {name!r} is no name of a module; name one in this folder or an installed one, without "
-                "folders and .py"
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: echo(
+                f"warning: {printable(str(message), MESSAGE)}", err=True
             )
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"--import {name}: {error}; name a module in this folder or an installed one, without .py"
-            ) from error
-        except (Exception, SystemExit) as error:  # whatever a user's module does
-            where = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"--import {name}: the module fails with {where}") from error
+            import_modules(ctx.find_root().params.get("imports") or [])
+            return super().invoke(ctx)
+
+
+_command = partial(app.command, cls=_Command)
+app.add_typer(data_commands(_Command), name="data")
 
 
 def _presets(incomplete: str) -> list[str]:
@@ -178,13 +176,13 @@ def show(
     config = load_experiment(source, overrides or [])
     if engine:
         for path, (chosen, reason) in config.engines().items():
-            typer.echo(f"model.{path}: {chosen}: {reason}")
+            echo(f"model.{path}: {chosen}: {reason}")
         for path, (name, reason) in ways_of(config).items():
-            typer.echo(f"{path} over {config.parallel.context} ranks: {name}: {reason}")
+            echo(f"{path} over {config.parallel.context} ranks: {name}: {reason}")
     else:
-        typer.echo(dump_experiment(config), nl=False)
+        echo(dump_experiment(config), end="")
         for path, (kind, width, d_key) in config.widened().items():
-            typer.echo(f"# model.{path}: {kind} makes {width:,} features of keys of width {d_key}")
+            echo(f"# model.{path}: {kind} makes {width:,} features of keys of width {d_key}")
 
 
 @_command(
@@ -197,7 +195,7 @@ def schema() -> None:
 
     from hecate.train.compose import experiment_schema
 
-    typer.echo(json.dumps(experiment_schema(), indent=1))
+    echo(json.dumps(experiment_schema(), indent=1))
 
 
 @_command(
@@ -238,10 +236,10 @@ def tape(
     from hecate.train.estimate import taped
 
     for path, (calls, norms) in taped(load_experiment(source, overrides or []), tokens).items():
-        typer.echo(f"model.{path}\n{calls}\n")
+        echo(f"model.{path}\n{calls}\n")
         for name, norm in norms.items():
-            typer.echo(f"  {norm:>10.3g}  {name}")
-        typer.echo("")
+            echo(f"  {norm:>10.3g}  {name}")
+        echo("")
 
 
 @_command(
@@ -270,7 +268,6 @@ def train(
         import torch
 
         from hecate.distributed import start
-        from hecate.errors import ConfigError
         from hecate.train import load_experiment, run_experiment
         from hecate.train.display import Display
         from hecate.train.estimate import parse_bytes
@@ -292,18 +289,19 @@ def train(
         how: dict[str, Any] = {"display": Display(quiet=quiet), "mem_limit": mem_limit, "world": world}
         free = [name.strip() for names in allow or () for name in names.split(",")]
         result = run_experiment(config, folder, resume=resume, allow=free, **how)
-    if world.main:
-        _print_result(config.name, result)
-    if result.signal is not None:
+    with afterwards():
         if world.main:
-            typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
+            _print_result(config.name, result)
+            if result.signal is not None:
+                echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
+    if result.signal is not None:
         raise typer.Exit(128 + result.signal)
 
 
 @contextmanager
 def _importing(quiet: bool) -> Iterator[None]:
     """Around imports: the first process of a run says so where they take long."""
-    waiting = threading.Timer(LONG, typer.echo, ["importing torch and the training code"], {"err": True})
+    waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
     waiting.daemon = True
     if not quiet and os.environ.get("RANK", "0") == "0":
         waiting.start()
@@ -323,7 +321,7 @@ def _print_result(name: str, result: Any) -> None:
         print_table(("predictor", result.metric.replace("_", " ")), rows)
     written = result.folder / "report.md"  # a signal may have come before there was one
     where = f"; report: {written}" if written.exists() else ""
-    typer.echo(f"{result.status} at step {result.step}{where}")
+    echo(f"{result.status} at step {result.step}{where}")
 
 
 @_command(
@@ -379,25 +377,27 @@ def compare(
     budget = Budget(steps, tokens, seconds, flops)
     cells = cells_of(sources, over or [], overrides or [])
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
-    how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(typer.echo, err=True)}
+    how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
     try:
         if planned:
             rows = plan(cells, folder, keep=keep, **how)
             texts = [(name, str(runs), f"{each:,}", f"{hours:.2f}") for name, runs, each, hours in rows]
             print_table(("cell", "runs", "steps", "hours"), texts)
             hours = sum(row[-1] for row in rows)
-            typer.echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
-            typer.echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
+            echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
+            echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
         found = run(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
     except Interrupted:
-        typer.echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
+        echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None
-    for header, lines in report.tables(found):
-        print_table(header, lines)
-        typer.echo("")
-    for text in (*found.notes, *map(str, report.write(found, folder))):
-        typer.echo(text)
+    written = report.write(found, folder)
+    with afterwards():
+        for header, lines in report.tables(found):
+            print_table(header, lines)
+            echo("")
+        for text in (*found.notes, *map(str, written)):
+            echo(text)
 
 
 @_command(
@@ -424,7 +424,6 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
-    from hecate.errors import ConfigError, install_line
     from hecate.train.display import print_table
     from hecate.train.lengths import by_length, parse_lengths, source_of, tables
     from hecate.train.run import open_run
@@ -437,11 +436,12 @@ def evaluate(
         wanted = parse_lengths(lengths) if lengths else None
         how: dict[str, Any] = {"data": data, "lengths": wanted, "samples": samples, "out": out}
         found, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
-        for header, rows in found.tables():
-            print_table(header, rows)
-            typer.echo("")
-        drawn = (folder / "scores.png").exists()
-        typer.echo(f"results: {folder}" + ("" if drawn else f"; no figure without matplotlib: {install_line('plot')}"))
+        picture = "" if (folder / "scores.png").exists() else f"; no figure without matplotlib: {install_line('plot')}"
+        with afterwards():
+            for header, rows in found.tables():
+                print_table(header, rows)
+                echo("")
+            echo(f"results: {folder}{picture}")
         return
     for name, value in (("samples", samples), ("out", out)):
         if value is not None:
@@ -452,7 +452,7 @@ def evaluate(
         source = source_of(trained, data)
         for header, rows in tables(trained, source, by_length(trained, source, wanted)):
             print_table(header, rows)
-            typer.echo("")
+            echo("")
         return
     trainer, step = open_run(run, checkpoint)
     metric, score = trainer.source.metric, trainer.evaluate()
@@ -500,10 +500,10 @@ def generate(
     )
     for row, start in enumerate(starts):
         if len(starts) > 1:
-            typer.echo(f"--- {row + 1}")
+            echo(f"--- {row + 1}")
         for piece in written(tokenizer, start, draws.row(row, tokens), stop or ()):
-            typer.echo(piece, nl=False)
-        typer.echo("")
+            echo(piece, end="")
+        echo("")
 
 
 @_command(
@@ -527,20 +527,22 @@ def export_(
     from hecate.train.export import FORMATS, export_weights
 
     expect_choice(to, "--to", (*FORMATS, "hf"))
-    typer.echo(str(export_weights(run, to, out, checkpoint)))
+    written = export_weights(run, to, out, checkpoint)
+    with afterwards():
+        echo(str(written))
 
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
-    from hecate.errors import ConfigError
 
     try:
         from hecate.hf.export import export_run
     except ImportError as error:
         raise ConfigError(f"--to hf: {error}") from None
     found = export_run(run, out, checkpoint)
-    typer.echo(str(found.folder))
+    with afterwards():
+        echo(str(found.folder))
     if not found.has_tokenizer:
-        typer.echo("it has no tokenizer: the run was not trained on text", err=True)
+        echo("it has no tokenizer: the run was not trained on text", err=True)
 
 
 @_command(
@@ -559,14 +561,15 @@ def import_(
     overrides: _Set = None,
 ) -> None:  # fmt: skip
     """Make a run folder whose model has given weights, to train on with train --out RUN --resume."""
-    from hecate.errors import ConfigError
     from hecate.train.compose import load_experiment
     from hecate.train.export import import_weights
 
     if overrides and config is None:
         raise ConfigError("--set changes what --config names, which is left out; give both or neither")
     found = None if config is None else load_experiment(config, overrides or [])
-    typer.echo(str(import_weights(source, out, found)))
+    made = import_weights(source, out, found)
+    with afterwards():
+        echo(str(made))
 
 
 @_command(
@@ -587,9 +590,10 @@ def report(
     from hecate.microscope.report import report_run
 
     found = report_run(run, tokens=tokens, out=out)
-    for path in found.figures:
-        typer.echo(str(path))
-    typer.echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
+    with afterwards():
+        for path in found.figures:
+            echo(str(path))
+        echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
 
 @_command(
@@ -604,7 +608,6 @@ def doctor(
     width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
 ) -> None:  # fmt: skip
     """Say what this machine has and which engines run here, or compile kernels before their first use."""
-    from hecate.errors import ConfigError
     from hecate.train import doctor as found
     from hecate.train.display import print_table
 
@@ -618,8 +621,4 @@ def doctor(
             print_table(header, rows)
         return
     for what, seconds in found.warm(rules or [], width):
-        typer.echo(f"{what}, {seconds:.1f} s")
-
-
-if __name__ == "__main__":
-    main()
+        echo(f"{what}, {seconds:.1f} s")

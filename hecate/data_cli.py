@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from hecate.terminal import afterwards, echo
+
 _Inputs = Annotated[list[str], typer.Argument(
     metavar="INPUT...", show_default=False,
     help="Files, folders or globs: text, .jsonl (both also .gz, .zst), .parquet.",
@@ -61,23 +63,25 @@ def tokenize(
         nonlocal shown
         seconds = time.monotonic() - began
         if state.note:
-            typer.echo(state.note)
+            echo(state.note, err=True)
         elif seconds - shown > 2:
             shown = seconds
-            typer.echo(
+            echo(
                 f"file {state.file}/{state.files}  {state.documents:,} documents  {state.tokens:,} tokens  "
-                f"{state.tokens / seconds:,.0f} tokens/s"
+                f"{state.tokens / seconds:,.0f} tokens/s",
+                err=True,
             )
 
     sidecar = make(
         inputs, out, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1, field=field, separator=separator,
         validation=validation, shard_tokens=shard_tokens, progress=say,
     )  # fmt: skip
-    _table(out)
     end = "" if sidecar.validation else " --set data.validation=0.01"
-    if end:
-        typer.echo("no document was held out: data.validation=0.01 holds out the end of the tokens", err=True)
-    typer.echo(f"train with: --set data.kind=tokens --set data.path={out}{end}")
+    with afterwards():
+        _table(out)
+        if end:
+            echo("no document was held out: data.validation=0.01 holds out the end of the tokens", err=True)
+        echo(f"train with: --set data.kind=tokens --set data.path={out}{end}")
 
 
 def train_tokenizer(
@@ -102,7 +106,8 @@ def train_tokenizer(
         write_file(out, text)
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
-    typer.echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
+    with afterwards():
+        echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
 
 
 def inspect(
@@ -116,7 +121,7 @@ def inspect(
 
     _table(folder)
     for number, (tokens, text) in enumerate(first_documents(folder, show), 1):
-        typer.echo(f"--- document {number}, {tokens:,} tokens\n{text}")
+        echo(f"--- document {number}, {tokens:,} tokens\n{text}")
     if hashes:
         wanted = hashes_of(folder, read_sidecar(folder))
         for path, digest in wanted.items():
@@ -124,7 +129,7 @@ def inspect(
                 raise DataError(
                     f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written"
                 )
-        typer.echo(f"all {len(wanted)} files are whole")
+        echo(f"all {len(wanted)} files are whole")
 
 
 def _table(folder: Path) -> None:
@@ -141,4 +146,4 @@ def _table(folder: Path) -> None:
     print_table(("split", "shards", "documents", "tokens", "bytes of text", "bytes a token"), rows)
     made = "bytes" if sidecar.tokenizer is None else f"tokenizer {sidecar.tokenizer[:12]}"
     end = "no token ends documents" if sidecar.end is None else f"token {sidecar.end} ends documents"
-    typer.echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {made}; {end}")
+    echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {made}; {end}")

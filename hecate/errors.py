@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
-from typing import NamedTuple
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, NamedTuple
 
 from hecate.words import ADVICE, MEANT
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+
+MESSAGE, WORD, LINES = 2000, 256, 20
+"""Characters of a message and of a word in it, and faults of a configuration, that an error shows at most."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONG = re.compile(rf"\S{{{WORD + 1},}}")
+
 
 class HecateError(Exception):
-    """Base of every error raised by hecate."""
+    """Base of every error raised by hecate; its message is one line that any terminal may show."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(str(message), MESSAGE))
+
+    @property
+    def line(self) -> str:
+        """The message as one line, for a message around it."""
+        return "; ".join(str(self).splitlines())
 
 
 class Problem(NamedTuple):
@@ -29,8 +45,12 @@ class ConfigError(HecateError, ValueError):
     """A configuration that cannot be built; `problems` lists every fault with its path."""
 
     def __init__(self, message: str | Iterable[Problem], path: Iterable[str | int] = ()) -> None:
-        self.problems = [Problem(tuple(path), message)] if isinstance(message, str) else list(message)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        problems = [Problem(tuple(path), message)] if isinstance(message, str) else list(message)
+        self.problems = [Problem(where, printable(text, MESSAGE)) for where, text in problems]
+        lines = [str(problem) for problem in self.problems[:LINES]]
+        if len(self.problems) > LINES:
+            lines.append(f"and {len(self.problems) - LINES} more")
+        Exception.__init__(self, "\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
         return type(self), (self.problems,)
@@ -105,6 +125,10 @@ class HealthWarning(UserWarning):
     """A part of a model that has no effect or cannot learn."""
 
 
+class FileSystemWarning(UserWarning):
+    """A promise about files that the file system they are on cannot keep."""
+
+
 def install_line(extra: str) -> str:
     """What to type to get an extra; the package index has another project's package under the name `hecate`."""
     return f'pip install -c constraints.txt ".[{extra}]" (in a checkout of hecate)'
@@ -114,17 +138,33 @@ def format_path(path: Iterable[str | int]) -> str:
     """`("levels", 1, "memory")` -> `levels[1].memory`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        shown = str(part) if isinstance(part, int) else printable(str(part), 80)
+        text += f"[{shown}]" if isinstance(part, int) else f".{shown}" if text else shown
     return text
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """Text that a terminal may show: control characters, marks that turn its direction and halves of surrogate pairs
+    are escaped, line ends and tabs are not. With `most`, a line of at most so many characters: the middle of what is
+    longer, and of words beyond `WORD`, is left out. Everything that others have named or written is shown by it."""
+    text = _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+    if most is None:
+        return text
+    text = _LONG.sub(lambda match: _cut(match[0], WORD), text.replace("\n", "\\n").replace("\t", "\\t"))
+    return _cut(text, most)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[most // 2 + 3 - most :]}"
+
+
 def shorten(value: object) -> str:
-    """`repr(value)` on one line, cut to 80 characters."""
+    """`repr(value)` as one `printable` line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
     except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits
         return f"a {type(value).__name__} too large to show"
-    return text if len(text) <= 80 else text[:77] + "..."
+    return printable(text, 80)
 
 
 def meant(word: object, known: Iterable[str]) -> str:

@@ -1,25 +1,41 @@
 """Writing so that a reader, or a writer that was killed, finds the old content or the new one.
 
 What is not finished has a name `.tmp-NAME-PID`, and is swept away when a run starts. Only metrics.jsonl is appended to.
+File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hecate.errors import CheckpointError
+from hecate.errors import CheckpointError, FileSystemWarning, HecateError, shorten
 
 TEMPORARY = ".tmp-"
 HOUR = 3600
 _CHECKPOINT = r"step_\d{8,}(-\d+)?|old-step_\d{8,}-\d+"
 _EVALUATION = re.compile(rf"{re.escape(TEMPORARY)}step-\d+(-\d+){{1,2}}")
 _OURS = re.compile(rf"{re.escape(TEMPORARY)}({_CHECKPOINT}|[\w.-]+\.(yaml|json|md|txt|png))-\d+")
+
+
+_ABSENT = frozenset((errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))
+_NO_LOCKS = _ABSENT | {errno.ENOLCK, errno.EINVAL}
+_NO_SYNC = _ABSENT | {errno.EINVAL}
+_NO_FOLDER_SYNC = _NO_SYNC | {errno.EACCES, errno.EBADF, errno.EISDIR, errno.EPERM}
+_CURES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "make it writable"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise `ulimit -n`"),
+}
+_warned: set[str] = set()
 
 
 def read_file(path: Path, most: int) -> bytes:
@@ -34,8 +50,8 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically and durably; text is UTF-8. Raises OSError."""
-    data = content.encode("utf-8") if isinstance(content, str) else content
+    """Replaces a file atomically and durably; text is UTF-8, and what has none is escaped. Raises OSError."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
         temporary.write_bytes(data)
@@ -102,21 +118,91 @@ def sweep_evaluations(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Forces a file, or the entries of a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    """Forces a file, or the entries of a folder, to disk, where the file system can do that. Raises OSError."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        _lost_sync(path, error, _NO_FOLDER_SYNC if path.is_dir() else _NO_SYNC)
+
+
+def sync_open(handle: int, path: Path) -> None:
+    """Forces the open file of a path to disk, as `sync` does."""
     try:
         os.fsync(handle)
-    finally:
-        os.close(handle)
+    except OSError as error:
+        _lost_sync(path, error, _NO_SYNC)
+
+
+def _lost_sync(path: Path, error: OSError, served: frozenset[int]) -> None:
+    if error.errno not in served:
+        raise error
+    _warn_once("sync", path, error, "cannot force what is written to disk", "a power cut may lose what is newest there")
+
+
+def lock(handle: int, path: Path) -> None:
+    """Takes the lock of the open file of a path, which ends with the processes that have it. Raises OSError,
+    BlockingIOError where another process has it; where a file system has no locks, nobody is kept out."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        _warn_once("lock", path, error, "has no locks", "see to it that one process at a time writes there")
+
+
+def _warn_once(what: str, path: Path, error: OSError, lack: str, so: str) -> None:
+    if what not in _warned:
+        _warned.add(what)
+        text = f"the file system of {shorten(str(path))} {lack} ({error.strerror}): {so}"
+        warnings.warn(text, FileSystemWarning, stacklevel=3)
 
 
 @contextmanager
-def refusing(what: str, remedy: str) -> Iterator[None]:
-    """Tells an OSError as `CheckpointError`: cannot WHAT: reason; REMEDY."""
+def refusing(what: str, instead: str = "", *, then: str = "") -> Iterator[None]:
+    """Tells an OSError as `CheckpointError`: cannot WHAT: reason; what helps against that or INSTEAD, and THEN."""
     try:
         yield
     except OSError as error:
+        help_ = [text for text in (cure(error), instead) if text] or ["mend that"]
+        remedy = " or ".join(help_) + (f", then {then}" if then else "")
         raise CheckpointError(f"cannot {what}: {error.strerror or error}; {remedy}") from None
+
+
+def cure(error: OSError) -> str:
+    """What helps against the reason of an error, if that is known."""
+    return _CURES.get(error.errno or 0, "")
+
+
+@contextmanager
+def by_library() -> Iterator[None]:
+    """Around libraries that write files: an OSError that they tell by a type of their own is raised as what it is."""
+    try:
+        yield
+    except (OSError, HecateError):
+        raise
+    except BaseException as error:  # which that of torch's DCP is
+        found = _behind(error)
+        if found is None:
+            raise
+        raise found from None
+
+
+def _behind(error: BaseException) -> OSError | None:
+    """The OSError that was raised ahead of an error, on another rank too, or that its text tells."""
+    faults = [pair[0] for pair in getattr(error, "failures", {}).values()] or [error]
+    for fault in faults:
+        place: BaseException | None = fault
+        while place is not None:
+            if isinstance(place, OSError):
+                return place
+            if number := re.search(r"os error (\d+)", str(place)):
+                return OSError(int(number[1]), os.strerror(int(number[1])))
+            place = place.__cause__ or place.__context__
+    return None
 
 
 def temporary_name(path: Path) -> Path:

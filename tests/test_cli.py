@@ -290,7 +290,7 @@ def test_own_parts_are_imported_before_a_command(tmp_path):
     (tmp_path / "my_parts.py").write_text(PARTS)
 
     def run(*arguments):
-        command = [sys.executable, "-m", "hecate.cli", *arguments]
+        command = [sys.executable, "-m", "hecate", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
     shown = run("--import", "my_parts", "show", "mqar", "--set", "feature_map=halved")
@@ -311,7 +311,7 @@ def test_every_command_has_an_example(hecate, command):
 @pytest.mark.spec("TRAIN-RUN-D2")
 def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hecate.cli", "train"]
+    command = [sys.executable, "-m", "hecate", "train"]
     process = subprocess.Popen(
         [*command, "tiny.yaml", "--steps", "100000", "--set", "checkpoint_every=100000",
          "--set", "eval_every=2", "--out", "run"],

@@ -43,6 +43,7 @@ def test_every_error_is_a_hecate_error_and_what_python_would_raise():
         if isinstance(item, type) and issubclass(item, Exception) and item.__module__ == "hecate.errors"
     }
     assert {item for item in kinds if not issubclass(item, HecateError)} == {
+        errors.FileSystemWarning,
         errors.HealthWarning,
         errors.StabilityWarning,
     }

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"words", "errors", "checks", "files", "states", "variant", "late", "tape"},
+    {"words", "errors", "checks", "files", "states", "variant", "late", "tape", "terminal", "processes"},
     {"phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"rule", "engine"},
     {"distributed"},
@@ -36,6 +36,9 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("states", "errors"),
     ("states", "files"),
     ("files", "errors"),
+    ("processes", "errors"),
+    ("terminal", "errors"),
+    ("terminal", "files"),
     ("tape", "checks"),
     ("tape", "errors"),
     ("engine", "rule"),

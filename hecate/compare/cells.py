@@ -11,7 +11,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from hecate.checks import expect_number
-from hecate.errors import ConfigError, HecateError, shorten
+from hecate.errors import ConfigError, HecateError, Problem, shorten
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_memory, flops_of
@@ -87,7 +87,7 @@ class Cell:
         try:
             return ExperimentConfig.model_validate(given)
         except HecateError as error:
-            raise ConfigError(f"cell {self.label!r}: {error}") from None
+            raise ConfigError(f"cell {shorten(self.label)}: {error.line}") from None
 
     @property
     def folder(self) -> str:
@@ -104,7 +104,7 @@ def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequen
     if len(set(paths)) < len(paths):
         raise ConfigError(f"--over names {next(p for p in paths if paths.count(p) > 1)!r} twice; give its values once")
     cells: list[Cell] = []
-    faults: list[str] = []
+    faults: list[Problem] = []
     for source, *chosen in product(sources, *axes):
         label = ", ".join([*([] if len(sources) == 1 and axes else [Path(source).stem]), *chosen])
         given = (*overrides, *chosen)
@@ -113,9 +113,9 @@ def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequen
             check_memory(config, None)
             cells.append(Cell(label, given, config))
         except HecateError as error:
-            faults.append(f"cell {label!r}: {error}")
+            faults.append(Problem((), f"cell {shorten(label)}: {error.line}"))
     if faults:
-        raise ConfigError("\n".join(faults))
+        raise ConfigError(faults)
     _check_fair(cells)
     return cells
 

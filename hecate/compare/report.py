@@ -83,7 +83,7 @@ def write(found: Comparison, out: Path) -> list[Path]:
     image = _image(found)
     if image is not None:
         contents["comparison.png"] = image
-    with refusing(f"write {out}", "free some space and call the same line again"):
+    with refusing(f"write {out}", then="call the same line again"):
         for name, content in contents.items():
             write_file(out / name, content)
     return [out / name for name in contents]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -10,7 +9,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,8 @@ from hecate.checks import expect_number
 from hecate.compare.cells import PASSES, RESULT, Budget, Cell, check_once, seeds_of
 from hecate.compare.statistics import Pair, pairs
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import make_folder, refusing, write_file
+from hecate.files import lock, make_folder, refusing, write_file
+from hecate.processes import interpreter
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Interrupted, Signals
@@ -153,7 +152,7 @@ class _Work:
         text = dump_experiment(job.config)
         self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._read(job)}
         lines = [json.dumps(record) for _, record in sorted(self.known.items())]
-        with refusing(f"write {self.out / RECORDS}", "free some space and call the same line again"):
+        with refusing(f"write {self.out / RECORDS}", then="call the same line again"):
             write_file(self.out / RECORDS, "\n".join(lines) + "\n")
 
     def _told(self, job: _Job) -> str:
@@ -168,8 +167,11 @@ class _Work:
             "positions": job.positions, "measure": job.measure, "imports": list(self.imports),
             "threads": max(1, (os.cpu_count() or 1) // self.jobs),
         }  # fmt: skip
-        command = [sys.executable, "-m", "hecate.compare.worker", json.dumps(orders)]
-        with self._errors(job).open("wb") as errors:  # signals come to us alone: a second one would lose its work
+        command = interpreter("from hecate.compare.worker import main; main()", json.dumps(orders))
+        with (
+            refusing(f"start the run of cell {job.name}", "give fewer --jobs", then="call the same line again"),
+            self._errors(job).open("wb") as errors,
+        ):  # signals come to us alone: a second one would lose its work
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True,
                 pass_fds=(self.lock,),
@@ -188,7 +190,9 @@ class _Work:
                 if process.returncode == -signal.SIGKILL
                 else f"exit status {process.returncode}"
             ]
-            raise CheckpointError(f"the run of cell {job.name} failed: {said[-1]}; its log: {self._errors(job)}")
+            raise CheckpointError(
+                f"the run of cell {job.name} failed: {said[-1].removeprefix('error: ')}; its log: {self._errors(job)}"
+            )
 
     def _end(self) -> None:
         """Has processes that still run save what they have, and waits for them."""
@@ -425,7 +429,7 @@ def _locked(out: Path) -> Iterator[int]:
         until = time.monotonic() + PATIENCE
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(handle, out)
                 break
             except BlockingIOError:
                 if time.monotonic() > until:

@@ -1,11 +1,10 @@
-"""One run of a comparison in a process of its own: `python -m hecate.compare.worker CONFIG FOLDER`.
+"""One run of a comparison in a process of its own.
 
 It ends when standard input does: where the process that started it is gone, so is this one, behind a checkpoint.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -21,13 +20,16 @@ from typing import Any
 import torch
 
 from hecate.compare.cells import RESULT
-from hecate.errors import HecateError, NonFiniteError
+from hecate.errors import NonFiniteError
 from hecate.files import make_folder, write_file
+from hecate.processes import import_modules
+from hecate.terminal import DEBUG, report
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
 from hecate.train.evaluate import loss_by_position
 from hecate.train.metrics import read_metrics
+from hecate.train.report import column
 from hecate.train.run import open_run, run_experiment
 from hecate.train.trainer import Trainer
 
@@ -46,11 +48,11 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     if found.signal is not None or found.score is None:
         return 128 + (found.signal or 0)
     records = read_metrics(folder / "metrics.jsonl")
-    speeds = [record["tokens_per_second"] for record in records if record["event"] == "train"]
+    speeds = column(records, "train", "tokens_per_second")
     facts: dict[str, Any] = {
         "status": "finished", "loss": found.score.loss, found.metric: found.score.value(found.metric),
-        "metric": found.metric, "tokens_per_second": statistics.median(speeds),
-        "seconds": max(record["elapsed"] for record in records), "curve": curve(records),
+        "metric": found.metric, "tokens_per_second": statistics.median(speeds or [math.nan]),
+        "seconds": max((record.get("elapsed", 0.0) for record in records), default=0.0), "curve": curve(records),
     }  # fmt: skip
     if positions:
         trainer, _ = open_run(folder, "newest")
@@ -69,7 +71,8 @@ def curve(records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     """Tokens read and the mean training loss since the place before, at places that are evenly spread in log tokens.
     [COMPARE-CURVE-D1]"""
     # Steps that a resumed run took again stand there twice.
-    steps = {record["tokens"]: record["loss"] for record in records if record["event"] == "train"}
+    whole = [record for record in records if record["event"] == "train" and {"tokens", "loss"} <= record.keys()]
+    steps = {record["tokens"]: record["loss"] for record in whole if 0 < record["tokens"] < math.inf}
     if not steps:
         return []
     first, last = min(steps), max(steps)
@@ -97,24 +100,22 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        for name in given["imports"]:
-            importlib.import_module(name)
+        import_modules(given["imports"])
         config, folder = load_experiment(given["config"]), Path(given["folder"])
         torch.set_num_threads(config.budget.threads or given["threads"])
         if given["measure"]:
             status = measure(config, folder)
         else:
             status = run(config, folder, positions=given["positions"])
-    except HecateError as error:
-        print(error, file=sys.stderr)
-        status = 2
+    except SystemExit:
+        raise
+    except BaseException as error:  # libraries in Rust panic with what is no Exception
+        if os.environ.get(DEBUG):
+            raise
+        status = report(error)
     raise SystemExit(status)
 
 
 def _end_with_parent() -> None:
     os.read(0, 1)  # without Python's own lock, which would be missed as the process ends
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()

@@ -102,7 +102,7 @@ def read_sidecar(folder: Path) -> Sidecar:
     try:
         return Sidecar.model_validate(content)
     except ConfigError as error:
-        raise DataError(f"{path} is not valid: {error}") from None
+        raise DataError(f"{path} is not valid: {error.line}") from None
 
 
 def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:

@@ -7,7 +7,6 @@ each whole, so the parts with a record are finished; a run that goes on reads up
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, forkserver, get_context, parent_process
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
@@ -40,7 +39,8 @@ from hecate.data.shards import (
 )
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import TEMPORARY, sync, temporary_name, write_file
+from hecate.files import TEMPORARY, cure, lock, sync, sync_open, temporary_name, write_file
+from hecate.processes import safe_path
 from hecate.variant import Config
 
 JOB = "job.json"
@@ -131,7 +131,7 @@ def tokenize(
                 path.unlink()
     except OSError as error:
         raise DataError(
-            f"cannot write {out}: {error.strerror or error}; free some space, and the same command goes on"
+            f"cannot write {out}: {error.strerror or error}; {cure(error) or 'mend that'}, and the same command goes on"
         ) from None
     except BrokenProcessPool:
         raise DataError(
@@ -151,9 +151,9 @@ def _begun(out: Path, job: Job) -> Iterator[None]:
         if any(not item.name.startswith(TEMPORARY) for item in out.iterdir()):
             raise DataError(f"{out} holds other files; choose another --out")
         write_file(own, job.model_dump_json())
-    with own.open("rb") as file:
+    with own.open("r+b") as file:  # what NFS locks has to be open to be written
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno(), own)
         except BlockingIOError:
             raise DataError(f"another process is writing {out}: wait for it, or choose another --out") from None
         try:
@@ -238,7 +238,8 @@ def _prepare(given: str, validation: float) -> None:
         Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent answers for all
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _own = open_tokenizer(given), validation
+    own = open_tokenizer(given, tried=True)  # by the parent
+    _own = own, validation
 
 
 def _encode(texts: list[str]) -> Encoded:
@@ -276,6 +277,8 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
         return
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    with safe_path():
+        forkserver.ensure_running()
     given = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
     with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
 
@@ -352,7 +355,7 @@ class _Writer:
         """Puts the files where they belong, durably."""
         for file, path in zip(self._held, self.paths, strict=True):
             file.flush()
-            os.fsync(file.fileno())
+            sync_open(file.fileno(), path)
             temporary_name(path).replace(path)
         sync(self.paths[0].parent)
         tokens, starts = (digest.hexdigest() for digest in self._hashes)

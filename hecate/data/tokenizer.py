@@ -5,8 +5,11 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.errors import DataError, install_line
+from hecate.errors import DataError, install_line, printable, shorten
+from hecate.files import read_file
+from hecate.processes import interpreter
 
 BYTES = 256
 MOST = 1 << 24
-"""Tokens of a vocabulary to train, at most."""
+"""Tokens of a vocabulary, at most."""
+MOST_BYTES, ROOM, SECONDS = 1 << 28, 4 << 30, 30
+"""Of a tokenizer.json at most; memory beside 100 times that, and time of a processor, that it is tried in."""
 END = "<|endoftext|>"
 """Token that ends a document, where a tokenizer has it."""
 
@@ -55,6 +62,17 @@ def refuse_one_text(texts: Sequence[str]) -> None:
         raise DataError(f"encode takes a list of texts, got one {type(texts).__name__}; write encode([text])[0]")
 
 
+def raw(text: str) -> bytes:
+    """UTF-8 of a text; one that has none, as of a command line in another encoding, is a `DataError`."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"the text {shorten(text)} is not UTF-8 at character {error.start}; give it in UTF-8, which the terminal's "
+            "locale has to be, too"
+        ) from None
+
+
 class Bytes(Tokenizer):
     """Every byte of UTF-8 is a token."""
 
@@ -64,7 +82,7 @@ class Bytes(Tokenizer):
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The bytes of each text."""
         refuse_one_text(texts)
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+        return [np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
         """Characters, as soon as their last byte is there; `\\ufffd` for what is none."""
@@ -85,28 +103,30 @@ class FileTokenizer(Tokenizer):
     none.
     """
 
-    def __init__(self, text: str, where: str) -> None:
-        try:
-            self._own = library().Tokenizer.from_str(text)
-        except DataError:
-            raise
-        except Exception as error:  # the library raises plain exceptions
-            raise DataError(
-                f"{where} is no tokenizer of the tokenizers library ({' '.join(str(error).split())}); give a "
-                "tokenizer.json, such as `hecate data train-tokenizer` writes"
-            ) from None
-        self._own.encode_special_tokens = True
-        self._own.no_truncation()
-        self._own.no_padding()
-        self.text = text
-        self.size = max(self._own.get_vocab().values(), default=0) + 1  # ids may have gaps
-        self.sha256 = hashlib.sha256(text.encode()).hexdigest()
-        self.end = self._own.token_to_id(END)
+    def __init__(self, text: str, where: str, *, tried: bool = False) -> None:
+        self.text, self.where = text, where
+        content, made = raw(text), library()
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        if not tried and self.sha256 not in _tried:
+            _try(content, where)
+            _tried.add(self.sha256)
+        with _serving(where):
+            self._own = made.Tokenizer.from_str(text)
+            self._own.encode_special_tokens = True
+            self._own.no_truncation()
+            self._own.no_padding()
+            self.size = max(self._own.get_vocab().values(), default=0) + 1  # ids may have gaps
+            self.end = self._own.token_to_id(END)
+        if self.size > MOST:
+            raise DataError(f"{where} has token {self.size - 1:,}; ids are below {MOST:,}: number its tokens from 0")
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of each text."""
         refuse_one_text(texts)
-        found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
+        for text in texts:
+            raw(text)
+        with _serving(self.where):
+            found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(item.ids, dtype=np.uint32) for item in found]
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
@@ -115,12 +135,16 @@ class FileTokenizer(Tokenizer):
         shown = ""
         for token in ids:
             held.append(token)
-            text = self._own.decode(held, skip_special_tokens=False)
+            text = self._shown(held)
             if text.endswith("\ufffd"):  # the rest of the character may follow
                 continue
             yield text[len(shown) :]
-            held, shown = held[-1:], self._own.decode(held[-1:], skip_special_tokens=False)
-        yield self._own.decode(held, skip_special_tokens=False)[len(shown) :]
+            held, shown = held[-1:], self._shown(held[-1:])
+        yield self._shown(held)[len(shown) :]
+
+    def _shown(self, ids: list[int]) -> str:
+        with _serving(self.where):
+            return str(self._own.decode(ids, skip_special_tokens=False))
 
     def lengths(self) -> NDArray[np.uint32] | None:
         """Exact where tokens are sequences of bytes, as in byte-level BPE; special tokens stand for none."""
@@ -135,6 +159,67 @@ class FileTokenizer(Tokenizer):
         return found
 
 
+_tried: set[str] = set()  # hashes of tokenizers that serve
+_TRIAL = """
+import json, resource
+for what, most in (resource.RLIMIT_AS, int(sys.argv[1])), (resource.RLIMIT_CPU, int(sys.argv[2])):
+    try:
+        resource.setrlimit(what, (most, most))
+    except (ValueError, OSError):
+        pass  # not on this system
+try:
+    from tokenizers import Tokenizer
+    own = Tokenizer.from_str(sys.stdin.buffer.read().decode())
+    own.no_truncation()
+    own.no_padding()
+    letters = "".join(map(chr, range(32, 383)))
+    try:
+        ids = own.encode_batch_fast([letters, " ".join(letters)], add_special_tokens=False)[0].ids
+        own.decode(ids[:1000], skip_special_tokens=False)
+    except Exception:
+        pass  # it may have no token for some letters
+    print(json.dumps(None))
+except BaseException as error:
+    print(json.dumps(f"{type(error).__name__} {error}"))
+"""
+
+
+def _try(content: bytes, where: str) -> None:
+    """Has another process, of limited memory and time, read a tokenizer and encode some letters with it: one that
+    others have made may abort the process or ask for any amount of memory."""
+    limits = ROOM + 100 * len(content), SECONDS
+    quiet = {"RUST_BACKTRACE": "0", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        interpreter(f"exec({_TRIAL!r})", *map(str, limits)), input=content, capture_output=True, check=False,
+        env={**os.environ, **quiet},
+    )  # fmt: skip
+    try:
+        fault = json.loads(done.stdout)
+    except ValueError:  # it was ended
+        fault = f"it takes more than {limits[0] >> 30} GiB of memory or {SECONDS} seconds to load, or ends the process"
+    if fault is not None:
+        raise _no_tokenizer(where, fault)
+
+
+@contextmanager
+def _serving(where: str) -> Iterator[None]:
+    """Around calls of the library, which raises plain exceptions, and panics with what is no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, DataError):
+        raise
+    except BaseException as error:
+        raise _no_tokenizer(where, str(error)) from None
+
+
+def _no_tokenizer(where: str, fault: str) -> DataError:
+    why = printable(" ".join(fault.split()), 300)
+    return DataError(
+        f"{where} is no tokenizer of the tokenizers library that serves here ({why}); give a tokenizer.json, such as "
+        "`hecate data train-tokenizer` writes"
+    )
+
+
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:
     """Types of a decoder and of those it is made of."""
     if decoder is None:
@@ -143,13 +228,16 @@ def _kinds(decoder: dict[str, Any] | None) -> set[str]:
     return {str(decoder.get("type"))}.union(*map(_kinds, inner))
 
 
-def open_tokenizer(given: str | Path) -> Tokenizer:
-    """`bytes`, or the tokenizer of a file."""
+def open_tokenizer(given: str | Path, *, tried: bool = False) -> Tokenizer:
+    """`bytes`, or the tokenizer of a file, which is tried in a process of its own unless it was."""
     if str(given) == "bytes":
         return Bytes()
     path = Path(given)
     try:
-        return FileTokenizer(path.read_text(encoding="utf-8"), str(path))
+        content = read_file(path, MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise DataError(f"tokenizer {path} has more than {MOST_BYTES:,} bytes; is it really a tokenizer.json?")
+        return FileTokenizer(content.decode(), str(path), tried=tried)
     except UnicodeDecodeError:
         raise DataError(f"{path} is no tokenizer: it is not text; give a tokenizer.json, or bytes") from None
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Extent = Annotated[Size, Field(ge=1)]
 AXES = ("replicate", "data", "context")
 GRACE = 10.0  # seconds for which others wait beyond rank 0, who names those that did not answer
+LOOK = 1.0  # seconds after which rank 0 looks whether who does not answer is still there
 _CPU = torch.device("cpu")
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
@@ -245,28 +247,43 @@ class World:
             if store.add(f"{name}/heard", 1) == self.size - 1:
                 store.set(f"{name}/all", "")
         else:
-            texts = [json.dumps(value), *(self._wait(store, f"{name}/{n}", self.timeout) for n in range(1, self.size))]
+            until = time.monotonic() + self.timeout
+            others = (self._wait(store, f"{name}/{n}", until - time.monotonic(), n) for n in range(1, self.size))
+            texts = [json.dumps(value), *others]
             missing = [n for n, text in enumerate(texts) if text is None]
             found = [json.loads(text) for text in texts if text is not None]
-            late = f"rank {missing[0]} of {self.size} did not answer within {self.timeout:g} seconds" if missing else ""
+            late = self._late(store, missing[0]) if missing else ""
             answer = json.dumps({"late": late, "value": None if missing else judge(found)})
             store.set(f"{name}/answer", answer)
             if not missing:  # rank 0 may keep the store, and end by what it has found
                 self._wait(store, f"{name}/all", GRACE)
         told = json.loads(answer)
         if told["late"]:
-            raise ParallelError(f"{told['late']}; see what it reported, or raise budget.timeout")
+            raise ParallelError(told["late"])
         return told["value"]
 
+    def _late(self, store: Store, rank: int) -> str:
+        if _ended(store, rank):
+            return f"rank {rank} of {self.size} has ended; see what it reported"
+        asked = f"rank {rank} of {self.size} did not answer within {self.timeout:g} seconds"
+        return f"{asked}; see what it reported, or raise budget.timeout"
+
     @staticmethod
-    def _wait(store: Store, key: str, seconds: float) -> str | None:
+    def _wait(store: Store, key: str, seconds: float, rank: int | None = None) -> str | None:
+        """What a key is set to in time; None where it is not, and as soon as the `rank` that is to set it has ended."""
         from torch.distributed import DistError
 
-        try:
-            store.wait([key], timedelta(seconds=seconds))
-            return str(store.get(key), "utf-8")
-        except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
-            return None
+        until = time.monotonic() + seconds
+        while True:
+            began = time.monotonic()
+            look = max(until - began, 0.01) if rank is None else min(max(until - began, 0.01), LOOK)
+            try:
+                store.wait([key], timedelta(seconds=look))
+                return str(store.get(key), "utf-8")
+            except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
+                gone = time.monotonic() - began < 0.5 * look
+            if gone or time.monotonic() >= until or (rank is not None and _ended(store, rank)):
+                return None
 
 
 def _told(kind: str, text: str) -> HecateError:
@@ -395,7 +412,34 @@ def _met(world: World) -> World:
             f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
             f"{str(error).splitlines()[0]}; see that every rank was started"
         ) from error
-    return replace(world, store=_part(store, _attempt(world)))
+    world = replace(world, store=_part(store, _attempt(world)))
+    if world.store is not None:
+        world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _begun(os.getpid())]))
+    return world
+
+
+def _machine() -> str:
+    """This machine, as long as it runs, and the numbering of its processes; empty where that is not known."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return f"{boot.strip()} {Path('/proc/self/ns/pid').readlink()}"
+    return ""
+
+
+def _begun(process: int) -> str:
+    """When a process of this machine was started; empty where it has ended."""
+    with suppress(OSError):
+        state, *facts = Path(f"/proc/{process}/stat").read_bytes().rpartition(b") ")[2].split()
+        return "" if state in (b"Z", b"X") else facts[18].decode()
+    return ""
+
+
+def _ended(store: Store, rank: int) -> bool:
+    """Whether the process of a rank is known to be gone: only one of this machine is."""
+    if not _machine() or not store.check([f"process/{rank}"]):
+        return False
+    machine, process, begun = json.loads(store.get(f"process/{rank}"))
+    return bool(machine == _machine() and begun and _begun(process) != begun)
 
 
 def _attempt(world: World) -> str:

@@ -113,7 +113,7 @@ class HecateConfig(PreTrainedConfig):
         """Writes `config.json`, and beside it the lines that are the model's code to others. [HF-REMOTE-D1]"""
         self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in _CLASSES.items()}
         folder = Path(save_directory)
-        with refusing(f"write {folder}", "free some space or choose another folder"):
+        with refusing(f"write {folder}", "choose another folder"):
             make_folder(folder)
             write_file(folder / f"{REMOTE}.py", REMOTE_CODE)
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import make_folder, new_folder, refusing
+from hecate.files import by_library, make_folder, new_folder, refusing
 from hecate.hf.model import HecateForCausalLM
 from hecate.hf.tokenizer import tokenizer_of
 from hecate.models import LanguageModel
@@ -43,7 +43,7 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
     if tokenizer is not None:
         ends, pads = tokenizer.eos_token_id, tokenizer.pad_token_id
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = ends, pads
-    with refusing(f"write {out}", "free some space or choose another --out"):
+    with refusing(f"write {out}", "choose another --out"), by_library():
         make_folder(out.parent)
         with new_folder(out) as folder:
             model.save_pretrained(folder)

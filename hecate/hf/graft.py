@@ -273,7 +273,7 @@ def save_graft(model: Any, folder: str | Path) -> None:
         raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; choose another folder")
-    with refusing(f"write {folder}", "free some space or choose another folder"):
+    with refusing(f"write {folder}", "choose another folder"):
         make_folder(folder.absolute().parent)
         with new_folder(folder.absolute()) as room:
             write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _TENSORS)
@@ -307,7 +307,7 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
     try:
         made = _build(decoder, config, False, torch.Generator().manual_seed(0))
     except HecateError as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error}") from None
+        raise CheckpointError(f"{folder} does not fit the model: {error.line}") from None
     for index, (_, branch) in made.items():
         own, wanted = tensors.pop(index, {}), branch.state_dict()
         faults = [name for name in wanted.keys() | own.keys() if _shape(wanted, name) != _shape(own, name)]

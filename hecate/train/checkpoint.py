@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
+from hecate.files import by_library, make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
 from hecate.optim.sharding import local
 from hecate.variant import Config
 
@@ -192,9 +192,7 @@ def write_checkpoint(
 def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
     """A temporary folder to fill with the checkpoint of a step, which is published as the second path."""
     target = folder / f"step_{step:08d}"
-    with refusing(
-        f"write checkpoint {target}", "free some space or choose another --out (earlier checkpoints are intact)"
-    ):
+    with refusing(f"write checkpoint {target}", "choose another --out (earlier checkpoints are intact)"):
         make_folder(folder)
         older = [path for path in checkpoints(folder) if _age(path)[0] == step]
         last = max((edition for _, published, edition in map(_age, older) if published), default=0)
@@ -212,10 +210,8 @@ def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """A new safetensors file, with the mode of any other; safetensors itself makes them private. Raises OSError."""
     file.touch()
     mode = file.stat().st_mode
-    try:
+    with by_library():
         save_file(dict(tensors), file)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
     file.chmod(mode)
 
 
@@ -370,8 +366,8 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
 def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
     """What a folder is refused with all of whose checkpoints were skipped."""
-    reasons = "\n".join(f"  {item.reason}" for item in skipped)
-    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out:\n{reasons}")
+    reasons = "; ".join(item.reason for item in skipped)
+    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
@@ -431,7 +427,7 @@ def read_manifest(folder: Path) -> Content | ShardedContent:
     try:
         return (Content if version == VERSION else ShardedContent).model_validate(content)
     except ConfigError as error:
-        raise bad(file, f"is not valid: {error}") from None
+        raise bad(file, f"is not valid: {error.line}") from None
 
 
 def summary(tensor: Tensor) -> dict[str, Any]:

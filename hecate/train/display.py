@@ -9,12 +9,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
+
+from hecate.errors import MESSAGE, printable
+from hecate.terminal import StandardError, echo, write
 
 PLAIN = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -31,7 +35,7 @@ class _Bar(Progress):
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.visible and task.fields["facts"]:
-                yield Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
+                yield Text(printable(task.fields["facts"]), no_wrap=True, overflow="ellipsis")
 
 
 class Display:
@@ -39,10 +43,10 @@ class Display:
     nothing."""
 
     def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=cast(IO[str], StandardError()))
         self._quiet = quiet
         self._bar = _Bar(
-            TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.description}", style="bold", markup=False), BarColumn(), MofNCompleteColumn(),
             console=self.console, disable=quiet or not self.console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=None, visible=False, facts="")
@@ -63,7 +67,9 @@ class Display:
         """Begins at `step` of `steps`."""
         self._waiting.cancel()
         self._steps, self._told = steps, time.monotonic()
-        self._bar.reset(self._task, description=name, total=steps, completed=step, visible=True, facts=FIRST)
+        self._bar.reset(
+            self._task, description=printable(name, 80), total=steps, completed=step, visible=True, facts=FIRST
+        )
 
     def step(self, step: int, facts: Callable[[], str]) -> None:
         """Moves the bar; `facts` are asked for when they are shown."""
@@ -76,7 +82,7 @@ class Display:
     def say(self, text: str) -> None:
         """A line above the bar, or a plain line."""
         if not self._quiet:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -148,22 +154,25 @@ WRAPPED = 32
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """On a terminal a rich table, or its rows one by one where cells would be too narrow; aligned lines elsewhere.
     Nothing is cut."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    if not sys.stdout.isatty():
-        for row in (header, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            print("  ".join(cells).rstrip())
+    first, *lines = [[printable(cell, MESSAGE) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(first, *lines, strict=True)]
+    if sys.stdout is None or not sys.stdout.isatty():
+        for line in (first, *lines):
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            echo("  ".join(cells).rstrip())
         return
     console = Console()
     needed = sum(min(width, WRAPPED) + 3 for width in widths) + 1
-    for row in rows if needed > console.width else ():
-        one = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
-        for name, cell in zip(header[1:], row[1:], strict=True):
-            if cell:
-                one.add_row(Text(f"  {name}", "dim"), Text(cell))
-        console.print(Text(row[0], "bold"), one, sep="\n")
-    if needed <= console.width:
-        table = Table(*(Column(name, overflow="fold") for name in header))
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
+    with console.capture() as drawn:
+        for line in lines if needed > console.width else ():
+            one = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+            for name, cell in zip(first[1:], line[1:], strict=True):
+                if cell:
+                    one.add_row(Text(f"  {name}", "dim"), Text(cell))
+            console.print(Text(line[0], "bold"), one, sep="\n")
+        if needed <= console.width:
+            table = Table(*(Column(escape(name), overflow="fold") for name in first))
+            for line in lines:
+                table.add_row(*map(Text, line))
+            console.print(table)
+    write(drawn.get())

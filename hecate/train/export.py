@@ -7,6 +7,7 @@ are given, since what they hold is a pickle.
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from hecate.checks import expect_choice
 from hecate.data.shards import TOKENIZER
 from hecate.errors import CheckpointError
-from hecate.files import make_folder, new_folder, refusing, write_file
+from hecate.files import by_library, make_folder, new_folder, refusing, write_file
 from hecate.train.checkpoint import MANIFEST, load_checkpoint, save_checkpoint, write_tensors
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
@@ -94,13 +95,14 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
         raise CheckpointError(f"{out} exists already; choose another --out")
     tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied ones one by one
     home = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / "config.yaml").is_file()), None)
-    with refusing(f"write {out}", "free some space or choose another --out"):
+    with refusing(f"write {out}", "choose another --out"):
         make_folder(out.parent)
         with new_folder(out) as folder:
             if to == "safetensors":
                 write_tensors(tensors, folder / WEIGHTS)
             elif to == "torch":
-                torch.save(tensors, folder / "model.pt")
+                with by_library(), (folder / "model.pt").open("wb") as file:
+                    torch.save(tensors, file)
             else:
                 _write_dcp(tensors, folder / "model")
             if home is not None:
@@ -119,7 +121,9 @@ def _write_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+    with by_library(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes it, as is meant
+        save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
 
 
 def import_weights(source: Path, out: Path, config: ExperimentConfig | None = None) -> Path:
@@ -141,7 +145,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         named = {f"model/{name}": value for name, value in weights.items()}
         trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
         given = trainer.checkpoint()
-    with refusing(f"write {out}", "free some space or choose another --out"):
+    with refusing(f"write {out}", "choose another --out"):
         make_folder(out.parent)
         with new_folder(out) as folder:
             save_checkpoint(folder / CHECKPOINTS, 0, given)

@@ -3,23 +3,29 @@ appended and locked while it trains; and samples.txt."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hecate.errors import CheckpointError
-from hecate.files import refusing, write_file
+from hecate.files import lock, refusing, sync_open, write_file
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
 """What of a record is another whenever it is written."""
+NUMBERS = frozenset((
+    *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
+    "validation_loss", "accuracy", "bits_per_byte", "perplexity",
+))  # fmt: skip
+"""Facts that are numbers: a record of another writer may lack any, and is read without those that are none."""
+MOST = 1 << 63
+"""Beyond which an integer is no number of a run."""
 _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
-_REMEDY = "free some space or make it writable, then continue with --resume"
+_AFTER = "continue with --resume"
 
 
 class MetricsWriter:
@@ -33,12 +39,14 @@ class MetricsWriter:
         self.last: Record = {}
         self._path = path
         self._again: list[Record] = []
-        with refusing(f"write {path}", _REMEDY):
+        with refusing(f"write {path}", then=_AFTER):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                lock(self._file, path)
+            except OSError as error:
                 os.close(self._file)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise CheckpointError(
                     f"another process is training in {path.parent}: wait for it, or choose another --out"
                 ) from None
@@ -71,17 +79,17 @@ class MetricsWriter:
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
         with self._writing():
-            os.fsync(self._file)
+            sync_open(self._file, self._path)
 
     def _cut(self, length: int) -> None:
-        with refusing(f"write {self._path}", _REMEDY):
+        with refusing(f"write {self._path}", then=_AFTER):
             if os.fstat(self._file).st_size > length:
                 os.ftruncate(self._file, length)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Where the file is no more, the folder is not either: what follows would be lost."""
-        with refusing(f"write {self._path}", _REMEDY):
+        with refusing(f"write {self._path}", then=_AFTER):
             if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
                 raise CheckpointError(
                     f"{self._path} was moved or deleted while the run was writing it; continue with --resume where the "
@@ -143,7 +151,13 @@ def _parsed(line: bytes) -> Record | None:
     except (ValueError, RecursionError):
         return None
     known = isinstance(record, dict) and isinstance(record.get("event"), str)
-    return record if known and type(record.get("step")) is int else None
+    if not known or type(record.get("step")) is not int or not 0 <= record["step"] < MOST:
+        return None
+    return {name: value for name, value in record.items() if name not in NUMBERS or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < MOST)
 
 
 def add_sample(path: Path, step: int, text: str) -> None:
@@ -159,7 +173,7 @@ def rewind_samples(path: Path, step: int) -> None:
 
 
 def _replace(path: Path, step: int, more: bytes) -> None:
-    with refusing(f"write {path}", _REMEDY):
+    with refusing(f"write {path}", then=_AFTER):
         _, *parts = _HEADER.split(path.read_bytes() if path.exists() else b"")
         pairs = zip(parts[::2], parts[1::2], strict=True)
         kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]

@@ -83,10 +83,11 @@ class Progress:
         self._flops = self._peak()
 
     def go_on(self, step: int, last: dict[str, Any]) -> None:
-        """From a step on, after the last record of it; a run of older versions tells neither time nor tokens."""
+        """From a step on, after the last record of it; one of another writer may tell neither time nor tokens."""
         whole = step * self._config.budget.batch_size * self._config.seq_len
-        self.step, self.tokens = step, last.get("tokens", whole)
-        self._before = last.get("elapsed", 0.0)
+        tokens, elapsed = last.get("tokens", math.nan), last.get("elapsed", math.nan)
+        self.step, self.tokens = step, int(tokens) if 0 <= tokens < math.inf else whole
+        self._before = elapsed if 0 <= elapsed < math.inf else 0.0
 
     def clock(self) -> dict[str, float]:
         """When it is, in seconds since 1970, and for how many seconds the run has been going on."""

@@ -68,9 +68,9 @@ def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Map
         "state per sequence": f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length",
         "training tokens": f"{trainer.step * trainer.config.budget.batch_size * trainer.config.seq_len:,}",
     }
-    if speeds := [record["tokens_per_second"] for record in records if record["event"] == "train"]:
+    if speeds := column(records, "train", "tokens_per_second"):
         rows["training speed"] = f"{median_high(speeds):,.0f} tokens/s (median step)"
-    if seconds := [record["seconds"] for record in records if record["event"] == "end"]:
+    if seconds := column(records, "end", "seconds"):
         rows["wall time"] = f"{sum(seconds):.0f} s"
     return markdown_table(("size", "value"), rows.items())
 
@@ -136,6 +136,11 @@ def _commands(folder: Path) -> str:
     )
 
 
+def column(records: Iterable[Mapping[str, Any]], event: str, name: str) -> list[float]:
+    """A fact of the records of an event that tell it."""
+    return [record[name] for record in records if record["event"] == event and name in record]
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *rows]
@@ -151,17 +156,18 @@ def _figures(
     except ImportError:
         return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 
-    def column(event: str, key: str, scale: float = 1.0) -> list[float]:
-        return [scale * record[key] for record in records if record.get("event") == event]
+    def curve(event: str, key: str, scale: float) -> tuple[list[float], list[float]]:
+        known = [record for record in records if key in record]
+        return column(known, event, "step"), [scale * value for value in column(known, event, key)]
 
     def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.add_subplot()
         if key == "validation_loss":
-            steps, losses = column("train", "step"), column("train", "loss", scale)
+            steps, losses = curve("train", "loss", scale)
             axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training batch")
             axes.plot(steps, _smoothed(losses), color="tab:blue", label="training, smoothed")
-        axes.plot(column("eval", "step"), column("eval", key, scale), "o-", color="tab:orange", label="validation")
+        axes.plot(*curve("eval", key, scale), "o-", color="tab:orange", label="validation")
         for index, (label, value) in enumerate(levels.items()):
             axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=label)
         axes.set(xlabel="step", ylabel=unit, **limits)

@@ -25,7 +25,7 @@ from hecate.checks import expect_choice
 from hecate.data import Source
 from hecate.data.shards import TOKENIZER
 from hecate.distributed import World
-from hecate.errors import CheckpointError, HecateError, shorten
+from hecate.errors import CheckpointError, HecateError, printable, shorten
 from hecate.files import make_folder, refusing, sweep, write_file
 from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
@@ -131,6 +131,8 @@ def _begin(config: ExperimentConfig, folder: Path) -> None:
 
 def check_folder(folder: Path, resume: bool) -> None:
     """Refuses to write over another run, or to resume what is none."""
+    if printable(str(folder)) != str(folder):
+        raise CheckpointError(f"the name of {folder} is not plain UTF-8, which checkpoints need; choose another --out")
     exists = (folder / "config.yaml").exists()
     if resume and not exists:
         raise CheckpointError(
@@ -398,5 +400,5 @@ class _Run:
         self._tell("end", status=status, seconds=seconds)
 
     def _report(self, status: Status, baselines: dict[str, float]) -> None:
-        with self._alone(), refusing(f"write the report of {self.folder}", "free some space and --resume"):
+        with self._alone(), refusing(f"write the report of {self.folder}", then="continue with --resume"):
             write_report(self.trainer, self.folder, self._score(), baselines, status)

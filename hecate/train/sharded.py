@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from hecate.distributed import World, gathered, is_sharded
 from hecate.errors import CheckpointError, HecateError
-from hecate.files import write_file
+from hecate.files import cure, write_file
 from hecate.train.checkpoint import (
     MANIFEST,
     SHARDED,
@@ -237,11 +237,15 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
         )
     except CheckpointException as error:  # the same on all ranks
         raise CheckpointError(
-            f"cannot {what}: {_reasons(error)}; free some space or choose another --out (earlier checkpoints are "
-            "intact)"
+            f"cannot {what}: {_reasons(error)}; {_cure(error)}choose another --out (earlier checkpoints are intact)"
         ) from None
     except RuntimeError as error:
         raise lost(what, error) from None
+
+
+def _cure(error: Any) -> str:
+    faults = [fault for fault, _ in error.failures.values()]
+    return next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
 
 
 def _reasons(error: Any) -> str:

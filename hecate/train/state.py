@@ -52,7 +52,7 @@ def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
     try:
         return RunFacts.model_validate(dict(facts))
     except ConfigError as error:
-        raise CheckpointError(f"{where} is not valid: {error}; use an earlier checkpoint") from None
+        raise CheckpointError(f"{where} is not valid: {error.line}; use an earlier checkpoint") from None
 
 
 def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, where: str) -> None:
@@ -133,7 +133,8 @@ def unpack(
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
     except (HecateError, ValueError) as error:
-        raise CheckpointError(f"{where} does not fit this run's optimiser: {error}") from None
+        why = error.line if isinstance(error, HecateError) else error
+        raise CheckpointError(f"{where} does not fit this run's optimiser: {why}") from None
     model.load_state_dict(saved)
 
 

@@ -42,7 +42,7 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     try:
         config = ExperimentConfig.model_validate(facts.config)
     except ConfigError as error:
-        raise CheckpointError(f"{path} has a config that is not valid here: {error}") from None
+        raise CheckpointError(f"{path} has a config that is not valid here: {error.line}") from None
     wanted = config.budget.device if device is None else device
     place = torch.device(wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu")
     model = build_model(config)

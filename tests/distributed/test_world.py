@@ -162,6 +162,26 @@ def test_a_rank_of_another_kind_or_none_at_all_is_an_error_in_time():
     assert kind == "ParallelError" and "lost another rank" in text and seconds < 10
 
 
+def alone() -> tuple[str, float]:
+    """What rank 0 is told of two others that end ahead of its question, and after how many seconds."""
+    with start(ParallelConfig(), timeout=60.0) as world:
+        world.barrier()
+        if world.rank:
+            os._exit(3)
+        began = time.monotonic()
+        try:
+            world.from_main(lambda: 1)
+        except ParallelError as error:
+            return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.spec("DIST-WORLD-D3")
+def test_a_rank_that_has_ended_is_not_waited_for():
+    (text, seconds), *_ = run_ranks(3, alone, lost=[1, 2])
+    assert text == "rank 1 of 3 has ended; see what it reported" and seconds < 20
+
+
 @pytest.mark.slow
 def test_a_mesh_that_does_not_fit_and_a_rank_that_sleeps_are_errors_in_time():
     for kind, text, seconds in run_ranks(2, lonely, "shape"):

@@ -13,10 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from hecate.compare import worker
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError, install_line
 from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
 from hecate.train.display import Display
 from hecate.train.metrics import MetricsWriter, read_metrics
+from hecate.train.report import column
 from hecate.train.trainer import Trainer
 
 from .common import TiedGRU, same_bits, tiny
@@ -241,6 +243,32 @@ def test_metrics_survive_a_killed_writer(tmp_path):
         ("train", 1), ("resume", 1), ("train", 2),
     ]  # fmt: skip
     assert read_metrics(path)[-1]["loss"] == 1.5
+
+
+@pytest.mark.spec("TRAIN-METRICS-D1")
+def test_metrics_of_another_writer_stop_no_resume(tmp_path):
+    result = run(tiny(budget={"steps": 2}), tmp_path / "run")
+    path = result.folder / "metrics.jsonl"
+    alien: list[dict[str, object]] = [
+        {"event": "train", "step": 1},
+        {"event": "train", "step": 1, "loss": "low", "tokens": None, "tokens_per_second": [3], "elapsed": True},
+        {"event": "train", "step": 1, "loss": 10**400, "tokens": -(10**30), "tokens_per_second": float("inf")},
+        {"event": "train", "step": 10**400, "loss": 1.0},
+        {"event": "train", "step": -1, "loss": 1.0},
+        {"event": "eval", "step": 1, "validation_loss": {}, "accuracy": "1"},
+        {"event": "end", "step": 1, "seconds": "long", "elapsed": float("nan"), "tokens": float("inf")},
+        {"event": "other", "step": 1, "tokens": "many", "elapsed": "long"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in alien) + "[]\n3\nnot json\n" + path.read_text())
+    assert all(
+        isinstance(value, float | int) for r in read_metrics(path) for name, value in r.items() if name == "loss"
+    )
+    again = run(tiny(budget={"steps": 3}), result.folder, resume=True)
+    assert again.status == "finished" and "step 3 of 3" in (again.folder / "report.md").read_text()
+    last = read_metrics(path)[-1]
+    assert last["event"] == "end" and 0 <= last["elapsed"] < 1000
+    assert worker.curve(read_metrics(path))[-1][1] == column(read_metrics(path), "train", "loss")[-1]
+    assert not worker.curve(alien[:1])
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):

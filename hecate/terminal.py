@@ -1,0 +1,150 @@
+"""What reaches a terminal: texts that it may show, streams that take no more, and every failure as one message.
+
+Standard output may be closed, full, or a pipe that nobody reads any longer: that is an `OutputError`, which ends a
+command that only prints and is a warning behind work that is done. What standard error cannot take is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hecate.errors import MESSAGE, HecateError, NonFiniteError, printable, shorten
+from hecate.files import cure
+
+DEBUG = "HECATE_DEBUG"
+"""The variable of the environment that asks for tracebacks."""
+FAILED, REFUSED, UNREAD = 1, 2, 128 + signal.SIGPIPE
+"""Exit codes: the run itself failed, what was given cannot be used, nobody reads the output."""
+
+
+class OutputError(HecateError):
+    """Standard output that takes no more; `unread` where the program that read it has ended."""
+
+    def __init__(self, message: str = "", *, unread: bool = False) -> None:
+        super().__init__(message)
+        self.unread = unread
+
+
+class StandardError:
+    """Standard error as it is now, as a file; what it cannot take is lost, for there is nowhere to say so."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr  # a live display puts itself in its place
+
+    def write(self, text: str) -> int:
+        """Writes a text if that is possible."""
+        with suppress(AttributeError, OSError, ValueError):  # none, full, closed
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is waiting if that is possible."""
+        with suppress(AttributeError, OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return self._stream is not None and self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:
+        """That of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+
+def echo(text: str = "", *, err: bool = False, end: str = "\n") -> None:
+    """Prints a `printable` text. Raises OutputError."""
+    write(printable(text) + end, err=err)
+
+
+def write(text: str, *, err: bool = False) -> None:
+    """Prints a text as it is, at once. Raises OutputError."""
+    if err:
+        StandardError().write(text)
+        StandardError().flush()
+    elif sys.stdout is not None:
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except (OSError, ValueError) as error:
+            _abandon(sys.stdout)
+            reason = getattr(error, "strerror", None) or str(error)
+            unread = getattr(error, "errno", None) == errno.EPIPE
+            raise OutputError(f"cannot write to standard output: {reason}", unread=unread) from None
+
+
+def _abandon(stream: Any) -> None:
+    """Lets what waits to be written vanish: Python would try again as it ends, and fail."""
+    with suppress(AttributeError, OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def afterwards() -> Iterator[None]:
+    """Around what is told of work that is done: where it cannot be printed, that is no failure."""
+    try:
+        yield
+    except OutputError as error:
+        if not error.unread:
+            echo(f"warning: {error}; the work itself is done", err=True)
+
+
+def prepare() -> None:
+    """Readies the streams of a process: closed ones lead nowhere, lest a file of ours becomes one of them, and what
+    their encoding lacks is escaped."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def finish() -> None:
+    """Empties the streams as a process ends, or drops what they cannot take: Python would exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            _abandon(stream)
+
+
+def report(error: BaseException) -> int:
+    """Tells a failure in one message on standard error; the exit code."""
+    unread = isinstance(error, OutputError) and error.unread
+    if unread or (isinstance(error, OSError) and error.errno == errno.EPIPE and error.filename is None):
+        _abandon(sys.stdout)
+        return UNREAD
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    echo(f"error: {told(error)}", err=True)
+    refused = isinstance(error, HecateError | OSError | MemoryError | UnicodeError | RecursionError)
+    return REFUSED if refused and not isinstance(error, NonFiniteError) else FAILED
+
+
+def told(error: BaseException) -> str:
+    """A failure as a message."""
+    kind, text = type(error).__name__, printable(" ".join(str(error).split()), MESSAGE // 4)
+    if isinstance(error, HecateError):
+        return str(error)
+    if isinstance(error, OSError):
+        help_ = f"; {cure(error)}" if cure(error) else ""
+        what = "" if error.filename is None else f"cannot use {shorten(str(error.filename))}: "
+        return f"{what}{error.strerror or text or kind}{help_}"
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "can't allocate memory" in text:
+        return f"there is not enough memory for this{f' ({text})' if text else ''}; give less at once, or smaller sizes"
+    if isinstance(error, RecursionError):
+        return "something here is nested too deeply to be read; give it with fewer levels"
+    if isinstance(error, UnicodeError):
+        return f"a text has characters that cannot be used here ({text}); give it in UTF-8"
+    return f"{kind}: {text}; nothing here expects this: {DEBUG}=1 shows where it comes from, and a report is welcome"
