@@ -43,7 +43,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8") if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
-        temporary.write_bytes(data)
+        temporary.unlink(missing_ok=True)  # of a dead process with this number, or a link that someone put there
+        with temporary.open("xb") as file:
+            file.write(data)
         sync(temporary)
         temporary.replace(path)
     finally:

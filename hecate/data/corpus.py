@@ -78,7 +78,11 @@ def _suffix(path: Path) -> str:
 
 
 def documents(
-    path: Path, *, field: str = "text", separator: str | None = None, limits: Limits = Limits()  # noqa: B008 - frozen
+    path: Path,
+    *,
+    field: str = "text",
+    separator: str | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> Iterator[str]:
     """The documents of a file, in order; `DataError` names the place that cannot be read. [DATA-CORPUS-D1]
 
@@ -213,7 +217,9 @@ def _field(record: Any, field: str, where: str, limits: Limits) -> str:
 
 def _text(value: Any, where: str, place: str, limits: Limits) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where} {_called(value)} in {place}, where a text must stand; leave the record out or mend it")
+        raise DataError(
+            f"{where} {_called(value)} in {place}, where a text must stand; leave the record out or mend it"
+        )
     if len(value) > limits.document:
         raise _too_long(f"{where} in {place} a document", limits.document, "part it", "--max-document")
     return value

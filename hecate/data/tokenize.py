@@ -208,9 +208,7 @@ class Place(NamedTuple):
     document: int
 
 
-def _batches(
-    files: Sequence[Path], job: Job, after: Part | None, limits: Limits
-) -> Iterator[tuple[list[str], Place]]:
+def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits) -> Iterator[tuple[list[str], Place]]:
     """Documents in batches that are worth sending, but no longer than a shard, after those of a part."""
     most = min(BATCH_LETTERS, job.shard_tokens)
     first, skip = (after.file, after.document) if after else (0, 0)
@@ -333,7 +331,7 @@ class _Writer:
 
     def __init__(self, out: Path, name: str, dtype: Dtype) -> None:
         self.paths = out / f"{name}.bin", out / f"{name}.starts"
-        self._held: list[BinaryIO] = [temporary_name(path).open("wb") for path in self.paths]
+        self._held: list[BinaryIO] = [temporary_name(path).open("xb") for path in self.paths]
         self._hashes = hashlib.sha256(), hashlib.sha256()
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = self.text = 0

@@ -196,6 +196,7 @@ class BlockState(State, _BlockFields):
     """What a block with levels after its memory carries: a pytree of tensors."""
 
     __slots__ = ()
+    whole = ()
 
 
 class MemoryBlock(Layers):

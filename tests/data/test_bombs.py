@@ -137,7 +137,10 @@ def test_limits_are_settings(tmp_path):
 def test_the_commands_say_which_option_raises_a_limit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a" * (2 * MIB))
-    for command in (["tokenize", "a.txt", "--out", "out"], ["train-tokenizer", "a.txt", "--vocab", "300", "--out", "t"]):
+    for command in (
+        ["tokenize", "a.txt", "--out", "out"],
+        ["train-tokenizer", "a.txt", "--vocab", "300", "--out", "t"],
+    ):
         found = CliRunner().invoke(app, ["data", *command, "--max-document", "1"])
         assert found.exit_code == 2
         assert found.output == (
