@@ -17,7 +17,8 @@ from hecate.distributed import AXES, each_of
 from hecate.distributed.context import Way, ways
 from hecate.engine import memory_scan
 from hecate.errors import CheckpointError, ConfigError, shorten
-from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.models import LanguageModel
+from hecate.models.language_model import parameters_of
 from hecate.rule import Gates, bytes_of
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
@@ -155,24 +156,18 @@ def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1
         )
 
 
-@lru_cache(maxsize=64)
-def _weights(model: LanguageModelConfig) -> int:
-    """Numbers of a model's parameters, from one of its blocks, without storage."""
-    one = LanguageModel(model.model_copy(update={"layers": 1}), device="meta")
-    return _numbers(one) + (model.layers - 1) * _numbers(one.blocks[0])
-
-
 def check_weights(config: ExperimentConfig) -> None:
     """Refuses a model whose parameters this machine cannot hold, before it is built. [TRAIN-EST-D6]"""
-    count = _weights(config.model_for_data())
-    check_room(FLOAT * count, f"model: has {count:,} parameters", "lower model.d_model or model.layers")
+    count = parameters_of(config.model_for_data())
+    cure = "lower model.d_model or model.layers, or take a larger machine"
+    check_room(FLOAT * count, f"model: has {count:,} parameters", cure)
 
 
 def check_opening(config: ExperimentConfig, stored: Iterable[tuple[str, int]], where: str, *, scored: bool) -> None:
     """Refuses a model that this machine cannot hold, with a batch of its evaluation where it is `scored`, and one that
     claims more parameters than the numbers that are `stored`, by name, before it is built. [TRAIN-EST-D6]"""
     check_weights(config)
-    count, there = _weights(config.model_for_data()), sum(n for name, n in stored if name.startswith("model/"))
+    count, there = parameters_of(config.model_for_data()), sum(n for name, n in stored if name.startswith("model/"))
     if count > there:
         raise CheckpointError(
             f"{where} has {there:,} numbers of a model, whose config claims {count:,} parameters: it belongs to "

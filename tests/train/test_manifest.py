@@ -298,7 +298,7 @@ SPREADS = {
     "beyond torch": ([0, 1 << 62, 1 << 62], r"tensors\.model/x\.shape: must be of at most"),
     "beyond 64 bits": ([0, 1 << 70], "more than 64 bits"),
     "more than the file": ([WIDE, 3], rf"files\.{SHARD}: must hold blocks of {12 * WIDE:,} bytes, got "),
-    "negative": ([-2, 3], r"tensors\.model/x\.shape\.0"),
+    "negative": ([-2, 3], r"tensors\.model/x\.shape\[0\]: must be >= 0"),
 }
 
 

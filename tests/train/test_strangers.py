@@ -20,10 +20,10 @@ from hecate.errors import HecateError
 from hecate.evals import evaluate_run
 from hecate.files import write_file
 from hecate.microscope.report import report_run
+from hecate.models.language_model import parameters_of
 from hecate.train import Trainer, open_model, open_run, run_experiment
 from hecate.train.checkpoint import _digest
 from hecate.train.display import Display
-from hecate.train.estimate import _weights, parse_bytes
 from hecate.train.export import export_weights, import_weights
 from hecate.train.folder import NAMES
 from hecate.train.run import check_folder
@@ -199,14 +199,14 @@ def claim(folder, model, where):
 
 
 def test_the_claim_is_large():
-    assert _weights(tiny(model=LARGE).model_for_data()) > 30e9
+    assert parameters_of(tiny(model=LARGE).model_for_data()) > 30e9
 
 
 @pytest.mark.spec("TRAIN-EST-D6")
 @pytest.mark.parametrize(("way", "where"), [
     ("train", "both"), ("open_run", "both"), ("open_run", "config"), ("open_model", "both"),
     ("open_model", "checkpoint"), ("open a checkpoint", "both"), ("report", "both"), ("evals", "both"),
-    ("import", "both"), ("import", "config"),
+    ("import", "both"), ("import", "config"), ("export", "checkpoint"),
 ])  # fmt: skip
 @pytest.mark.parametrize("large", [True, False])
 def test_what_a_run_claims_is_held_against_the_machine_before_it_is_built(folder, way, where, large, monkeypatch):
@@ -221,7 +221,7 @@ def test_what_a_run_claims_is_held_against_the_machine_before_it_is_built(folder
     monkeypatch.setattr("hecate.nn.memory.Memory.__init__", _watched(built))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()
-    if large or way not in ("train", "import"):
+    if large or way not in ("train", "import", "export"):
         with pytest.raises(HecateError, match="more than the|numbers of a model, whose config claims"):
             WAYS[way](folder)
         assert time.process_time() - began < 10 and not any(built)
@@ -257,5 +257,22 @@ def test_batches_that_a_run_is_scored_on_count_too(folder):
     assert open_model(folder).step == 4  # what it is asked for takes none
 
 
-def test_sizes_in_words():
-    assert parse_bytes("8G") == 8 << 30
+@pytest.mark.spec("TRAIN-EST-D6")
+@pytest.mark.parametrize("way", ["AutoModelForCausalLM", "HecateForCausalLM", "built"])
+def test_a_folder_of_transformers_is_held_to_the_same(tmp_path, way):
+    transformers = pytest.importorskip("transformers")
+    import hecate.hf as hf
+
+    small = hf.HecateForCausalLM(hf.HecateConfig(model={"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}))
+    small.save_pretrained(tmp_path / "small")
+    facts = json.loads((tmp_path / "small" / "config.json").read_text())
+    facts["model"] |= {**LARGE, "vocab_size": 16}
+    (tmp_path / "small" / "config.json").write_text(json.dumps(facts))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(HecateError, match="more than the .* of memory that are here"):
+        if way == "built":
+            hf.HecateForCausalLM(hf.HecateConfig.from_pretrained(tmp_path / "small"))
+        else:
+            kind = getattr(hf, way, None) or getattr(transformers, way)
+            kind.from_pretrained(tmp_path / "small", ignore_mismatched_sizes=True)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
