@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -18,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.errors import ArgumentError, ConfigError, LayoutWarning, ShapeError, not_known, shorten
+from hecate.errors import ArgumentError, ConfigError, HecateError, LayoutWarning, ShapeError, not_known, shorten
 from hecate.words import MEANT
 
 MAX_SIZE = 1 << 20
@@ -187,6 +188,24 @@ def check_size(size: int, what: str, cure: str, limit: int = MAX_SIZE) -> int:
     if not hasattr(size, "__index__") or size > limit:
         raise ConfigError(f"{what} must be a whole number up to {limit:,}, got {shorten(size)}; {cure}")
     return size
+
+
+def check_room(
+    needed: int, what: str, cure: str, *, device: str = "cpu", error: type[HecateError] = ConfigError
+) -> None:
+    """Refuses what takes more bytes than the machine has, before any of them is asked for; `cure`: what helps."""
+    if needed > (here := memory_of(device)):
+        raise error(f"{what}: {readable(needed)}, more than the {readable(here)} of memory that are here; {cure}")
+
+
+def memory_of(device: str) -> int:
+    """Bytes of memory that a device has, free or not."""
+    if device == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on this platform
+        return 1 << 40
 
 
 def without_storage(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -18,6 +18,12 @@ _Inputs = Annotated[list[str], typer.Argument(
 _Field = Annotated[str, typer.Option("--field", help="Where records of JSON and Parquet have their text.")]
 _Separator = Annotated[str | None, typer.Option(
     "--separator", help="Line that parts the documents of a text; a file is one document if left out.",
+)]  # fmt: skip
+_Document = Annotated[int, typer.Option(
+    "--max-document", metavar="MIB", min=1, max=1 << 20, help="Longest document, unpacked; a longer one is refused.",
+)]  # fmt: skip
+_Line = Annotated[int, typer.Option(
+    "--max-line", metavar="MIB", min=1, max=1 << 20, help="Longest line of JSON, unpacked; a longer one is refused.",
 )]  # fmt: skip
 
 
@@ -50,10 +56,13 @@ def tokenize(
     separator: _Separator = None,
     validation: Annotated[float, typer.Option(min=0, help="Share of the documents that is held out.")] = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard is full.")] = 1 << 27,
+    document: _Document = 128,
+    line: _Line = 16,
 ) -> None:
     """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped."""
     import os
 
+    from hecate.data.corpus import Limits
     from hecate.data.tokenize import Progress
     from hecate.data.tokenize import tokenize as make
 
@@ -74,7 +83,7 @@ def tokenize(
 
     sidecar = make(
         inputs, out, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1, field=field, separator=separator,
-        validation=validation, shard_tokens=shard_tokens, progress=say,
+        validation=validation, shard_tokens=shard_tokens, limits=Limits(document << 20, line << 20), progress=say,
     )  # fmt: skip
     end = "" if sidecar.validation else " --set data.validation=0.01"
     with afterwards():
@@ -90,17 +99,19 @@ def train_tokenizer(
     out: Annotated[Path, typer.Option("--out", help="The tokenizer.json to write.", show_default=False)],
     field: _Field = "text",
     separator: _Separator = None,
+    document: _Document = 128,
+    line: _Line = 16,
 ) -> None:
     """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it."""
-    from hecate.data.corpus import documents, find
+    from hecate.data.corpus import Limits, documents, find
     from hecate.data.tokenizer import FileTokenizer, train_tokenizer
     from hecate.errors import DataError
     from hecate.files import write_file
 
     if out.exists():
         raise DataError(f"{out} exists; shards may have been made with it: choose another --out")
-    files = find(inputs)
-    text = train_tokenizer((d for f in files for d in documents(f, field=field, separator=separator)), vocab)
+    how: dict[str, Any] = {"field": field, "separator": separator, "limits": Limits(document << 20, line << 20)}
+    text = train_tokenizer((text for file in find(inputs) for text in documents(file, **how)), vocab)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text)

@@ -45,8 +45,13 @@ def read_file(path: Path, most: int) -> bytes:
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError("it is a pipe or a device, not a file")
+    pieces: list[bytes] = []
     with path.open("rb") as file:
-        return file.read(most)
+        each = max(1 << 20, path.stat().st_size + 1)  # all in one piece, unless it claims another size than it has
+        while most > 0 and (piece := file.read(min(most, each))):
+            pieces.append(piece)
+            most -= len(piece)
+    return b"".join(pieces)
 
 
 def write_file(path: Path, content: str | bytes) -> None:
@@ -54,7 +59,9 @@ def write_file(path: Path, content: str | bytes) -> None:
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
-        temporary.write_bytes(data)
+        temporary.unlink(missing_ok=True)  # of a dead process with this number, or a link that someone put there
+        with temporary.open("xb") as file:
+            file.write(data)
         sync(temporary)
         temporary.replace(path)
     finally:

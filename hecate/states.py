@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,6 +36,9 @@ class State:
     __slots__ = ()
     wide: ClassVar[tuple[str, ...]] = ()
     """Fields whose tensors `to` keeps in float32 or better."""
+    whole: ClassVar[tuple[tuple[str, torch.dtype], ...] | None] = None
+    """Fields whose tensors are whole numbers or flags, and their dtype; those of all others are floating point. None,
+    of a class of your own, lets each be any of them. [STATE-LOAD-I2]"""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -202,7 +205,7 @@ def save(state: Any, path: Path | str) -> None:
         CheckpointError: what is no state, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    tree = _described(state, "state", tensors)
+    tree = _described(state, "state", tensors, None)
     if not tensors:
         raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written to {path}")
     content = serialized(tensors, metadata={"format": _FORMAT, "tree": json.dumps(tree)})
@@ -227,41 +230,52 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
     try:
         if told.get("format") != _FORMAT:
             raise ValueError("it is of another kind")
-        return _built(json.loads(told["tree"]), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return _built(json.loads(told["tree"]), tensors, None)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a state that hecate.states.save wrote: {error}") from None
 
 
-def _described(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+_Dtype = torch.dtype | Literal["floating point"] | None
+"""What the tensors of a field are; None: any but complex numbers."""
+
+
+def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
     """A state as JSON, whose tensors go into a mapping; clones, since safetensors takes none that share memory."""
     if tree is None:
         return None
     if isinstance(tree, Tensor):
+        if fault := _misfit(tree, wanted):
+            raise CheckpointError(f"{path} {fault}; it is no state that a layer has made")
         tensors[path] = tree.detach().cpu().clone(memory_format=torch.contiguous_format)
         return {"tensor": path}
     if isinstance(tree, State):
         fields = zip(tree._fields, tree, strict=True)  # type: ignore[attr-defined, call-overload]
-        return {"state": type(tree).__name__, "fields": {n: _described(x, f"{path}.{n}", tensors) for n, x in fields}}
+        inner = {n: _described(x, f"{path}.{n}", tensors, _dtype_of(type(tree), n)) for n, x in fields}
+        return {"state": type(tree).__name__, "fields": inner}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: _described(item, f"{path}[{key!r}]", tensors) for key, item in tree.items()}}
+        return {"dict": {key: _described(item, f"{path}[{key!r}]", tensors, wanted) for key, item in tree.items()}}
     if type(tree) in (tuple, list):
-        return {type(tree).__name__: [_described(item, f"{path}[{i}]", tensors) for i, item in enumerate(tree)]}
+        items = [_described(item, f"{path}[{i}]", tensors, wanted) for i, item in enumerate(tree)]
+        return {type(tree).__name__: items}
     raise CheckpointError(
         f"{path} is {shorten(tree)}, a {type(tree).__name__}; a state is made of tensors, None, tuples, lists, dicts "
         "with texts as keys, and classes of hecate.states.State"
     )
 
 
-def _built(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state of a JSON description; ValueError, KeyError or TypeError where it is none."""
+def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
+    """The state of a JSON description; ValueError, KeyError, TypeError or AttributeError where it is none."""
     if tree is None:
         return None
     if "tensor" in tree:
-        return tensors[tree["tensor"]]
+        found = tensors[tree["tensor"]]
+        if fault := _misfit(found, wanted):
+            raise ValueError(f"{shorten(tree['tensor'])} {fault}")
+        return found
     if "dict" in tree:
-        return {key: _built(item, tensors) for key, item in tree["dict"].items()}
+        return {key: _built(item, tensors, wanted) for key, item in tree["dict"].items()}
     if "list" in tree or "tuple" in tree:
-        items = [_built(item, tensors) for item in tree.get("list", tree.get("tuple"))]
+        items = [_built(item, tensors, wanted) for item in tree.get("list", tree.get("tuple"))]
         return items if "list" in tree else tuple(items)
     name, fields = tree["state"], tree["fields"]
     if name not in _KINDS:
@@ -269,7 +283,20 @@ def _built(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     kind: Any = _KINDS[name]
     if fields.keys() != set(kind._fields):
         raise ValueError(f"a {name} has the fields {', '.join(kind._fields)}, not {', '.join(fields)}")
-    return kind(**{field: _built(item, tensors) for field, item in fields.items()})
+    return kind(**{field: _built(item, tensors, _dtype_of(kind, field)) for field, item in fields.items()})
+
+
+def _dtype_of(kind: type[State], field: str) -> _Dtype:
+    """What the tensors of a field are."""
+    return None if kind.whole is None else dict[str, _Dtype](kind.whole).get(field, "floating point")
+
+
+def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
+    """Why a tensor cannot stand where others are wanted."""
+    fits = tensor.is_floating_point() if wanted == "floating point" else wanted in (None, tensor.dtype)
+    if fits and not tensor.is_complex():
+        return None
+    return f"is {tensor.dtype}, where {wanted or 'real numbers'} must stand".replace("torch.", "")
 
 
 def _text(path: Any) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
+from itertools import chain
 from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -117,16 +118,31 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
     return tuple(_as_tuple(item, part) for item, part in zip(items, value, strict=True))
 
 
-def read_json(text: str | bytes | bytearray) -> Any:
-    """The value of a JSON text whose objects have no key twice."""
+MAX_DEPTH = 128
+"""How deeply the values of a file may be nested: what reads and writes them is recursive."""
+
+
+def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
+    """The value of a JSON text whose objects have no key twice. `strict`, for files that anybody may have written: it
+    has neither NaN nor infinity, no integer of more than 64 bits, and is nested at most `MAX_DEPTH` deep."""
     try:
-        return json.loads(text, object_pairs_hook=_distinct)
+        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=int if strict else None)
     except ConfigError:
         raise
     except RecursionError:
         raise ConfigError("not valid JSON: nested too deeply") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"not valid JSON: {error}") from None
+    level, depth = [value] if strict else [], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"nested more than {MAX_DEPTH} deep")
+        if any(isinstance(item, int) and abs(item) >= 1 << 64 for item in level):
+            raise ConfigError("an integer of more than 64 bits")
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = list(chain.from_iterable(inner))
+    return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

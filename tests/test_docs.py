@@ -45,10 +45,38 @@ def test_every_named_rule_is_measured():
 
 
 def test_links_lead_somewhere():
-    pages = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+    pages = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
     links = {(p, link) for p in pages for link in re.findall(r"\]\(([^)#]+)\)", p.read_text())}
     own = {(path, link) for path, link in links if not link.startswith("https://")}
     assert own and not [link for path, link in own if not (path.parent / link).exists()]
+
+
+def test_limits_that_security_promises_are_those_of_the_code():
+    from hecate.data import Text, shards, tokenizer
+    from hecate.data.corpus import _AT_ONCE, MAX_DOCUMENT, MAX_LINE
+    from hecate.train import checkpoint, document
+    from hecate.variant import MAX_DEPTH
+
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \| [^|]+ \|$", text, re.M))
+    config = (document.MAX_BYTES >> 20, document.MAX_DEPTH, document.MAX_ALIASES, document.MAX_VALUES)
+    assert rows["a config"] == "{} MiB, {} levels, {} aliases, {:,} values".format(*config)
+    sizes = {
+        "a document, unpacked": MAX_DOCUMENT, "a line of JSON, unpacked": MAX_LINE, "`tokens.json`": shards._MOST_BYTES,
+        "text that is trained on in memory": Text.model_fields["max_bytes"].default,
+    }  # fmt: skip
+    assert {name: rows[name] for name in sizes} == {name: f"{size >> 20} MiB" for name, size in sizes.items()}
+    assert rows["a page of Parquet, unpacked"] == f"{_AT_ONCE >> 20} MiB more than a document"
+    assert rows["a vocabulary of token shards"] == f"{tokenizer.MOST:,} tokens"
+    manifest = (checkpoint.MAX_BYTES >> 20, MAX_DEPTH, checkpoint.MAX_AXES)
+    assert rows["a manifest"] == "{} MiB, {} levels, {} axes of a tensor, 64 bits of an integer".format(*manifest)
+
+
+def test_security_is_in_the_source_distribution():
+    import tomllib
+
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert "/SECURITY.md" in build["targets"]["sdist"]["include"]
 
 
 def test_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -254,3 +255,67 @@ def test_only_states_become_loadable():
         item for item in torch.serialization.get_safe_globals() if getattr(item, "__module__", "").startswith("hecate.")
     }
     assert len(ours) == 9 and all(issubclass(item, states.State) for item in ours)
+
+
+def forged(state, path, field, dtype):
+    """A file in which the tensors of a field have another dtype."""
+    state.save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+    for name, tensor in tensors.items():
+        if name.endswith(f".{field}") or f".{field}[" in name:
+            tensors[name] = tensor.to(dtype)
+    save_file(tensors, path, metadata)
+
+
+@pytest.mark.spec("STATE-LOAD-I2")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64, torch.float32])
+@pytest.mark.parametrize(("name", "field"), [
+    ("rule gated_delta", "memory"), ("rule gated_delta", "position"), ("rule titans", "slots"), ("self", "anchor"),
+    ("cosformer", "seen"), ("feature memory", "conv"), ("sliding", "keys"), ("sliding", "present"),
+    ("performer", "redraws"), ("cms nested-sum", "written"), ("composed mac", "place"), ("transformer last", "last"),
+])  # fmt: skip
+@torch.no_grad()
+def test_tensors_of_another_kind_are_refused(name, field, dtype, tmp_path):
+    """In the place of numbers with a point, and in that of counts and flags."""
+    layer = LAYERS[name]()
+    state = layer(given(layer, 7, 2))[1]
+    forged(state, tmp_path / "s", field, dtype)
+    whole = {"position": torch.int64, "seen": torch.int64, "redraws": torch.int64, "written": torch.int64,
+             "place": torch.int64, "present": torch.bool}  # fmt: skip
+    if dtype == whole.get(field, torch.float32):
+        states.load(tmp_path / "s")
+        return
+    wanted = str(whole.get(field, "floating point")).removeprefix("torch.")
+    short = str(dtype).removeprefix("torch.")
+    with pytest.raises(CheckpointError, match=rf"is not a state .*{field}.* is {short}, where {wanted} must stand"):
+        states.load(tmp_path / "s")
+
+
+@pytest.mark.spec("STATE-LOAD-I2")
+@torch.no_grad()
+def test_what_is_saved_is_held_to_the_same(state, tmp_path):
+    wrong = state._replace(conv=state.conv.to(torch.int64))
+    with pytest.raises(CheckpointError, match="state.conv is int64, where floating point must stand"):
+        wrong.save(tmp_path / "s")
+    with pytest.raises(CheckpointError, match=r"state\['x'\] is complex64, where real numbers must stand"):
+        states.save({"x": torch.zeros(1, dtype=torch.complex64)}, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.spec("STATE-LOAD-I2")
+@pytest.mark.parametrize("kind", states._KINDS.values())
+def test_every_state_of_the_library_says_what_its_tensors_are(kind):
+    if kind.__module__.startswith("hecate."):
+        assert {name for name, _ in kind.whole} <= set(kind._fields)
+
+
+@pytest.mark.spec("STATE-LOAD-I1")
+@pytest.mark.parametrize("tree", [
+    '{"state": "LayerState", "fields": []}', '{"dict": []}', '{"list": 5}', '{"state": []}', '{"tensor": {}}',
+    '"tensor"', '{"list": ["tensor"]}', "{}", "[1]", '{"state": "LayerState"}',
+])  # fmt: skip
+def test_trees_that_are_none(tree, tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "s", metadata={"format": "hecate.state.1", "tree": tree})
+    with pytest.raises(CheckpointError, match="is not a state that hecate.states.save wrote"):
+        states.load(tmp_path / "s")

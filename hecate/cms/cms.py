@@ -48,6 +48,7 @@ class CMSState(State, _CMSFields):
     """
 
     __slots__ = ()
+    whole = (("written", torch.int64),)
 
 
 @named(*CMSConfig.model_fields)

@@ -313,6 +313,7 @@ class SelfReferentialState(State, _SelfReferentialFields):
     """
 
     __slots__ = ()
+    whole = (("position", torch.int64), ("conv_segment", torch.int64))
     wide = ("anchor",)
 
 

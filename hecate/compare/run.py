@@ -168,9 +168,10 @@ class _Work:
             "threads": max(1, (os.cpu_count() or 1) // self.jobs),
         }  # fmt: skip
         command = interpreter("from hecate.compare.worker import main; main()", json.dumps(orders))
+        self._errors(job).unlink(missing_ok=True)  # it may be a link
         with (
             refusing(f"start the run of cell {job.name}", "give fewer --jobs", then="call the same line again"),
-            self._errors(job).open("wb") as errors,
+            self._errors(job).open("xb") as errors,
         ):  # signals come to us alone: a second one would lose its work
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True,
@@ -424,7 +425,7 @@ def _locked(out: Path) -> Iterator[int]:
     """One comparison in a folder at a time; processes of one that was killed hold the lock until they have ended."""
     with refusing(f"write {out}", "choose another --out"):
         make_folder(out)
-        handle = os.open(out / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(out / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         until = time.monotonic() + PATIENCE
         while True:

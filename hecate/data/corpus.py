@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
+from hecate.data.pages import largest_page
 from hecate.errors import DataError, install_line, shorten
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 PACKED = (".gz", ".zst")
-MAX_DOCUMENT = 1 << 28
-"""Bytes of the largest document, which is held as a whole."""
-_GLOB = frozenset("*?[")
+MAX_DOCUMENT, MAX_LINE = 1 << 27, 1 << 24
+"""Bytes of the longest document, and of the longest line of JSON, whose values may take 24 times as much memory."""
+_ROWS, _AT_ONCE = 1024, 1 << 26
+"""Rows of Parquet that are read at once, and bytes that they may take unless one row alone takes more."""
+_PIECE = 1 << 10
+"""Bytes of zstandard that are unpacked at once: to 32 MiB at most, as 4 bytes may stand for a block of 128 KiB."""
+_GLOB, _SHOWN = frozenset("*?["), 8
+
+
+class Limits(NamedTuple):
+    """Ceilings of what is held at once, in bytes of what a file unpacks to.
+
+    `cut`: of a text that is one document this many bytes are read, however long it is; None refuses one that is longer
+    than `document`.
+    """
+
+    document: int = MAX_DOCUMENT
+    line: int = MAX_LINE
+    cut: int | None = None
 
 
 def find(inputs: Sequence[str]) -> list[Path]:
@@ -58,19 +77,26 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def documents(path: Path, *, field: str = "text", separator: str | None = None) -> Iterator[str]:
+def documents(
+    path: Path,
+    *,
+    field: str = "text",
+    separator: str | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+) -> Iterator[str]:
     """The documents of a file, in order; `DataError` names the place that cannot be read. [DATA-CORPUS-D1]
 
     A text is one document, or those between lines that are `separator`; a line of JSON and a row of Parquet have theirs
-    in the `field`.
+    in the `field`. Nothing is unpacked beyond `limits`. [DATA-CORPUS-D3]
     """
     kind = _suffix(path)
     try:
         if kind in TABLE:
-            yield from _rows(path, field)
+            yield from _rows(path, field, limits)
         else:
             with _opened(path) as file:
-                yield from _lines(path, file, field) if kind in LINES else _texts(path, file, separator)
+                lines = _lines(path, file, field, limits) if kind in LINES else _texts(path, file, separator, limits)
+                yield from lines
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is no UTF-8: {error.reason} at byte {error.start}; convert it first") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -106,7 +132,7 @@ class _Frames(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fills a part of the buffer; 0 at the end."""
         while not self._plain:
-            self._packed = self._packed or self._raw.read(1 << 17)
+            self._packed = self._packed or self._raw.read(_PIECE)
             if not self._packed:
                 if self._frame is not None:
                     raise EOFError("it is cut off")
@@ -123,59 +149,141 @@ class _Frames(io.RawIOBase):
         return count
 
 
-def _texts(path: Path, file: BinaryIO, separator: str | None) -> Iterator[str]:
+def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
+    if separator is None and limits.cut is not None:
+        yield codecs.getincrementaldecoder("utf-8")().decode(_read(file, limits.cut))  # without half a character
+        return
     if separator is None:
-        yield _limited(path, file.read(MAX_DOCUMENT + 1)).decode()
+        yield _limited(path, _read(file, limits.document + 1), limits).decode()
         return
     held: list[bytes] = []
     mark, size = separator.encode(), 0
-    for line in file:
+    while line := file.readline(limits.document + 1 - size):
         if line.strip() == mark:
             yield b"".join(held).decode()
             held, size = [], 0
-        else:
-            held.append(line)
-            size += len(line)
-            if size > MAX_DOCUMENT:
-                _limited(path, b"".join(held))
+            continue
+        held.append(line)
+        size += len(line)
+        if size > limits.document:
+            _limited(path, b"".join(held), limits)
     yield b"".join(held).decode()
 
 
-def _limited(path: Path, text: bytes) -> bytes:
-    if len(text) > MAX_DOCUMENT:
-        raise DataError(f"{path} has a document of more than {MAX_DOCUMENT >> 20} MiB; part it with --separator")
+def _read(file: BinaryIO, most: int) -> bytearray:
+    """The first bytes of a file, in memory that grows with them: `read` would reserve `most`."""
+    content = bytearray()
+    while len(content) < most and (piece := file.read(min(most - len(content), 1 << 20))):
+        content += piece
+    return content
+
+
+def _limited(path: Path, text: bytes | bytearray, limits: Limits) -> bytes | bytearray:
+    if len(text) > limits.document:
+        raise _too_long(f"{path} has a document", limits.document, "part it with --separator", "--max-document")
     return text
 
 
-def _lines(path: Path, file: BinaryIO, field: str) -> Iterator[str]:
-    for number, line in enumerate(file, 1):
+def _too_long(what: str, most: int, cure: str, option: str) -> DataError:
+    """What is beyond a limit, and the option of `hecate data` that raises it."""
+    size = f"{most >> 20} MiB" if most >> 20 else f"{most} bytes"
+    return DataError(f"{what} of more than {size}; {cure}, or raise {option}")
+
+
+def _lines(path: Path, file: BinaryIO, field: str, limits: Limits) -> Iterator[str]:
+    for number in count(1):
+        line = file.readline(limits.line + 1)
+        if not line:
+            return
+        if len(line) > limits.line:
+            raise _too_long(f"{path} has in line {number} a record", limits.line, "part it", "--max-line")
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            raise DataError(f"{path}, line {number} is no JSON: {shorten(line)}") from None
-        text = record.get(field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            has = ", ".join(map(repr, record)) if isinstance(record, dict) else f"a {type(record).__name__}"
-            raise DataError(f"{path}, line {number} has no text in field {field!r}, but {has}; name it with --field")
-        yield text
+            raise DataError(f"{where} is no JSON: {shorten(line)}") from None
+        yield _field(record, field, where, limits)
 
 
-def _rows(path: Path, field: str) -> Iterator[str]:
-    parquet, library = _library("pyarrow.parquet"), _library("pyarrow")
+def _field(record: Any, field: str, where: str, limits: Limits) -> str:
+    """The text of a record; `DataError` says what stands there in its place."""
+    if isinstance(record, dict) and field in record:
+        return _text(record[field], f"{where} has", f"field {shorten(field)}", limits)
+    has = _listed(record) or "nothing at all" if isinstance(record, dict) else _called(record)
+    raise DataError(f"{where} has no text in field {shorten(field)}, but {has}; name it with --field")
+
+
+def _text(value: Any, where: str, place: str, limits: Limits) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where} {_called(value)} in {place}, where a text must stand; leave the record out or mend it"
+        )
+    if len(value) > limits.document:
+        raise _too_long(f"{where} in {place} a document", limits.document, "part it", "--max-document")
+    return value
+
+
+def _called(value: Any) -> str:
+    """A value of JSON or Parquet in words."""
+    if value is None:
+        return "null"
+    name = {bool: "the truth value", int: "the number", float: "the number", list: "a list", dict: "an object"}
+    return f"{name.get(type(value), f'a {type(value).__name__}')} {shorten(value)}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names, the first few of many."""
+    first = [shorten(name) for name in islice(names, _SHOWN + 1)]
+    return ", ".join(first[:_SHOWN]) + (" and more" if first[_SHOWN:] else "")
+
+
+def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
+    parquet, arrow = _library("pyarrow.parquet"), _library("pyarrow")
     try:
-        with parquet.ParquetFile(path) as table:
-            names = table.schema_arrow.names
-            if field not in names:
-                raise DataError(f"{path} has no column {field!r}, but {', '.join(names)}; name it with --field")
-            for batch in table.iter_batches(batch_size=1024, columns=[field]):
-                for text in batch.column(0).to_pylist():
-                    if not isinstance(text, str):
-                        raise DataError(f"{path} has {shorten(text)} in column {field!r}, which is no text")
-                    yield text
-    except library.ArrowException as error:
+        # without `pre_buffer`, which would hold a whole row group
+        with path.open("rb") as file, parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
+            _check_column(path, table.schema_arrow, field, arrow.types)
+            number = 0
+            for group in range(table.num_row_groups):
+                size = _largest(path, file, table.metadata.row_group(group), field, limits)
+                rows = max(1, min(_ROWS, _AT_ONCE // max(size, 1)))
+                for batch in table.iter_batches(rows, [group], [field]):
+                    for value in batch.column(0):
+                        number += 1
+                        yield _text(value.as_py(), f"{path} has in row {number}", f"column {shorten(field)}", limits)
+    except arrow.ArrowException as error:
         raise DataError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+
+
+def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
+    """The column is there, once, and has texts."""
+    if field not in schema.names:
+        raise DataError(f"{path} has no column {shorten(field)}, but {_listed(schema.names)}; name it with --field")
+    if schema.names.count(field) > 1:
+        raise DataError(f"{path} has {schema.names.count(field)} columns {shorten(field)}; rename all but one")
+    kind = schema.field(field).type
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+        raise DataError(
+            f"{path} has {shorten(str(kind))} in column {shorten(field)}, where texts must stand; name the column of "
+            "texts with --field"
+        )
+
+
+def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits) -> int:
+    """Bytes of the largest page of a column in a row group, refused beyond the limit."""
+    chunks = (group.column(index) for index in range(group.num_columns))
+    chunk = next(chunk for chunk in chunks if chunk.path_in_schema == field)
+    try:
+        size = largest_page(file, chunk)
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    most = limits.document + _AT_ONCE  # a document, and what may stand ahead of it
+    if size > most:
+        raise _too_long(f"{path} has in column {shorten(field)} a page", most, "write smaller ones", "--max-document")
+    return size
 
 
 def _library(name: str) -> Any:

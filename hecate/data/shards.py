@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.checks import Count
-from hecate.data.tokenizer import Bytes, FileTokenizer, Tokenizer
+from hecate.data.tokenizer import MOST, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import ConfigError, DataError
+from hecate.files import read_file
 from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
@@ -35,7 +36,8 @@ Number = Annotated[Count, Field(ge=0)]
 NANOGPT, NANOGPT_HEADER = 20240520, 1024
 """First of 256 int32 that stand ahead of a nanoGPT shard's tokens, and their bytes."""
 OTHER_MAGIC = 20240801
-_MOST_OPEN = 64
+_MOST_OPEN, _MOST_BYTES, _MOST_STARTS = 64, 1 << 26, 1 << 24
+"""Files that are open at once; bytes of a sidecar; starts of documents that are read beyond one a token."""
 
 
 class Shard(Config):
@@ -62,7 +64,7 @@ class Sidecar(Config):
     """
 
     dtype: Dtype
-    vocabulary: Number
+    vocabulary: Annotated[Number, Field(le=MOST)]
     tokenizer: Digest | None
     end: Number | None
     lengths: Digest | None
@@ -85,7 +87,10 @@ def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder; `DataError` says why there is none that can be used."""
     path = folder / SIDECAR
     try:
-        document = read_json(path.read_bytes())
+        text = read_file(path, _MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which no sidecar has; is it one?")
+        document = read_json(text, strict=True)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror or error}; make the folder with `hecate data tokenize`"
@@ -233,7 +238,12 @@ class TokenStream:
         found = [np.zeros(0, dtype=np.int64)]
         for file, first, last, before in self._parts(at, end):
             places = self._starts(file)
-            own = places[bisect_left(places, first) : bisect_left(places, last)]
+            low, high = bisect_left(places, first), bisect_left(places, last)
+            if high - low > last - first + _MOST_STARTS:
+                raise DataError(
+                    f"{file.starts} has {high - low:,} documents in {last - first:,} tokens; is it damaged?"
+                )
+            own = places[low:high]
             found.append(own + (before - self.begin))
         return np.concatenate(found)
 

@@ -21,6 +21,7 @@ from hecate.checks import Count
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
 from hecate.data.tokenizer import BYTES, Bytes, Tokenizer
 from hecate.errors import DataError
+from hecate.files import read_file
 
 SEPARATOR = b"\n"
 _GLOB = frozenset("*?[")
@@ -58,15 +59,14 @@ class Text(DataConfig):
         documents, total = [], 0
         for path in self._files():
             try:
-                total += path.stat().st_size
-                if total > self.max_bytes:
-                    raise DataError(
-                        f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise data.max_bytes or name fewer "
-                        "files"
-                    )
-                documents.append(path.read_bytes())
+                documents.append(read_file(path, self.max_bytes - total + 1))  # whatever size it claims
+                total += len(documents[-1])
             except OSError as error:
                 raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+            if total > self.max_bytes:
+                raise DataError(
+                    f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise data.max_bytes or name fewer files"
+                )
         return TextSource(documents, self.validation, {"files": len(documents)})
 
     def _files(self) -> list[Path]:
@@ -211,7 +211,7 @@ def _library() -> dict[str, bytes]:
     found: dict[str, bytes] = {}
     for path in sorted(Path(folder).glob("*.py")) if folder else []:
         with suppress(OSError):  # an unreadable module is one document fewer
-            found[f"library/{path.name}"] = path.read_bytes()
+            found[f"library/{path.name}"] = read_file(path, _DOCUMENT_BYTES)
     return found
 
 
@@ -223,7 +223,7 @@ def _packaged(name: str) -> dict[str, bytes]:
     for path in sorted(root.rglob("*")):
         if path.suffix in _SUFFIXES and path.is_file():
             with suppress(OSError):
-                found[f"package/{name}/{path.relative_to(root).as_posix()}"] = path.read_bytes()[:_DOCUMENT_BYTES]
+                found[f"package/{name}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
     return found
 
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.data.corpus import documents, find
+from hecate.data.corpus import Limits, documents, find
 from hecate.data.shards import (
     LENGTHS,
     SIDECAR,
@@ -98,12 +98,13 @@ def tokenize(
     separator: str | None = None,
     validation: float = 0.01,
     shard_tokens: int = SHARD_TOKENS,
+    limits: Limits = Limits(),  # noqa: B008 - frozen
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Sidecar:
     """Writes the documents of inputs as token shards into the folder `out`; its sidecar. [DATA-TOKENIZE-D1]
 
     A document is held out for validation when the hash of its text falls into that share, so equal documents are on one
-    side. It ends with the token `<|endoftext|>` where the tokenizer has that.
+    side. It ends with the token `<|endoftext|>` where the tokenizer has that. `limits` bound what is held at once.
     """
     if not 0 <= validation < 1:
         raise DataError(f"--validation must be a share in [0, 1), got {validation}")
@@ -119,7 +120,7 @@ def tokenize(
             if isinstance(own, FileTokenizer):
                 write_file(out / TOKENIZER, own.text)
             parts = finished_parts(out, progress, len(files))
-            source = _batches(files, job, parts[-1] if parts else None)
+            source = _batches(files, job, parts[-1] if parts else None, limits)
             with _encoders(own, out, validation, workers) as encode:
                 for part in _parts(out, own, encode(source), len(parts), shard_tokens, progress, len(files)):
                     parts.append(part)
@@ -207,14 +208,15 @@ class Place(NamedTuple):
     document: int
 
 
-def _batches(files: Sequence[Path], job: Job, after: Part | None) -> Iterator[tuple[list[str], Place]]:
+def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits) -> Iterator[tuple[list[str], Place]]:
     """Documents in batches that are worth sending, but no longer than a shard, after those of a part."""
     most = min(BATCH_LETTERS, job.shard_tokens)
     first, skip = (after.file, after.document) if after else (0, 0)
     texts: list[str] = []
     letters, place = 0, Place(first, skip)
     for number in range(first, len(files)):
-        for index, text in enumerate(documents(files[number], field=job.field, separator=job.separator), 1):
+        own = documents(files[number], field=job.field, separator=job.separator, limits=limits)
+        for index, text in enumerate(own, 1):
             place = Place(number, index)
             if (number == first and index <= skip) or not text:
                 continue
@@ -266,7 +268,8 @@ def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encode
 
 @contextmanager
 def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) -> Iterator[Callable[..., Any]]:
-    """A function from batches to encoded batches, in order; never more of them wait than there is work for."""
+    """A function from batches to encoded batches, in order; never more of them wait than there is work for, by their
+    number or by their letters."""
 
     def here(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
         for texts, place in batches:
@@ -283,14 +286,13 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
     with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
 
         def there(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
-            waiting: deque[tuple[Future[Encoded], Place]] = deque()
+            waiting: deque[tuple[Future[Encoded], Place, int]] = deque()
             for texts, place in batches:
-                waiting.append((pool.submit(_encode, texts), place))
-                if len(waiting) > 2 * workers:
-                    future, place = waiting.popleft()
+                waiting.append((pool.submit(_encode, texts), place, sum(map(len, texts))))
+                while len(waiting) > 2 * workers or sum(item[2] for item in waiting) > 2 * workers * BATCH_LETTERS:
+                    future, place, _ = waiting.popleft()
                     yield future.result(), place
-            while waiting:
-                future, place = waiting.popleft()
+            for future, place, _ in waiting:
                 yield future.result(), place
 
         yield there
@@ -332,7 +334,7 @@ class _Writer:
 
     def __init__(self, out: Path, name: str, dtype: Dtype) -> None:
         self.paths = out / f"{name}.bin", out / f"{name}.starts"
-        self._held: list[BinaryIO] = [temporary_name(path).open("wb") for path in self.paths]
+        self._held: list[BinaryIO] = [temporary_name(path).open("xb") for path in self.paths]
         self._hashes = hashlib.sha256(), hashlib.sha256()
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.tokens = self.documents = self.text = 0

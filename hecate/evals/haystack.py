@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.data import Tokenizer
-from hecate.data.corpus import documents, find
+from hecate.data.corpus import Limits, documents, find
 from hecate.errors import ConfigError, DataError, shorten
 
 MOST = 1 << 20
@@ -121,7 +121,7 @@ def read_text(path: Path) -> str:
     """The text of a file or of a folder of them, as far as it is used; `DataError` where there is none."""
     found, room = [], MOST
     for file in find([str(path)]):
-        for document in documents(file):
+        for document in documents(file, limits=Limits(cut=4 * MOST)):  # a character has at most four bytes
             found.append(document[:room])
             room -= len(found[-1])
             if room <= 0:

@@ -16,7 +16,8 @@ from hecate.evals.needles import Niah
 from hecate.evals.report import Report
 from hecate.evals.tasks import Synthetic
 from hecate.models import LanguageModel
-from hecate.train.trained import CHECKPOINTS, Trained, open_model
+from hecate.train.folder import home_of
+from hecate.train.trained import Trained, open_model
 
 AT_ONCE = 1 << 14
 """Tokens of a batch."""
@@ -153,8 +154,7 @@ def _own_text(trained: Trained) -> str | None:
 
 def _evals(folder: Path) -> Path:
     """Where a run keeps its evaluations, given its folder or that of a checkpoint in it."""
-    if (folder / "config.yaml").exists():
-        return folder / "evals"
-    if folder.resolve().parent.name == CHECKPOINTS:
-        return folder.resolve().parent.parent / "evals"
-    raise CheckpointError(f"{folder} is a checkpoint outside of a run folder; say with --out where its evals go")
+    home = home_of(folder)
+    if home is None:
+        raise CheckpointError(f"{folder} is a checkpoint outside of a run folder; say with --out where its evals go")
+    return home / "evals"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,11 +13,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
+from hecate.checks import check_room
 from hecate.errors import ConfigError
 from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
 from hecate.hf.config import HecateConfig
 from hecate.models import LanguageModel
-from hecate.models.language_model import MemoryBlock
+from hecate.models.language_model import MemoryBlock, parameters_of
 from hecate.models.layers import redraw
 from hecate.nn import ShortConv
 
@@ -32,6 +34,12 @@ class HecateBlock(GradientCheckpointingLayer, MemoryBlock):
 
 class _Blocks(LanguageModel):
     block = HecateBlock
+
+
+def _check_room(config: HecateConfig, each: int) -> None:
+    """Refuses a model whose parameters, of so many bytes each, this machine cannot hold."""
+    count = parameters_of(config.language_model)
+    check_room(each * count, f"model: has {count:,} parameters", "lower d_model or layers, or take a larger machine")
 
 
 class HecatePreTrainedModel(PreTrainedModel):
@@ -61,6 +69,19 @@ class HecatePreTrainedModel(PreTrainedModel):
             redraw(None, module)
 
     @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        """As any model of transformers; a folder may claim any size, so what this machine cannot hold is refused ahead
+        of its weights, unless they go to several devices or are quantised."""
+        name = pretrained_model_name_or_path
+        if config is None and os.path.isdir(name):  # noqa: PTH112 - a name of the hub may be no path
+            config = cls.config_class.from_pretrained(name)
+        if isinstance(config, HecateConfig) and not {"device_map", "quantization_config"} & kwargs.keys():
+            _check_room(config, torch.bfloat16.itemsize)
+        return super().from_pretrained(name, *args, config=config, **kwargs)
+
+    @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
         """Nothing is left to do: every folder that is written names its classes."""
 
@@ -76,6 +97,8 @@ class HecateModel(HecatePreTrainedModel):
 
     def __init__(self, config: HecateConfig) -> None:
         super().__init__(config)
+        if torch.get_default_device().type != "meta":
+            _check_room(config, torch.get_default_dtype().itemsize)
         self.lm = _Blocks(config.language_model)
         for layer in self.lm.modules():
             if isinstance(layer, ShortConv):

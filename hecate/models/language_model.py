@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -198,6 +198,7 @@ class BlockState(State, _BlockFields):
     """What a block with levels after its memory carries: a pytree of tensors."""
 
     __slots__ = ()
+    whole = ()
 
 
 class MemoryBlock(Layers):
@@ -381,3 +382,11 @@ class Hope(LanguageModel):
     """
 
     config_type: ClassVar[type[LanguageModelConfig]] = HopeConfig
+
+
+@lru_cache(maxsize=64)
+def parameters_of(config: LanguageModelConfig) -> int:
+    """Numbers of a model's parameters, from one of its blocks and without storage."""
+    one = LanguageModel(config.model_copy(update={"layers": 1}), device="meta")
+    whole, block = (sum(p.numel() for p in module.parameters()) for module in (one, one.blocks[0]))
+    return whole + (config.layers - 1) * block

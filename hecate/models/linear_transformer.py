@@ -35,6 +35,7 @@ class TransformerState(State, _TransformerFields):
     """
 
     __slots__ = ()
+    whole = ()
 
 
 class LinearTransformerConfig(Config):

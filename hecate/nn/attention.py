@@ -284,6 +284,7 @@ class PerformerState(State, _PerformerFields):
     """
 
     __slots__ = ()
+    whole = (("redraws", torch.int64),)
 
 
 @named(to=LinearAttention)

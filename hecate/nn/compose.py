@@ -141,6 +141,7 @@ class ComposedState(State, _ComposedFields):
     """
 
     __slots__ = ()
+    whole = (("place", torch.int64),)
 
 
 @named(*AttentionConfig.model_fields)

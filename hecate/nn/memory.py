@@ -58,6 +58,7 @@ class LayerState(State, _LayerFields):
     """
 
     __slots__ = ()
+    whole = (("conv_segment", torch.int64),)
     wide = ("gating",)
 
 

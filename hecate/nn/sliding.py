@@ -40,6 +40,7 @@ class SlidingState(State, _SlidingFields):
     """
 
     __slots__ = ()
+    whole = (("present", torch.bool),)
 
 
 @named()

@@ -85,6 +85,7 @@ class MemoryState(State, _MemoryFields):
     """
 
     __slots__ = ()
+    whole = (("position", torch.int64), ("seen", torch.int64))
     wide = ("memory", "slots", "anchor", "pending", "normalizer", "readout")
 
     def check(self, name: str = "memory") -> None:

@@ -27,10 +27,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from hecate.checks import MAX_COUNT, Count, check_room
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import by_library, make_folder, new_folder, refusing, remove_folder, sweep, sync, write_file
+from hecate.files import (
+    by_library, make_folder, new_folder, read_file, refusing, remove_folder, sweep, sync, write_file,
+)  # fmt: skip
 from hecate.optim.sharding import local
-from hecate.variant import Config
+from hecate.train.folder import refuse_link
+from hecate.variant import Config, read_json
 
 FORMAT = "hecate-checkpoint"
 VERSION, SHARDED = 1, 2
@@ -43,7 +47,9 @@ _FILE = r"^[A-Za-z0-9][A-Za-z0-9_-]*\.safetensors$"
 _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 
 
-Extents = tuple[Annotated[int, Field(ge=0)], ...]
+MAX_AXES, MAX_BYTES = 64, 1 << 28
+"""Axes of a tensor, as torch has them at most; bytes of a manifest."""
+Extents = Annotated[tuple[Annotated[Count, Field(ge=0)], ...], Field(max_length=MAX_AXES)]
 
 
 class Checkpoint(NamedTuple):
@@ -64,7 +70,7 @@ class Summary(Config):
     """What a stored tensor must be."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Field(max_length=MAX_AXES)]
     sha256: str = Field(pattern=_SHA256)
 
 
@@ -93,6 +99,8 @@ class Spread(Config):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
+        if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # which torch cannot even make empty
+            raise ConfigError(f"must be of at most {MAX_COUNT:,} numbers", ("shape",))
         ranks = {len(self.shape), *(len(x) for p in self.pieces for x in (p.offset, p.shape))}
         if len(ranks) > 1 or not tiles([box for box in boxes if all(length for _, length in box)], self.shape):
             raise ConfigError(f"must cover each number of {list(self.shape)} once", ("pieces",))
@@ -125,14 +133,28 @@ class ShardedContent(Config):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         _check_content(self.step, self.facts, self.aliases, self.tensors)
+        claimed = Counter[str]()
         for name, spread in self.tensors.items():
+            for piece in spread.pieces:
+                claimed[piece.file] += _itemsize(spread.dtype) * math.prod(piece.shape)
             unknown = [piece.file for piece in spread.pieces if piece.file not in self.files]
             twice = [file for file, times in Counter(piece.file for piece in spread.pieces).items() if times > 1]
             if unknown or twice:
                 raise ConfigError(
                     f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}", ("tensors", name)
                 )
+        for file, size in claimed.items():
+            if size > self.files[file].bytes:
+                raise ConfigError(
+                    f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}", ("files", file)
+                )
         return self
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of a number; of a dtype that there is not one."""
+    found = getattr(torch, dtype, None)
+    return found.itemsize if isinstance(found, torch.dtype) else 1
 
 
 def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], tensors: Mapping[str, Any]) -> None:
@@ -269,7 +291,7 @@ def check_listed(path: Path, content: Content | ShardedContent) -> None:
 def check_files(path: Path, content: ShardedContent, names: Iterable[str]) -> None:
     """Refuses files of a sharded checkpoint that are not what was written."""
     for name in names:
-        _refuse_link(path / name)
+        refuse_link(path / name)
         try:
             found = describe_file(path / name)
         except FileNotFoundError:
@@ -303,6 +325,8 @@ def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
         for name in sorted({*found, *listed}):
             if name not in listed or found.get(name) != listed[name].shape:
                 raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+    sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
+    check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
     for file, listed in blocks.items():
         with _opened(path / file) as opened:
@@ -339,7 +363,7 @@ def named(dtype: torch.dtype) -> str:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; unfinished ones are not among them."""
-    _refuse_link(folder)
+    refuse_link(folder)
     with refusing(f"read the checkpoints in {folder}", "see what is there"):
         paths = list(folder.iterdir()) if folder.exists() else []
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_age)
@@ -397,18 +421,22 @@ def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | Non
 def read_manifest(folder: Path) -> Content | ShardedContent:
     """The verified content of a checkpoint's manifest, without reading the tensors."""
     for path in (folder, folder / MANIFEST, folder / TENSORS):
-        _refuse_link(path)
+        refuse_link(path)
         if path != folder and path.exists() and not path.is_file():
             raise bad(path, "is not a regular file")  # reading a pipe would wait for ever
     file = folder / MANIFEST
     try:
-        document = json.loads(file.read_bytes(), parse_constant=int)  # to which NaN and infinity are a ValueError
+        text = read_file(file, MAX_BYTES + 1)
     except FileNotFoundError:
         raise bad(file, "is missing") from None
     except OSError as error:
         raise bad(file, f"cannot be read ({error.strerror or error})") from None
-    except (ValueError, RecursionError):
-        raise bad(file, "is truncated or not JSON") from None
+    if len(text) > MAX_BYTES:
+        raise bad(file, f"has more than {MAX_BYTES >> 20} MiB, which no manifest has")
+    try:
+        document = read_json(text, strict=True)
+    except ConfigError as error:
+        raise bad(file, f"is truncated or not JSON ({error})") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise bad(file, f"is not a {FORMAT} manifest")
     version, content = document.get("version"), document.get("content")
@@ -468,14 +496,6 @@ def _age(path: Path) -> tuple[int, bool, int]:
     match = _NAME.fullmatch(path.name)
     retired, step, edition = match.groups() if match else (None, "0", None)
     return int(step), retired is None, int(edition or 1)
-
-
-def _refuse_link(path: Path) -> None:
-    """A link may lead out of the run: to a file of others, or one that changes."""
-    if path.is_symlink():
-        raise CheckpointError(
-            f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
-        )
 
 
 def bad(file: Path, reason: str) -> CheckpointError:

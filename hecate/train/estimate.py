@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,12 +12,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from hecate.checks import readable
+from hecate.checks import check_room, memory_of, readable
 from hecate.distributed import AXES, each_of
 from hecate.distributed.context import Way, ways
 from hecate.engine import memory_scan
-from hecate.errors import ConfigError, shorten
+from hecate.errors import CheckpointError, ConfigError, shorten
 from hecate.models import LanguageModel
+from hecate.models.language_model import parameters_of
 from hecate.rule import Gates, bytes_of
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
@@ -138,7 +138,7 @@ def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1
     share = share_of(config, processes)
     sizes, budget = sizes_of(config, share.shards), config.budget
     parts = training_bytes(config, sizes, share)
-    needed, limit = sum(parts.values()), limit or _installed(budget.device)
+    needed, limit = sum(parts.values()), limit or memory_of(budget.device)
     if needed > limit:
         weights, *_ = parts.values()
         knobs = ["model.d_model", "model.layers"]
@@ -156,6 +156,30 @@ def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1
         )
 
 
+def check_weights(config: ExperimentConfig) -> None:
+    """Refuses a model whose parameters this machine cannot hold, before it is built. [TRAIN-EST-D6]"""
+    count = parameters_of(config.model_for_data())
+    cure = "lower model.d_model or model.layers, or take a larger machine"
+    check_room(FLOAT * count, f"model: has {count:,} parameters", cure)
+
+
+def check_opening(config: ExperimentConfig, stored: Iterable[tuple[str, int]], where: str, *, scored: bool) -> None:
+    """Refuses a model that this machine cannot hold, with a batch of its evaluation where it is `scored`, and one that
+    claims more parameters than the numbers that are `stored`, by name, before it is built. [TRAIN-EST-D6]"""
+    check_weights(config)
+    count, there = parameters_of(config.model_for_data()), sum(n for name, n in stored if name.startswith("model/"))
+    if count > there:
+        raise CheckpointError(
+            f"{where} has {there:,} numbers of a model, whose config claims {count:,} parameters: it belongs to "
+            "another model config"
+        )
+    if scored:
+        tokens = config.budget.batch_size * config.seq_len
+        size = FLOAT * (count + tokens * config.data.vocabulary()) + config.budget.batch_size * sizes_of(config).state
+        what = f"an evaluation takes {count:,} parameters and batches of {tokens:,} tokens"
+        check_room(size, what, "lower budget.batch_size in the config of the run", device=config.budget.device)
+
+
 def _listed(names: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
@@ -166,15 +190,6 @@ def parse_bytes(text: str) -> int:
     if found is None or not float(found[1]):
         raise ConfigError(f"--mem-limit must be a size such as 8G or 512M, got {shorten(text)}")
     return math.ceil(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
-
-
-def _installed(device: str) -> int:
-    if device == "cuda" and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this platform
-        return 1 << 40
 
 
 def _numbers(module: nn.Module) -> int:

@@ -15,15 +15,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hecate.checks import expect_choice
+from hecate.checks import check_room, expect_choice
 from hecate.data.shards import TOKENIZER
-from hecate.errors import CheckpointError
-from hecate.files import by_library, make_folder, new_folder, refusing, write_file
-from hecate.train.checkpoint import MANIFEST, load_checkpoint, save_checkpoint, write_tensors
+from hecate.errors import CheckpointError, ConfigError
+from hecate.files import by_library, make_folder, new_folder, read_file, refusing, write_file
+from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint, save_checkpoint, write_tensors
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
+from hecate.train.document import MAX_BYTES
+from hecate.train.estimate import check_weights
+from hecate.train.folder import CHECKPOINTS, CONFIG, home_of
 from hecate.train.state import model_state
-from hecate.train.trained import CHECKPOINTS, WEIGHTS, chosen_checkpoint
+from hecate.train.trained import WEIGHTS, chosen_checkpoint
 from hecate.train.trainer import Trainer
 
 FORMATS = ("safetensors", "torch", "dcp")
@@ -38,20 +41,31 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
     """
     expect_choice(which, "checkpoint", ("best", "newest"))
     if path.is_dir() and (path / MANIFEST).exists():
-        return _model(load_checkpoint(path).tensors, path)
+        return _model(load_checkpoint(path), path)
     if path.is_dir() and (path / CHECKPOINTS).is_dir():
         home, checkpoint = chosen_checkpoint(path, which)
-        return _model(checkpoint.tensors, home)
+        return _model(checkpoint, home)
     if path.is_dir():
         files = _listed(path) if (path / _INDEX).exists() else [path / WEIGHTS]
         return {name: value for file in files for name, value in _read(file).items()}
     return _read(path)
 
 
-def _model(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    found = {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
+def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
+    """The tensors of the model, which every caller copies: refused where there is no room for them, or for what the
+    checkpoint claims."""
+    stored = checkpoint.tensors.items()
+    found = {name.removeprefix("model/"): value for name, value in stored if name.startswith("model/")}
     if not found:
         raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
+    try:
+        config = ExperimentConfig.model_validate(checkpoint.facts.get("config"))
+    except ConfigError:  # of kinds that are not imported here: the weights can be written all the same
+        config = None
+    if config is not None:
+        check_weights(config)
+    size = sum(value.nbytes for value in found.values())
+    check_room(size, f"{path} has tensors of a model", "use a larger machine", error=CheckpointError)
     return found
 
 
@@ -94,7 +108,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
     if out.exists():
         raise CheckpointError(f"{out} exists already; choose another --out")
     tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied ones one by one
-    home = next((folder for folder in (run, *run.absolute().parents[:2]) if (folder / "config.yaml").is_file()), None)
+    home = home_of(run)
     with refusing(f"write {out}", "choose another --out"):
         make_folder(out.parent)
         with new_folder(out) as folder:
@@ -106,7 +120,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
             else:
                 _write_dcp(tensors, folder / "model")
             if home is not None:
-                write_file(folder / "config.yaml", (home / "config.yaml").read_bytes())
+                write_file(folder / CONFIG, read_file(home / CONFIG, MAX_BYTES))
                 _copy_tokenizer(home, folder)
     return out
 
@@ -134,7 +148,8 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
     """
     if out.exists():
         raise CheckpointError(f"{out} exists already; choose another --out")
-    weights, beside = read_weights(source), (source if source.is_dir() else source.parent) / "config.yaml"
+    beside = (source if source.is_dir() else source.parent) / CONFIG
+    weights = read_weights(source)
     if config is None:
         if not beside.is_file():
             raise CheckpointError(f"{source} has no config.yaml beside it; say which model it is: --config PRESET|FILE")

@@ -40,7 +40,9 @@ class MetricsWriter:
         self._path = path
         self._again: list[Record] = []
         with refusing(f"write {path}", then=_AFTER):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
+                write_file(path, path.read_bytes())  # appending would change what the other names are for, too
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             try:
                 lock(self._file, path)
             except OSError as error:

@@ -31,8 +31,9 @@ from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
-from hecate.train.estimate import check_memory
+from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
+from hecate.train.folder import CHECKPOINTS, CONFIG, METRICS, check_entries, expect_run
 from hecate.train.hooks import Hooks, call_hooks
 from hecate.train.loggers import Record, check_loggers, open_loggers
 from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
@@ -41,7 +42,7 @@ from hecate.train.report import write_report
 from hecate.train.saver import Saver
 from hecate.train.sharded import group_of
 from hecate.train.state import model_state, run_facts
-from hecate.train.trained import CHECKPOINTS, chosen_checkpoint, expect_run
+from hecate.train.trained import chosen_checkpoint, numbers_of
 from hecate.train.trainer import Trainer
 from hecate.train.warm import begin_from
 
@@ -133,14 +134,15 @@ def check_folder(folder: Path, resume: bool) -> None:
     """Refuses to write over another run, or to resume what is none."""
     if printable(str(folder)) != str(folder):
         raise CheckpointError(f"the name of {folder} is not plain UTF-8, which checkpoints need; choose another --out")
-    exists = (folder / "config.yaml").exists()
+    check_entries(folder)
+    exists = (folder / CONFIG).exists()
     if resume and not exists:
         raise CheckpointError(
             f"{folder} is not a run folder: it has no config.yaml; leave --resume out to start a run there"
         )
     if exists and not resume:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     if not exists and ((folder / CHECKPOINTS).exists() or (metrics.is_file() and metrics.stat().st_size)):
         raise CheckpointError(
             f"{folder} holds checkpoints or metrics of a run that has lost its config.yaml; put that back and "
@@ -154,7 +156,9 @@ def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
     folder = Path(folder)
     expect_run(folder)  # whose data it is scored on
     path, checkpoint = chosen_checkpoint(folder, which)
-    trainer = Trainer(load_experiment(folder / "config.yaml"))
+    config = load_experiment(folder / CONFIG)
+    check_opening(config, numbers_of(checkpoint), str(path), scored=True)
+    trainer = Trainer(config)
     trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step
 

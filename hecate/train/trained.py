@@ -15,10 +15,12 @@ from hecate.data.tokenizer import open_tokenizer
 from hecate.errors import CheckpointError, ConfigError
 from hecate.train.checkpoint import MANIFEST, Checkpoint, best_checkpoint, load_checkpoint, newest_checkpoint
 from hecate.train.config import ExperimentConfig
+from hecate.train.estimate import check_opening
+from hecate.train.folder import CHECKPOINTS, check_entries, expect_run, home_of
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import build_model
 
-CHECKPOINTS, WEIGHTS = "checkpoints", "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 class Trained(NamedTuple):
@@ -43,11 +45,17 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
         config = ExperimentConfig.model_validate(facts.config)
     except ConfigError as error:
         raise CheckpointError(f"{path} has a config that is not valid here: {error.line}") from None
+    check_opening(config, numbers_of(checkpoint), str(path), scored=False)
     wanted = config.budget.device if device is None else device
     place = torch.device(wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu")
     model = build_model(config)
     model.load_state_dict(model_state(model, checkpoint.tensors, str(path)))
     return Trained(model.to(place).eval(), config, facts.step, _tokenizer(path, config), place)
+
+
+def numbers_of(checkpoint: Checkpoint) -> list[tuple[str, int]]:
+    """How many numbers each tensor has, by name."""
+    return [(name, tensor.numel()) for name, tensor in checkpoint.tensors.items()]
 
 
 def find_checkpoint(folder: Path, which: str = "best") -> tuple[Path, Checkpoint]:
@@ -59,17 +67,9 @@ def find_checkpoint(folder: Path, which: str = "best") -> tuple[Path, Checkpoint
     return chosen_checkpoint(folder, which)
 
 
-def expect_run(folder: Path) -> None:
-    """Refuses what is no run folder."""
-    if not (folder / "config.yaml").exists():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
-            "runs/quickstart"
-        )
-
-
 def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
     """The `best` verified checkpoint of a run folder, or the newest where it is asked for or none was evaluated."""
+    check_entries(folder)
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
     found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
     if found is None and (folder / WEIGHTS).is_file():
@@ -91,5 +91,6 @@ def reads_text(trained: Trained, where: str) -> Tokenizer:
 
 def _tokenizer(path: Path, config: ExperimentConfig) -> Tokenizer | None:
     """The copy that lies in the run folder, else the data's own."""
-    copy = path.parent.parent / TOKENIZER
-    return open_tokenizer(copy) if path.parent.name == CHECKPOINTS and copy.is_file() else config.data.tokenizer()
+    home = home_of(path)
+    copy = None if home is None else home / TOKENIZER
+    return open_tokenizer(copy) if copy is not None and copy.is_file() else config.data.tokenizer()

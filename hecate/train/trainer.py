@@ -28,6 +28,7 @@ from hecate.optim.options import Group, Named
 from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
+from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.sampling import generate
@@ -45,7 +46,10 @@ class StepResult(NamedTuple):
 
 
 def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Module:
-    """The model of an experiment, initialised from its seed alone; on the meta device it has no numbers yet."""
+    """The model of an experiment, initialised from its seed alone; on the meta device it has no numbers yet, elsewhere
+    one that the machine cannot hold is refused before it is drawn."""
+    if device != "meta":
+        check_weights(config)
     return LanguageModel(config.model_for_data(), generator=seeded(config), device=device)
 
 

@@ -25,6 +25,7 @@ from hecate.data.shards import (
     SIDECAR,
     TokenFile,
     TokenStream,
+    digest_of,
     files_of,
     first_documents,
     nanogpt_file,
@@ -419,7 +420,35 @@ BROKEN = {
     "format": (lambda f: rewritten(f / SIDECAR, lambda d: d.update(format="x")), "is no sidecar of hecate-tokens"),
     "lengths": (lambda f: (f / "lengths.bin").write_bytes(bytes(1024)), "lengths.bin is damaged"),
     "none": (lambda f: (f / SIDECAR).unlink(), "data tokenize"),
+    "nested": (
+        lambda f: (f / SIDECAR).write_text('{"a":' * 500 + "1" + "}" * 500),
+        "tokens.json is cut off or no JSON",
+    ),
+    "integer": (lambda f: (f / SIDECAR).write_text('{"a": 1%s}' % ("0" * 99)), "tokens.json is cut off or no JSON"),
+    "size": (lambda f: os.truncate(f / SIDECAR, 64 << 30), "tokens.json has more than 64 MiB, which no sidecar has"),
+    "vocabulary": (
+        lambda f: forged(f, vocabulary=1 << 40),
+        "tokens.json is not valid: vocabulary: must be <= 16777216",
+    ),
+    "documents": (lambda f: crowded(f), "train-00000.starts has .* documents in .* tokens; is it damaged"),
 }
+
+
+def forged(folder: Path, **content) -> None:
+    """A sidecar that says something else, with a digest that fits."""
+    document = json.loads((folder / SIDECAR).read_text())
+    document["content"] |= content
+    document["digest"] = digest_of(document["content"])
+    (folder / SIDECAR).write_text(json.dumps(document))
+
+
+def crowded(folder: Path) -> None:
+    """More documents than a batch can have, all at the first token, in a file with holes."""
+    count = (1 << 24) + 5000
+    train = json.loads((folder / SIDECAR).read_text())["content"]["train"]
+    os.truncate(folder / train[0]["starts"], 8 * count)
+    digest = hashlib.sha256((folder / train[0]["starts"]).read_bytes()).hexdigest()
+    forged(folder, train=[train[0] | {"documents": count, "starts_sha256": digest}])
 
 
 @pytest.mark.spec("DATA-SHARD-D2")
@@ -430,7 +459,7 @@ def test_broken_folders_are_refused_in_a_sentence(tmp_path, name):
     config = Tokens(path=str(folder))
     damage(folder)
     with pytest.raises(DataError, match=message):
-        config.load() if name != "none" else read_sidecar(folder)
+        config.load().train.starts(0, 8) if name != "none" else read_sidecar(folder)
 
 
 @pytest.mark.spec("DATA-SHARD-D1")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from hecate.errors import CheckpointError
 from hecate.train import Checkpoint, Trainer, load_checkpoint, newest_checkpoint, open_run, save_checkpoint
-from hecate.train.checkpoint import _digest, best_checkpoint, summary
+from hecate.train.checkpoint import SHARDED, _digest, best_checkpoint, describe_file, manifest_text, summary
 from hecate.train.config import ExperimentConfig
 
 from .common import TINY_MODEL, same_bits, tiny
@@ -65,6 +65,10 @@ def put(*path_and_value):
     return change
 
 
+def nested(depth):
+    return {"x": nested(depth - 1)} if depth else 0
+
+
 OPTIMIZER = ("facts", "optimizer")
 CONTENT = {
     "step negative": (put("step", -1), "step: must be >= 0, got -1"),
@@ -98,6 +102,7 @@ CONTENT = {
     "shape of texts": (put("tensors", MODEL, "shape", ["16"]), "must be an integer"),
     "hash short": (put("tensors", MODEL, "sha256", "00"), "sha256: "),
     "hash other": (put("tensors", MODEL, "sha256", "0" * 64), "has another sha256"),
+    "NaN in a list": (put("facts", "cursor", "step", [NAN]), "truncated or not JSON"),
     "NaN": (put("facts", "metrics", "validation_loss", NAN), "truncated or not JSON"),
     "metric a text": (
         put("facts", "metrics", "validation_loss", "low"), r"facts\.metrics\.validation_loss: "),
@@ -128,6 +133,12 @@ CONTENT = {
     "cursor empty": (put("facts", "cursor", {}), "the saved data cursor has seed=None"),
     "cursor negative": (put("facts", "cursor", "step", -4), "cursor has step=-4, which must be"),
     "cursor a text": (put("facts", "cursor", "step", "4"), "cursor has step='4'"),
+    "a metric beyond all floats": (put("facts", "metrics", "validation_loss", 10**400), "more than 64 bits"),
+    "a step beyond 64 bits": (put("step", 10**30), "more than 64 bits"),
+    "nested deeply": (put("facts", "config", nested(900)), "nested more than 128 deep"),
+    "dimensions": (put("tensors", MODEL, "shape", [1] * 3000), r"tensors\.model/embedding\.weight\.shape: "),
+    "dimensions that torch has": (put("tensors", MODEL, "shape", [1] * 64), "has another shape"),
+    "a huge dimension": (put("tensors", MODEL, "shape", [1 << 62, 1 << 62]), "has another shape"),
     "a fact more": (put("facts", "pid", 4), "pid: unknown field"),
 }  # fmt: skip
 
@@ -179,6 +190,37 @@ def test_a_version_that_never_was_is_refused(saved, version):
     document = json.loads((saved / "manifest.json").read_text()) | {"version": version}
     (saved / "manifest.json").write_text(json.dumps(document))
     refused(saved, "has format version .*, which there never was; delete")
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+@pytest.mark.parametrize(("text", "message"), [
+    (b"[" * 100_000, "is truncated or not JSON"),
+    (b'{"a":' * 100_000, "is truncated or not JSON"),
+    (b'{"format": 1, "format": 2}', "format: given twice in one JSON object"),
+    (b'{"x": 1' + b"0" * 5000 + b"}", "is truncated or not JSON"),
+    (b'{"x": -Infinity}', "is truncated or not JSON"),
+    (b"\xff\xfe", "is truncated or not JSON"),
+    (b"", "is truncated or not JSON"),
+])  # fmt: skip
+def test_texts_that_no_manifest_has_are_refused(saved, text, message):
+    (saved / "manifest.json").write_bytes(text)
+    refused(saved, message)
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+def test_a_manifest_is_not_read_beyond_its_size(saved):
+    with (saved / "manifest.json").open("wb") as file:
+        file.truncate(64 << 30)  # no block of it is on the disk
+    refused(saved, "has more than 256 MiB, which no manifest has")
+
+
+@pytest.mark.spec("CKPT-READ-D3", "CKPT-RESUME-D1")
+@pytest.mark.parametrize("kind", ["nested deeply", "dimensions", "a metric beyond all floats", "a step beyond 64 bits"])
+def test_damage_of_any_kind_is_skipped_as_other_damage(saved, trained, kind):
+    later = save_checkpoint(saved.parent, 2, trained._replace(facts={**trained.facts, "step": 2}))
+    forge(later, CONTENT[kind][0])
+    path, _, skipped = newest_checkpoint(saved.parent)
+    assert path == saved and [item.path for item in skipped] == [later]
 
 
 @pytest.mark.spec("CKPT-READ-D3")
@@ -247,3 +289,51 @@ def test_settings_that_an_older_version_had_not_are_its_defaults(trained):
     resumed = Trainer(tiny())
     resumed.restore(trained._replace(facts={**trained.facts, "config": config}), "where")
     assert resumed.step == 1
+
+
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+WIDE = 1 << 40
+SPREADS = {
+    "dimensions": ([1] * 3000, r"tensors\.model/x\.shape: "),
+    "beyond torch": ([0, 1 << 62, 1 << 62], r"tensors\.model/x\.shape: must be of at most"),
+    "beyond 64 bits": ([0, 1 << 70], "more than 64 bits"),
+    "more than the file": ([WIDE, 3], rf"files\.{SHARD}: must hold blocks of {12 * WIDE:,} bytes, got "),
+    "negative": ([-2, 3], r"tensors\.model/x\.shape\[0\]: must be >= 0"),
+}
+
+
+@pytest.fixture
+def blocks(tmp_path):
+    """A checkpoint as many processes write it, of one block."""
+    path = tmp_path / "step_00000001"
+    path.mkdir()
+    save_file({"model/x": torch.zeros(2, 3, dtype=torch.float32)}, path / SHARD)
+    piece = {"file": SHARD, "offset": [0, 0], "shape": [2, 3]}
+    tensors = {"model/x": {"dtype": "float32", "shape": [2, 3], "pieces": [piece]}}
+    files = {SHARD: describe_file(path / SHARD).model_dump()}
+    manifest = manifest_text(SHARDED, step=1, facts={}, aliases={}, files=files, tensors=tensors)
+    (path / "manifest.json").write_text(manifest)
+    return path
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+@pytest.mark.parametrize("kind", SPREADS)
+def test_forged_sizes_of_blocks_are_refused_before_anything_is_made(blocks, kind):
+    shape, message = SPREADS[kind]
+    assert load_checkpoint(blocks).tensors["model/x"].shape == (2, 3)
+
+    def change(content):
+        spread = content["tensors"]["model/x"]
+        piece = {"file": SHARD, "offset": [0] * len(shape), "shape": shape}
+        spread |= {"shape": shape, "pieces": [] if 0 in shape else [piece]}
+
+    forge(blocks, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(blocks)
+
+
+@pytest.mark.spec("CKPT-READ-D3")
+def test_blocks_are_not_put_together_beyond_memory(blocks, monkeypatch):
+    monkeypatch.setattr("hecate.checks.memory_of", lambda _: 23)
+    with pytest.raises(CheckpointError, match="has tensors: 24 bytes, more than the 23 bytes of memory that are here"):
+        load_checkpoint(blocks)
