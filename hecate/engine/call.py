@@ -311,7 +311,7 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
 def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
     """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
     pending = dict(state.pending)
-    rest = [{name: pending.pop(name)} if name in pending else {} for name in ("retain", "keys")]
+    rest: list[Any] = [{name: pending.pop(name)} if name in pending else {} for name in ("retain", "keys")]
     kinds: list[Any] = []
     for held in (state.memory, state.slots, state.anchor, pending, *rest):
         flat: list[Tensor] = []

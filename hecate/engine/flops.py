@@ -88,9 +88,9 @@ def _of_tokens(
         found -= 2 * length * heads * width * answer  # a prediction that the loop makes and nothing asks for
     if config.commit == "chunk":
         call = Call.of(config, q[:, :1], k[:, :1], v[:, :1], None, phi_params=params)  # type: ignore[index]
-        carry = call.memories[0][1]
+        start, carry = call.memories[0]
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            committed_chunk(config, carry, blank(v.shape[-2]), execute)  # type: ignore[union-attr]
+            committed_chunk(config, carry, start, blank(v.shape[-2]), execute)  # type: ignore[union-attr]
         found -= (length - length // config.chunk) * counter.get_total_flops()  # the loop tries one at every token
     return int(found)
 

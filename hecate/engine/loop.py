@@ -17,7 +17,18 @@ from hecate.algorithm import Token
 from hecate.engine.call import GENERAL, RATES, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import (
-    CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Scan, Tokens, cut, in_folds, linear_block, rates_of,
+    CONCAT,
+    NUMBERS,
+    SELECT,
+    UNBIND,
+    VECTORS,
+    Carry,
+    Scan,
+    Tokens,
+    cut,
+    in_folds,
+    linear_block,
+    rates_of,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.rule.config import frozen_gradients
@@ -213,7 +224,7 @@ def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, ru
     c = one(run(lengths(config.structure.graph(), config.blocks), p, None, keys, *at))
     lr = one(run(_MULTIPLY, token.lr, one(run(_ONLY, c))))
     if carry.keys:
-        carry = carry._replace(keys=run(KEYS, keys, p, None))
+        carry = carry._replace(keys=several(run(KEYS, keys, p, None)))
     return token._replace(lr=lr), carry
 
 

@@ -92,7 +92,7 @@ def memory_scan(
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
         return found
-    alone = plain and name == "memory" and state is initial is phi_params is None  # a layer gives its name
+    alone = plain and name == "memory" and state is None and initial is None and phi_params is None  # a layer is named
     if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:
         warn_if_turned(q, gates)
     y, new = whole_scan(

@@ -14,8 +14,8 @@ from torch.nn.functional import logsigmoid, pad, silu
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit, rate_start, shrink, spread
 from hecate.tape import can_inspect, is_traced
-from hecate.variant import Conflicts
 from hecate.tape.ops import joined, unit
+from hecate.variant import Conflicts
 
 
 class Comba(Gating):

@@ -105,7 +105,9 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
         "linear in its values. Bands: least to largest over heads. Recall: the cosine between the "
         "answer to a key and the value that was written with it, by age. Write: the share of an error that one write "
         "takes away at once, and 32 tokens on.",
-        markdown_table(("memory", "norm", "effective rank", "recall, newest -> oldest", "write", "attention map"), rows),
+        markdown_table(
+            ("memory", "norm", "effective rank", "recall, newest -> oldest", "write", "attention map"), rows
+        ),
         *(f"![{name}](figures/{path.name})" for name, path in zip(view, figures, strict=True)),
     ]
     return "\n\n".join(lines) + "\n"

@@ -136,9 +136,10 @@ class GateHeads(nn.Module):
     """lr = lr_max sigmoid(w.x + b), retain = sigmoid(w.x + b), momentum = sigmoid(w.x + b), per head.
 
     Gates see the token, never phi(k). At initialisation w = 0, so every gate starts at a stated value: lr at
-    `algorithm.lr_start` of `algorithm.lr`, its ceiling, by default half of it, times (1 - momentum) if the algorithm has
-    momentum and does not dampen lr itself, because momentum multiplies the effective step by 1/(1 - momentum); retain
-    and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at the start thus halves after log(1/2)/log(retain) tokens. [NN-GATE-D1]
+    `algorithm.lr_start` of `algorithm.lr`, its ceiling, by default half of it, times (1 - momentum) if the algorithm
+    has momentum and does not dampen lr itself, because momentum multiplies the effective step by 1/(1 - momentum);
+    retain and momentum at the config's own values, kept 1e-4 away from 0 and 1. An item stored at the start thus halves
+    after log(1/2)/log(retain) tokens. [NN-GATE-D1]
 
     The retention may ask for retain per phi channel, by a head of low rank, w = w_2 W_1, or by another function of w.x
     + b: `hecate.retention.Decay`. Low-rank weights start at N(0, 0.02^2), so retain starts near its stated value, and

@@ -397,7 +397,7 @@ class Memory(RuleParameters, MemoryLayer):
         start = self.initial.tensors if self.config.retention.anchored else None
         found = short_way(self.config, q, k, v, made, state.memory, params, start, self.name, squashed=True)
         if found is None:
-            how = {"phi_params": params, "state": state.memory, "initial": start, "name": self.name}
+            how: Any = {"phi_params": params, "state": state.memory, "initial": start, "name": self.name}
             found = memory_scan(self.config, q, k, v, made, **how)
         with below_autograd():
             y = self.gated(found[0], opened, plain=near and mixed.dtype in EXACT and not casts)

@@ -82,7 +82,7 @@ def write_strength(asked: Asked, tokens: Sequence[int] | None = None, *, later: 
     Raises:
         ShapeError: a token whose write cannot be followed.
     """
-    lag, (batch, length, heads, _) = reading_lag(asked), asked.v.shape
+    lag, length = reading_lag(asked), asked.v.shape[1]
     chosen = places(asked, later=later) if tokens is None else list(tokens)
     if not chosen:
         return None
@@ -111,7 +111,8 @@ def _answers(asked: Asked, tokens: Iterable[int], lag: int, later: int, written:
     """The answers to the keys of tokens, `[B, N, H, V]`, when their writes can be read and some tokens on; with the
     writes or without. A copy of the sequences for every token."""
     batch, length = asked.v.shape[:2]
-    q, masks = [], []
+    q: list[Tensor] = []
+    masks: list[Tensor] = []
     mask = asked.v.new_ones(batch, length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask
     tokens = list(tokens)
     for t in tokens:
@@ -126,11 +127,11 @@ def _answers(asked: Asked, tokens: Iterable[int], lag: int, later: int, written:
     def repeated(item: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), item)
 
-    own = asked._replace(
+    copied = asked._replace(
         q=torch.cat(q), k=repeated(asked.k), v=repeated(asked.v), gates=repeated(asked.gates),
         state=repeated(asked.state), write_mask=torch.cat(masks), reset_mask=repeated(asked.reset_mask),
     )  # fmt: skip
-    y = own.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
+    y = copied.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
     rows = torch.arange(copies, device=y.device)
     at = torch.tensor(tokens, device=y.device) + lag
     return y[rows, :, at].transpose(0, 1), y[rows, :, at + later].transpose(0, 1)

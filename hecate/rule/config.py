@@ -215,7 +215,7 @@ class MemoryConfig(Config):
     def brief(self) -> dict[str, Any]:
         """As of any config, or a rule that it was read from and what differs from that, where this is shorter."""
         fields, shortest = {name: vars(self).get(name) for name in type(self).model_fields}, super().brief()
-        for rule, (config, _) in RULES.items():
+        for rule, (config, *_) in RULES.items():
             if config.model_fields_set <= self.model_fields_set:
                 plain = {name: field.default for name, field in type(self).model_fields.items()}
                 plain |= {name: getattr(config, name) for name in MemoryConfig.model_fields}

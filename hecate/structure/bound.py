@@ -5,8 +5,8 @@ the gradient of token j; J is the derivative of the prediction by the weights. I
 sum over layers of B B^T |h|^2, h the layer's input and B the derivative of the prediction by its output. `spread` walks
 down the graph with bounds of squares of the columns of B, which its Frobenius norm adds up (1 at the prediction, the
 spectral norm of the identity); a layer norm's slope is at most 1/s. With b the bound of |B|^2, the step of a token that
-takes its gradient at the present memory is one over floor + sum b |h|^2. The tokens of a chunk, which take theirs at one
-state, share it: the step of token t is
+takes its gradient at the present memory is one over floor + sum b |h|^2. The tokens of a chunk, which take theirs at
+one state, share it: the step of token t is
 
     c_t = 1 / (floor + sum over layers and over the last K + 1 tokens j <= t of sqrt(b_t b_j) |h_t . h_j|)
 
@@ -15,19 +15,21 @@ the chunk's start, lest its first tokens take whole steps each and a key that co
 longer than `BLOCK` tokens is normalised by rows of that many, times one over the number of its blocks: a matrix that is
 positive semidefinite is at most that many times its diagonal blocks. [STR-BOUND-D1]
 
-Shapes: values `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`; keys `[N, K, P + 1]`, the last column 1 for keys that
-there were.
+Shapes: values `[N, C, width]`, weights `[N, out, in]`, c `[N, C]`; keys `[N, K, P + 1]`, the last column 1 for keys
+that there were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from hecate.structure.graph import INPUT, Cotangents, Graph, Linear, Trace, source, trace
+from hecate.structure.graph import INPUT, Bounded, Cotangents, Graph, Linear, Trace, source, trace
 from hecate.tape import Block, Tensors
 
 BLOCK = 64  # tokens of a chunk whose writes are weighed against one another
@@ -50,8 +52,8 @@ def unbounded(graph: Graph) -> str | None:
 
 
 def spread(past: Trace) -> list[Tensor | None]:
-    """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all of
-    them together; None of p and of what no prediction hears of."""
+    """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all
+    together; None of p and of what no prediction hears of."""
     bounds: list[Tensor | None] = [None] * len(past.values)
     bounds[-1] = torch.ones_like(past.values[INPUT][..., :1])
     for index in reversed(range(len(past.graph.nodes))):
@@ -63,7 +65,8 @@ def spread(past: Trace) -> list[Tensor | None]:
                 columns = past.weights[node.weight].square().sum(-2, keepdim=True)
                 bounds[node.source] = a.sum(-1, keepdim=True) * columns
         else:
-            for at, share in zip(node.sources, node.op.bound(past.slopes[index], a), strict=True):
+            shares = cast(Bounded, node.op).bound(past.slopes[index], a)
+            for at, share in zip(node.sources, shares, strict=True):
                 if at > INPUT:
                     bounds[at] = share
     return bounds
@@ -96,7 +99,7 @@ def spread_vjp(
         if all(share is None for share in shares):
             continue
         known = tuple(a.new_zeros(()) if share is None else share for share in shares)
-        ginputs, ga = node.op.bound_vjp(past.slopes[index], a, known)
+        ginputs, ga = cast(Bounded, node.op).bound_vjp(past.slopes[index], a, known)
         gbounds.add(index + 1, ga)
         for at, g in zip(node.sources, ginputs, strict=True):
             values.add(at, None if g is None else g.expand_as(source(past.values, at)))
@@ -144,11 +147,11 @@ def lengths(graph: Graph, blocks: int) -> Block:
         every = _Rows.of(graph, weights, torch.cat([keys[..., :-1], p], 1) if earlier else p)
         if not earlier:
             seen, grams = None, []
-            total = sum(row.square().sum(-1) for row in every.rows)
+            total = reduce(add, [row.square().sum(-1) for row in every.rows])
         else:
             seen = _seen(keys[..., -1] > 0, write, size)
             grams = [torch.bmm(row[:, earlier:], row.mT) for row in every.rows]
-            total = sum(torch.where(seen, gram.abs(), 0.0).sum(-1) for gram in grams)
+            total = reduce(add, [torch.where(seen, gram.abs(), 0.0).sum(-1) for gram in grams])
         c = 1 / (blocks * (FLOOR + total))
         return (c,), (every, seen, grams, c, earlier)
 

@@ -30,8 +30,7 @@ class Op(Protocol):
     """An operation between layers, on the last axis alone; `name` is what a tape calls it.
 
     `slopes` is what its derivatives need of the inputs, `vjp` gives the inputs' cotangents, linear in g, and `vjp_vjp`
-    those of (inputs, g) from those of `vjp`'s result. `bound` and `bound_vjp`, for memories whose step is normalised,
-    are explained in `hecate.structure.bound`.
+    those of (inputs, g) from those of `vjp`'s result.
     """
 
     @property
@@ -40,6 +39,14 @@ class Op(Protocol):
     def slopes(self, *inputs: Tensor) -> Any: ...
     def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]: ...
     def vjp_vjp(self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled: ...
+
+
+class Bounded(Op, Protocol):
+    """An operation whose slopes are bounded: `bound` makes of bounds a of the squared columns of d pred / d value those
+    of its inputs, and `bound_vjp` gives the cotangents of the inputs and of a from theirs: `hecate.structure.bound`."""
+
+    def bound(self, slopes: Any, a: Tensor) -> tuple[Tensor, ...]: ...
+    def bound_vjp(self, slopes: Any, a: Tensor, shares: tuple[Tensor, ...]) -> Pulled: ...
 
 
 class Act(NamedTuple):

@@ -30,7 +30,15 @@ from torch import Tensor
 from hecate.checks import MAX_COUNT, Count, check_room
 from hecate.errors import CheckpointError, ConfigError
 from hecate.files import (
-    by_library, make_folder, new_folder, read_file, refusing, remove_folder, sweep, sync, write_file,
+    by_library,
+    make_folder,
+    new_folder,
+    read_file,
+    refusing,
+    remove_folder,
+    sweep,
+    sync,
+    write_file,
 )  # fmt: skip
 from hecate.optim.sharding import local
 from hecate.train.folder import refuse_link

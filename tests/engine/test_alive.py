@@ -3,6 +3,7 @@ the token loop, the token loop against a few lines of torch."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ class Inputs:
     def run(self, cuts: tuple[int, ...] = (), **how: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Outputs and states, and gradients of a fixed sum of them."""
         state, outputs, borders = None, [], (0, *cuts, self.length)
-        for at, end in zip(borders, borders[1:], strict=False):
+        for at, end in pairwise(borders):
             q, k, v = (item[:, at:end] for item in self.tokens)
             gates = Gates(*(None if gate is None else gate[:, at:end] for gate in self.gates))
             masks = {name: mask[:, at:end] for name, mask in self.masks.items()}
@@ -150,7 +151,9 @@ def test_one_token_at_a_time(name: str):
     config = MemoryConfig.model_validate(CASES[name])
     given = Inputs(config, masked=False)
     with torch.no_grad():
-        wanted, end = memory_scan(config, *given.tokens, Gates(*given.gates), initial=given.initial, engine="sequential")
+        wanted, end = memory_scan(
+            config, *given.tokens, Gates(*given.gates), initial=given.initial, engine="sequential"
+        )
         walk, held = None, stepper(config, initial=given.initial)
         for t in range(T):
             q, k, v = (item[:, t] for item in given.tokens)
@@ -213,7 +216,9 @@ def test_no_stream_diverges(chunk: int, momentum: float | None, stream: str):
     unit = [torch.nn.functional.normalize(torch.randn(1, 600, 18, 16, generator=source), dim=-1) for _ in range(2)]
     if stream == "of one pair":
         unit = [item[:, :1].expand_as(item) for item in unit]
-    sizes = torch.cartesian_prod(torch.tensor([0.1, 1.0, 6.0]), torch.tensor([0.1, 1.0, 20.0]), torch.tensor([1.0, 5.0]))
+    sizes = torch.cartesian_prod(
+        torch.tensor([0.1, 1.0, 6.0]), torch.tensor([0.1, 1.0, 20.0]), torch.tensor([1.0, 5.0])
+    )
     k, v = unit[0] * sizes[:, :1], unit[1] * sizes[:, 1:2]
     initial = {name: w * sizes[:, 2, None, None] for name, w in config.structure.init(16, 16, heads=18).items()}
     with torch.no_grad():

@@ -88,7 +88,7 @@ def scan_of(name: str, config: MemoryConfig, engine: str):
     def scan(*inputs: Tensor) -> tuple[Tensor, Tensor]:
         memory, *rest = inputs
         tokens = Tokens(*rest, torch.zeros_like(rest[3]))
-        carry = Carry((memory,), (), (), (), (), torch.zeros(2))
+        carry = Carry((memory,), (), (), (), (), (), torch.zeros(2))
         start = (torch.zeros_like(memory),)
         if engine == "fla":  # the two memories as heads of one sequence
             by_head = Tokens(*(x if x is None else x.transpose(0, 1)[None] for x in tokens))
@@ -414,7 +414,7 @@ def test_an_operator_asks_whether_a_kernel_is_trusted_and_else_runs_torch(right,
     said = [record.getMessage() for record in caplog.records if record.name == "hecate.engine"]
     assert (not said) if right else "runs plain torch: its kernel differs from float64" in "".join(said)
     assert len(said) <= 1
-    carry, wide = Carry((own[0],), (), (), (), (), torch.zeros(2)), [item.detach().double() for item in own]
+    carry, wide = Carry((own[0],), (), (), (), (), (), torch.zeros(2)), [item.detach().double() for item in own]
     for item in wide:
         item.requires_grad_()
     y, state = by_torch(config, carry)(wide[0], wide[0], *wide[1:], torch.zeros_like(wide[4]))

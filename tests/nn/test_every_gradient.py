@@ -22,7 +22,9 @@ TREE = [{"name": "only", "memory": {"bias": "dot", "retention": "decay"}}]
 ALONE = [{"name": "only", "memory": {"chunk": CHUNK}, "restart": CHUNK}]
 MODELS: dict[str, dict[str, Any]] = {
     **{how: {"levels": PAIR, "composition": how} for how in ("sequential", "independent", "chained")},
-    **{how: {"levels": PAIR, "composition": "independent", "aggregation": how} for how in ("rsqrt", "learned", "gated")},
+    **{
+        how: {"levels": PAIR, "composition": "independent", "aggregation": how} for how in ("rsqrt", "learned", "gated")
+    },
     "nested": {"levels": [PAIR[0], {**PAIR[1], "memory": "delta"}], "composition": "nested"},
     "carry": {"levels": TREE, "composition": "carry"},
     "firing": {"levels": [{**ALONE[0], "firing": "learned"}]},

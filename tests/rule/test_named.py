@@ -142,8 +142,8 @@ def cut(gates: Gates, tokens: slice) -> Gates:
 @pytest.mark.parametrize("name", FORGETTING)
 def test_half_life_at_the_starting_gates(name):
     """After log(1/2) / log(retain) tokens: half of what a linear memory answers, of what every weight
-    of a deep one is away from its start, or of the dual state that it carries; directions forget by new writes alone. Per
-    channel, each at its own pace; the item lies in the first."""
+    of a deep one is away from its start, or of the dual state that it carries; directions forget by
+    new writes alone. Per channel, each at its own pace; the item lies in the first."""
     config = named_rule(name)
     channels = gates_of(name, 1).retain.detach().reshape(-1)
     started, retain = float(channels[0]), config.retention.default_retain
@@ -166,7 +166,9 @@ def test_half_life_at_the_starting_gates(name):
             close(last[key], weight, rounding, key)
         else:
             each = channels**half_life if len(channels) > 1 else kept
-            start = config.structure.init(4, 4, dtype=weight.dtype)[key] if config.retention.anchored else torch.zeros(())
+            start = (
+                config.structure.init(4, 4, dtype=weight.dtype)[key] if config.retention.anchored else torch.zeros(())
+            )
             close(last[key], start + each * (weight - start), rounding, key)
     assert y[0].norm() > 1e-3, "the item was stored"
     if config.structure.linear:

@@ -164,6 +164,7 @@ def chunked(
     if config.blocks:
         masks: Tensors = (None,) * len(rows) if layout is None else layout.write.split(size, 1)
         rows = [(*row, mask) for row, mask in zip(rows, masks, strict=True)]
+
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
         for index, row in enumerate(rows, first):

@@ -22,8 +22,8 @@ from hecate.engine.cpu.bound import bounded, bounded_back
 from hecate.engine.cpu.formulas import activated, centred, errors, linked, norm_pulled, normed, unlinked
 from hecate.engine.cpu.passes import (
     added, backs, copy, decayed, digest, dots, dots_more, fill, moved, out_of_line, product, product_added,
-    products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on, written,
-    written_on,
+    products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on,
+    written, written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
@@ -215,8 +215,8 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre,
 @kernel
 def forward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, anchor, floor,
-    W, x, f, u, row, scales, bv, bt,
+    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, anchor,
+    floor, W, x, f, u, row, scales, bv, bt,
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
@@ -432,7 +432,8 @@ def _restart_back(plan, nodes, link, la, lb, A, o, W, scales, so, M, G, H, base,
 def backward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
     write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, link, la,
-    lb, centre, order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt,
+    lb, centre, order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv,
+    gbt,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
     segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
@@ -473,8 +474,8 @@ def backward(
                         )  # fmt: skip
                     glr[at], gr[at], gm[at] = _write_back(
                         plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], initial,
-                        g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form, centre,
-                        order, anchor, floor, x, f, i * L, u, 2 * i * V, row, g, up, X, bv, bt, gbv, gbt,
+                        g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form,
+                        centre, order, anchor, floor, x, f, i * L, u, 2 * i * V, row, g, up, X, bv, bt, gbv, gbt,
                     )  # fmt: skip
                     if before:
                         _read_back(

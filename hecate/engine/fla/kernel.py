@@ -166,7 +166,7 @@ def distrust(
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     inputs, cotangents = trial(dtype, device, shape, channelwise=channelwise)
-    carry = Carry((), (), (), (), (), torch.zeros(2, device=device))
+    carry = Carry((), (), (), (), (), (), torch.zeros(2, device=device))
     kernel = by_kernel(config, carry, dtype)
 
     def of(kind: torch.dtype, plain: ByHand) -> Tensors:

@@ -32,7 +32,7 @@ def scanned(config: MemoryConfig, dtype: torch.dtype, tokens: Tokens, carry: Car
 def _kernel(rule: str, dtype: torch.dtype, memory: Tensor, *given: Tensor) -> tuple[ByHand, Tensors, bool]:
     """The kernel with its plain torch, their inputs, and whether it is trusted."""
     config, (lr, retain) = config_of(rule), given[3:]
-    carry = Carry((memory,), (), (), (), (), torch.zeros(2, dtype=torch.int64, device=memory.device))
+    carry = Carry((memory,), (), (), (), (), (), torch.zeros(2, dtype=torch.int64, device=memory.device))
     reason = verdict(config, retain.dim() == 4, dtype, memory.device.type, tuple(memory.shape[1:]))
     if reason is not None:
         _tell(reason)

@@ -107,7 +107,7 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
 
     def kernel(numbers: Tensors) -> ByHand:
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)
-        carry = Carry(states[:1], states[1:], (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
+        carry = Carry(states[:1], states[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
         borders = BORDERS if PACKED in flags else None
         return kernel_of(config, carry, exact, raw=not loops, borders=borders)
 
