@@ -47,7 +47,10 @@ PEERS = {  # of fla, called directly: what a rule's own call leaves to add
     "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
-SANITIZED = "import torch; from studies.gpu import parity; print(*parity(torch.device('cuda'), 64, 16))"
+SANITIZED = (
+    "import sys; sys.path.append(''); import torch; from studies.gpu import parity; "  # the checkout, behind libraries
+    "print(*parity(torch.device('cuda'), 64, 16))"
+)
 
 
 class Size(NamedTuple):
@@ -135,7 +138,7 @@ def sanitizer(card: bool) -> Iterator[list[Cell]]:
         ]
         return
     for check in ("memcheck", "racecheck"):
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
+        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-P", "-c", SANITIZED]
         done = subprocess.run(command, capture_output=True, timeout=300, check=False)
         yield ["sanitizer", check, "engines on small cases", float(done.returncode), "exit code", "0"]
 
