@@ -26,6 +26,7 @@ import torch
 from hecate.errors import HecateError
 from hecate.microscope.style import COLOURS, finish
 from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.processes import safe_path
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, Trainer, load_experiment
 from studies.study import Cell, Progress, Result, Study
@@ -146,7 +147,7 @@ def results(jobs: Sequence[Training], path: Path, workers: int) -> Iterator[Reco
     if not left:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with safe_path(), ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         futures: list[Future[Record]] = [pool.submit(train, job) for job in left]
         with path.open("a") as file:
             if path.stat().st_size and not path.read_text().endswith("\n"):

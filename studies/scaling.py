@@ -183,7 +183,7 @@ def estimated() -> Row:
     """Parameters of one of 256 processes, by `estimate` and by torch's own sharding."""
     from tests.train.test_estimate import FAKE, PRESETS
 
-    done = subprocess.run([sys.executable, "-c", FAKE, *PRESETS], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", FAKE, *PRESETS], capture_output=True, text=True, check=True)
     wanted = [int(line) for line in done.stdout.split()]
     found = [sizes_of(load_experiment(name), 8).own for name in PRESETS]
     return f"parameters on one of 256, {', '.join(PRESETS)}", 256, _listed(found), _listed(wanted)

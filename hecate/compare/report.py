@@ -14,6 +14,7 @@ from typing import Any
 from hecate.checks import readable
 from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
+from hecate.errors import printable
 from hecate.files import refusing, write_file
 from hecate.train.progress import counted
 from hecate.train.run import versions
@@ -111,6 +112,11 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _label(name: str) -> str:
+    """The name of a cell in a figure: a line, no formula."""
+    return printable(name, 80).replace("$", r"\$")
+
+
 def _image(found: Comparison) -> bytes | None:
     """Every seed as a point, the mean and its interval across, and training losses of the first seed against what was
     read; None without matplotlib."""
@@ -128,14 +134,14 @@ def _image(found: Comparison) -> bytes | None:
         axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
         seeds = [row["loss"] for row in found.of(fact["cell"])]
         axes.plot(seeds, [height] * len(seeds), "|", color="0.4", markersize=9)
-    axes.set_yticks(range(len(facts)), [fact["cell"] for fact in facts])
+    axes.set_yticks(range(len(facts)), [_label(fact["cell"]) for fact in facts])
     axes.set_xlabel("validation loss (nats); mean and 95 % interval over seeds, each seed a stroke")
     axes.grid(axis="x", alpha=0.3)
     axes.margins(y=0.2)
     for other in beside:
         for name, points in curves.items():
             if points:
-                other.plot(*zip(*points, strict=True), label=name)
+                other.plot(*zip(*points, strict=True), label=_label(name))
         other.set_xscale("log")
         other.set_xlabel("tokens read")
         other.set_ylabel("training loss (nats), first seed")

@@ -24,6 +24,7 @@ import torch
 from hecate.engine import Call, choose
 from hecate.microscope.style import COLOURS, finish, one_legend
 from hecate.nn import Memory
+from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule
 from studies.study import Cell, Progress, Result, Study
 
@@ -178,7 +179,7 @@ class NamedRules(Study):
             torch.set_num_threads(threads)
             torch.set_flush_denormal(False)
         else:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+            with safe_path(), ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
                 costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
         rows = [_row(rule, found[rule], costs) for rule in RULES]
         data = {f"{rule}, chunk {chunk}" if chunk else rule: cost._asdict() for (rule, chunk), cost in costs.items()}
