@@ -364,10 +364,8 @@ def compare(
     """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print a table with
     95 % intervals and, for every pair, whether one is better. What is finished is kept: results.jsonl alone is
     enough to go on from."""
-    from hecate.compare import Budget, cells_of, report
+    from hecate.compare import Budget, cells_of, report, run
     from hecate.compare.cells import rates_of
-    from hecate.compare.run import compare as run
-    from hecate.compare.run import plan
     from hecate.train.display import Interrupted, print_table
     from hecate.train.run import fresh_folder
 
@@ -379,14 +377,12 @@ def compare(
     how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
     try:
         if planned:
-            rows = plan(cells, folder, keep=keep, **how)
-            texts = [(name, str(runs), f"{each:,}", f"{hours:.2f}") for name, runs, each, hours in rows]
-            print_table(("cell", "runs", "steps", "hours"), texts)
-            hours = sum(row[-1] for row in rows)
+            header, lines, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
+            print_table(header, lines)
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
-        found = run(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
+        found = run.compare(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
     except Interrupted:
         echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None

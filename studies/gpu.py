@@ -35,55 +35,10 @@ from studies.card import LOST, PARTS, Order, add, ended, environment, key, rows_
 from studies.study import Cell, Progress, Result, Spread, Study
 
 HOW = "there is no CUDA device here; on a machine with one run `python -m studies gpu`, some ten minutes"
-<<<<<<< HEAD
 SECONDS = 600.0  # of all parts
 PATIENCE = 90.0  # seconds that a row may take
 LEAST = 8.0  # seconds that a process takes to begin
 COLUMNS = ("part", "case", "way", "value", "unit", "against", "peak (MiB)")
-=======
-RULES = {
-    "linear attention": MemoryConfig(bias="dot"),
-    "delta": MemoryConfig(),
-    "gated delta": named_rule("gated_delta"),
-    "kda": named_rule("kda"),
-    "exact momentum": named_rule("titans_linear"),
-    "huber": MemoryConfig(bias="huber", retention="decay"),
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "gated delta": {"memory": "gated_delta"},
-    "exact momentum": {"memory": "titans_linear"},
-    "huber": {"memory": {"kind": "titans_linear", "bias": "huber"}},
-    "Titans MLP, chunk 64": {"memory": {"kind": "titans", "chunk": 64}},
-    "Titans MLP, chunk 64, compiled": {"memory": {"kind": "titans", "chunk": 64}},
-    "softmax attention": {"attention": {"kind": "attention"}},
-}
-PEERS = {  # of fla, called directly: what a rule's own call leaves to add
-    "linear attention": ("fla.ops.simple_gla", "chunk_simple_gla"),
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
-    "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda"),
-}
-SANITIZED = (
-    "import sys; sys.path.append(''); import torch; from studies.gpu import parity; "  # the checkout, behind libraries
-    "print(*parity(torch.device('cuda'), 64, 16))"
-)
-
-
-class Size(NamedTuple):
-    """Of a run: B H and T of the tables, widths, repeats, the models' width, layers, rows and tokens."""
-
-    heads: Sequence[int]
-    lengths: Sequence[int]
-    widths: Sequence[int]
-    repeats: int
-    model: tuple[int, int, int, int]
-
-
-FULL = Size((16, 128, 512), (2048, 8192, 32768), (64, 128), 10, (768, 14, 8, 2048))
-SHORT = Size((16,), (2048,), (64,), 3, (768, 2, 2, 1024))
-TINY = Size((2,), (64,), (8,), 2, (16, 1, 1, 32))  # on a CPU: whether the code runs
-MOST = 2**31  # numbers of q, k and v in a table's case; a float32 engine keeps several times as many
->>>>>>> processes
 
 
 class Gpu(Study):
@@ -133,7 +88,6 @@ class Child(NamedTuple):
     order: Order
 
 
-<<<<<<< HEAD
 def start(order: Order) -> Child:
     """A process of an order, in a group of its own; what it says goes to a log beside the rows."""
     command = [sys.executable, "-P", "-m", "studies.card", json.dumps(order._asdict())]
@@ -141,25 +95,6 @@ def start(order: Order) -> Child:
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
         return Child(subprocess.Popen(command, env=environment(order), **how), order)
-=======
-def sanitizer(card: bool) -> Iterator[list[Cell]]:
-    """Memory errors and races of the kernels on small cases."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None or not card:
-        yield [
-            "sanitizer",
-            "memcheck, racecheck",
-            "compute-sanitizer is not found" if card else "no card",
-            None,
-            "",
-            "",
-        ]
-        return
-    for check in ("memcheck", "racecheck"):
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, "-P", "-c", SANITIZED]
-        done = subprocess.run(command, capture_output=True, timeout=300, check=False)
-        yield ["sanitizer", check, "engines on small cases", float(done.returncode), "exit code", "0"]
->>>>>>> processes
 
 
 def run_part(order: Order, limit: float, start: Callable[[Order], Child] = start, patience: float = PATIENCE) -> None:

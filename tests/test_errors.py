@@ -45,6 +45,7 @@ def test_every_error_is_a_hecate_error_and_what_python_would_raise():
     assert {item for item in kinds if not issubclass(item, HecateError)} == {
         errors.FileSystemWarning,
         errors.HealthWarning,
+        errors.LayoutWarning,
         errors.StabilityWarning,
     }
     for kind in (errors.ConfigError, errors.ShapeError, errors.DataError):

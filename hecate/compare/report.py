@@ -22,6 +22,12 @@ from hecate.train.run import versions
 Table = tuple[Sequence[str], list[list[str]]]
 
 
+def of_plan(rows: Sequence[tuple[str, int, int, float]]) -> tuple[Sequence[str], list[list[str]], float]:
+    """The table of a plan, and its hours in all."""
+    texts = [[name, str(runs), f"{steps:,}", f"{hours:.2f}"] for name, runs, steps, hours in rows]
+    return ("cell", "runs", "steps", "hours"), texts, sum(hours for *_, hours in rows)
+
+
 def tables(found: Comparison) -> list[Table]:
     """Cells from the lowest loss to the highest, and the verdict of every pair."""
     cells = [

@@ -86,14 +86,16 @@ def memory_scan(
             pass, for a gradient that reaches the memory; on a device by a later call, or by `state.check()`, lest this
             one wait. It cannot be raised while compiling or inside `torch.func` transforms, which forbid looking at
             values.
+
+    Warns (`LayoutWarning`) where q looks like `[B, H, T, D]` and nothing tells: see `hecate.checks.warn_if_turned`.
     """
     plain = write_mask is reset_mask is cu_seqlens is None and tape is None
     plain = plain and engine == "auto" and autodiff in _AUTODIFFS
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
         return found
-    alone = plain and name == "memory" and state is None and initial is None and phi_params is None  # a layer is named
-    if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:
+    alone = plain and name == "memory" and state is None and initial is None and phi_params is None
+    if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer gives its name
         warn_if_turned(q, gates)
     y, new = whole_scan(
         config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
