@@ -57,9 +57,9 @@ CASES = {
     "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
     "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
     "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024)),
-    "wide": Case(DECAY, width=128, spilt=(128, 640)),
+    "wide": Case(DECAY, width=128, spilt=(192, 768)),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),
-    "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 768)),
+    "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 1536)),
     "widest": Case(DECAY, width=256, dtype=torch.float32, spilt=None),
     "widest_kda": Case(
         {**DECAY, "decay_order": "before_gradient"}, width=256, dtype=torch.float32, channels=True, spilt=None
