@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.engine import Engine
 from hecate.errors import ConfigError
+from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.rule.config import RULES
 from tests.product.cells import all_axes, nearest, settings, validate
@@ -178,7 +179,7 @@ def scanned() -> Iterator[str]:
 @pytest.mark.parametrize("name", list(scanned()))
 @pytest.mark.spec("RULE-ZERO-I1")
 def test_rows_of_a_named_rule(name):
-    # Beyond rank one a full step of atlas is steep wherever its momentum has no rank, 485 / |S|, and twice in a row.
+    # A full step of atlas has the slope 485 / |S| wherever S lacks rank, and a window of zeros meets it twice in a row.
     config = named_rule(name, state_dtype="float64")
     if name == "atlas":
         config = named_rule(name, state_dtype="float64", algorithm={**config.algorithm.model_dump(), "window": 1})
@@ -207,6 +208,30 @@ def test_rows_of_a_layer(name):
             silent = x.clone()
             silent[:, at] = 0
             assert largest(silent) <= most, (fields, at)
+
+
+@pytest.mark.parametrize(
+    "blocks", [{}, {"levels": [{"name": "a"}, {"name": "b", "period": 4}]}, {"self_reference": {}}]
+)
+@pytest.mark.spec("NN-MEM-D2", "RULE-ZERO-I1")
+@pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
+def test_a_zero_embedding_goes_through_every_norm(blocks):
+    sizes = {"vocab_size": 7, "d_model": 16, "heads": 2, "layers": 3, "tie_embeddings": False}
+    model = LanguageModel({**sizes, **blocks}, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.embedding.weight[0] = 0
+    tokens = torch.randint(1, 7, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def largest(tokens: Tensor) -> float:
+        model.zero_grad()
+        model(tokens)[0].square().sum().backward()
+        return size({name: p.grad for name, p in model.named_parameters()})
+
+    most = MOST * largest(tokens)
+    for at in (slice(6), slice(5, 12), slice(None)):
+        silent = tokens.clone()
+        silent[:, at] = 0
+        assert largest(silent) <= most
 
 
 FIELDS = ("structure", "bias", "retention", "algorithm", "feature_map", "step", "normalizer", "read", "decay_order")
