@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from hecate.errors import ConfigError
 from hecate.hf.cache import StateLayer, document_starts, state_layers, written_tokens
@@ -20,6 +20,7 @@ from hecate.models.language_model import MemoryBlock
 from hecate.models.layers import redraw
 from hecate.nn import ShortConv
 
+_LOG = logging.get_logger(__name__)
 # What callers add to any model, and that says nothing to this one.
 _UNREAD = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
 _OF_LOSS = frozenset({"num_items_in_batch", "shift_labels"})
@@ -112,7 +113,8 @@ class HecateModel(HecatePreTrainedModel):
             attention_mask: `[B, T]`, or of all tokens so far; what is 0 is padding, and read and written by none.
             position_ids: `[B, T]`; a 0 that follows other tokens begins another document in the row.
             past_key_values: the states of earlier tokens; those of these tokens are added to it.
-            use_cache: whether to make a cache if none is given; None, as the config says, but not in training.
+            use_cache: whether to make a cache if none is given; None, as the config says, but not in training. With
+                gradient checkpointing in training none is made, which is warned of once.
             cu_seq_lens_q: `[N + 1]`, where the documents of one row begin, and its length.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -124,6 +126,11 @@ class HecateModel(HecatePreTrainedModel):
             if past_key_values is not None:
                 raise ConfigError(
                     "past_key_values and activation checkpointing exclude each other in training: drop one"
+                )
+            if use_cache:
+                _LOG.warning_once(
+                    "`use_cache=True` is incompatible with gradient checkpointing in training: setting "
+                    "`use_cache=False`, so past_key_values is None and the next call starts without a past."
                 )
             use_cache = False
         layers = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -100,6 +102,27 @@ def test_losses_and_gradients(rule):
         with pytest.raises(ConfigError, match="past_key_values and activation checkpointing"):
             model(ids, past_key_values=cache)
         model.activation_checkpointing_disable()
+
+
+@pytest.mark.spec("HF-CACHE-D1")
+def test_checkpointing_in_training_says_that_it_makes_no_cache(caplog):
+    from transformers.utils import logging as their
+
+    model, ids = made("momentum").train(), tokens(1, 4)
+    model.activation_checkpointing_enable()
+    their.get_logger("hecate.hf.model").warning_once.cache_clear()
+    their.enable_propagation()
+    try:
+        with caplog.at_level(logging.WARNING, "hecate.hf.model"):
+            assert model(ids).past_key_values is None and not caplog.records
+            for _ in range(2):
+                assert model(ids, use_cache=True).past_key_values is None
+    finally:
+        their.disable_propagation()
+    assert len(caplog.records) == 1
+    assert "use_cache=False" in caplog.text and "without a past" in caplog.text
+    caplog.clear()
+    assert model.eval()(ids, use_cache=True).past_key_values is not None and not caplog.records
 
 
 def count_calls(model):
