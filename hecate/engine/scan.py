@@ -25,6 +25,7 @@ from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
+from hecate.tape.ops import joined
 
 _AUTODIFFS = get_args(Autodiff)
 _LOG = logging.getLogger("hecate.engine")
@@ -146,7 +147,12 @@ def _scan(
     program = partial(chosen.program, call.spec)
     if autodiff == "auto":
         autodiff = chosen.autodiff(call.config)
-    outputs = several(program(tape, *call.flat) if tape is not None else differentiate(program, call.flat, autodiff))
+    if tape is not None:
+        outputs = several(program(tape, *call.flat))
+    else:
+        outputs = several(differentiate(program, call.flat, autodiff))
+        if _may_read_early(call):
+            outputs = (joined(outputs[0], *call.flat), *outputs[1:])
     if policy == "raise":
         nonfinite.check(call, name, outputs)
     y, state = call.result(outputs)
@@ -155,13 +161,16 @@ def _scan(
     return y, state
 
 
+def _may_read_early(call: Call) -> bool:
+    """Whether no token may have been answered after a write of this call."""
+    masked = not call.inputs.write is call.inputs.reset is None
+    return call.length <= call.config.chunk or (masked and call.config.commit == "chunk")
+
+
 def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
     """The outputs of no tokens, or of tokens on meta: every input has the gradient 0, the state is as it was."""
     v = call.inputs.v
-    y = torch.zeros_like(v)
-    for item in call.flat:
-        if item is not None and item.is_floating_point():
-            y = y + item.sum().to(v.dtype)  # to no number at all
+    y = joined(torch.zeros_like(v), *call.flat)
     _, state = call.result((y, *(item.clone() for _, carry in call.memories for item in carry.flat)))
     return y, state if state.seen is None else state._replace(seen=state.seen.clone())
 

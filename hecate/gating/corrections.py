@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize, pad
+from torch.nn.functional import logsigmoid, pad
 
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit
 from hecate.tape import can_inspect, is_traced
+from hecate.tape.ops import joined, unit
 
 
 class Comba(Gating):
@@ -124,7 +125,8 @@ class Curvature(Gating):
         if config.algorithm.lr * self.base > config.algorithm.stable_step:
             limit = config.algorithm.stable_step
             return (
-                f"lr={config.algorithm.lr:g} times base={self.base:g} passes {limit:g}, where writes diverge; lower one"
+                f"lr={config.algorithm.lr:g} times base={self.base:g} passes {limit:g}, where writes of one key, again "
+                "and again, diverge; lower one"
             )
         return None
 
@@ -200,7 +202,7 @@ class Hypergradient(Gating):
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        s = normalize(made.k.to(torch.promote_types(x.dtype, torch.float32)), dim=-1).square()
+        s = unit(made.k.to(torch.promote_types(x.dtype, torch.float32))).square()
         fall = torch.zeros_like(s[..., 0]) if self.forget is None else logsigmoid(head(params, "forget", x))
         if masks.write is not None:
             off = ~masks.write.unsqueeze(-1)
@@ -211,7 +213,8 @@ class Hypergradient(Gating):
             reset = None if masks.reset is None else masks.reset[:, at : at + self._tokens]
             own, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
             factors.append(own)
-        factor = torch.cat(factors, 1) if factors else s
+        # What a token forgets is seen by the next one: a single token's gate is in no factor.
+        factor = joined(torch.cat(factors, 1) if factors else s, fall)
         return made._replace(gates={**made.gates, "write": factor}), {"moved": d - start}
 
     def _chunk(self, s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import linear, normalize, softplus
+from torch.nn.functional import linear, softplus
 
 from hecate.checks import Size
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
+from hecate.tape.ops import unit
 from hecate.variant import Config
 
 
@@ -127,7 +128,7 @@ class Heads(Gating):
             else:
                 gates[name] = gate
         if self.unit_values:
-            v = normalize(v.to(seen.dtype), dim=-1, eps=1e-6).to(v.dtype)
+            v = unit(v.to(seen.dtype), 1e-6).to(v.dtype)
         return made._replace(v=v, gates=gates), {}
 
 

@@ -9,11 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import linear
 
 from hecate.checks import Size
 from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
 from hecate.gating.heads import normal
+from hecate.tape.ops import unit
 
 
 class RWKV7(Gating):
@@ -75,7 +76,7 @@ class RWKV7(Gating):
 
         w, alpha = torch.exp(-math.exp(-0.5) * low("w", True)), low("alpha", False)
         k = made.k.to(wide)
-        erased = normalize(k * params["xi"].to(wide), dim=-1)
+        erased = unit(k * params["xi"].to(wide))
         written = k * (1 + (alpha - 1) * params["zeta"].to(wide))
         ones = torch.ones_like(alpha)
         both = {

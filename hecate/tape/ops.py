@@ -144,6 +144,22 @@ def onto_ball_vjp(x: Tensor, radius: float, axes: int | tuple[int, ...], g: Tens
     return torch.where(beyond, (radius / length) * (g - unit * along), g)
 
 
+def unit(x: Tensor, eps: float = 1e-12) -> Tensor:
+    """x / max(|x|_2, eps) along the last axis, as `torch.nn.functional.normalize`; a zero vector has the divisor 1,
+    since 1/eps would be its slope."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(length == 0, 1.0, length.clamp(min=eps))
+
+
+def joined(y: Tensor, *others: Tensor | None) -> Tensor:
+    """y, in whose graph the others are too: where it does not depend on them their gradient is 0, not None, which
+    data-parallel training would wait for."""
+    for item in others:
+        if item is not None and item.requires_grad:
+            y = y + item.flatten()[:0].sum().to(y.dtype)  # a sum of no numbers, whatever the item carries
+    return y
+
+
 def torch_vjp(function: Callable[..., Any], inputs: tuple[Any, ...], g: Any) -> Any:
     """Cotangents of the inputs from that of `function(*inputs)`, which has no derivative by hand."""
     _, pull = torch.func.vjp(function, *inputs)  # type: ignore[misc]
