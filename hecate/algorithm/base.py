@@ -128,8 +128,22 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def stable_step(self) -> float:
-        """Largest lr times curvature at which repeated writes of one item do not grow."""
+        """Largest lr times curvature at which writes of one item, again and again, do not grow."""
         return 2.0
+
+    @property
+    def returning_step(self) -> float:
+        """Largest lr times curvature at which writes of an item that returns do not grow, however many others, which
+        know nothing of it, come in between."""
+        return self.stable_step
+
+    def limits(self, limit: float | None = None) -> str:
+        """`stable_step`, or the limit in its place, and where it is smaller `returning_step`, with what they are of."""
+        limit = self.stable_step if limit is None else limit
+        words = f"{limit:g} where one key is written again and again"
+        if self.returning_step < limit:
+            words += f", beyond {self.returning_step:g} where it returns among others"
+        return words
 
     def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
         """Why it cannot step a structure (linear, diagonal or not) under a bias; None if it can."""

@@ -177,6 +177,10 @@ class Omega(Algorithm):
     def stable_step(self) -> float:
         return self.inner.stable_step / sum(self.decay**age for age in range(self.window))
 
+    @property
+    def returning_step(self) -> float:
+        return self.inner.returning_step / sum(self.decay**age for age in range(self.window))
+
     def context_shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         return {"keys": (self.window, d_phi), "values": (self.window, d_v), "filled": (self.window,)}
 

@@ -31,7 +31,7 @@ def warn_of_levels(config: CMSConfig, memories: tuple[Memory, ...]) -> None:
             warnings.warn(
                 f"level {memory.name!r}: the {level.period} steps that its period sums up come to {largest:.3g} along "
                 f"one direction of phi, measured on random keys at the ceiling lr={algorithm.lr:g} of its gate, and "
-                f"bias {memory.config.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set algorithm.lr "
+                f"bias {memory.config.bias.kind!r} may diverge beyond {algorithm.limits()}; set algorithm.lr "
                 f"below {fitting:.2g}, or shorten the period",
                 StabilityWarning,
                 stacklevel=4,

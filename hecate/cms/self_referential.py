@@ -169,7 +169,8 @@ class SelfReferenceConfig(Config):
             return None
         return (
             f"lr={rule.algorithm.lr:g} counts twice, 2 lr |phi|^2 can reach {largest:g}, and algorithm "
-            f"{rule.algorithm.kind!r} diverges beyond {limit:g}; use an lr of at most {limit / (2 * bound):g}"
+            f"{rule.algorithm.kind!r} diverges beyond {rule.algorithm.limits()}; use an lr of at most "
+            f"{limit / (2 * bound):g}"
         )
 
 

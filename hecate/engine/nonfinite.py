@@ -156,7 +156,7 @@ def _step_of(config: MemoryConfig, token: Tokens, row: int) -> str:
     summed = f", where as here writes of {config.chunk} tokens add up, for their sum" if config.chunk > 1 else ""
     return (
         f"lr={lr:.4g}, |phi(k)|^2={size:.4g}, lr * |phi(k)|^2={lr * size:.4g} (a delta-type memory "
-        f"diverges beyond {config.algorithm.stable_step:g}{summed}). {CURE}"
+        f"diverges beyond {config.algorithm.limits()}{summed}). {CURE}"
     )
 
 

@@ -105,7 +105,7 @@ class HeldRule(FeatureParameters):
             warnings.warn(
                 f"memory {name!r}: lr * |phi(k)|^2{twice} reaches {largest:.3g} at the ceiling lr={algorithm.lr:g} of "
                 f"its gate (feature_map {rule.feature_map.kind!r}, qk_norm {qk_norm!r}, key_norm 'none'), and bias "
-                f"{rule.bias.kind!r} may diverge beyond {algorithm.stable_step:g}; set key_norm='l2', "
+                f"{rule.bias.kind!r} may diverge beyond {algorithm.limits()}; set key_norm='l2', "
                 "step='normalized' or a lower algorithm.lr",
                 StabilityWarning,
                 stacklevel=5,

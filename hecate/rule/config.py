@@ -257,11 +257,12 @@ class MemoryConfig(Config):
             if most != 1:
                 made = f"gating {self.gating.kind!r}" if erases is None else "gates.erase times gates.write"
                 gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {made},"
+            limits = self.algorithm.limits(limit if largest > 0 else 0.0)
             other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
             raise ConfigError(
                 f"lr={lr:g} with feature_map {self.feature_map.kind!r} and key_norm {self.key_norm!r}: {gain} "
                 f"can reach {largest:g}, and bias {self.bias.kind!r} under algorithm {self.algorithm.kind!r} diverges "
-                f"beyond {limit if largest > 0 else 0:g}; {cure + other if most > 0 else 'turn a sign'}",
+                f"beyond {limits}; {cure + other if most > 0 else 'turn a sign'}",
                 path=("algorithm", "lr"),
             )
 

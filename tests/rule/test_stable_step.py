@@ -49,6 +49,28 @@ def test_the_limit_is_allowed_and_nothing_beyond(knob, bias):
     memory_scan(config, x, x, x, Gates(lr=torch.full((1, 2, 1), 9.0)))  # values are not looked at
 
 
+@pytest.mark.spec("ALG-MOM-I2")
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_keys_that_return_among_others(nesterov):
+    """64 orthogonal keys in turn: the limit is 2 (1 - momentum), far below that of one key, and both are told."""
+    knob = algorithm.Momentum(momentum=0.9, nesterov=nesterov)
+    assert knob.returning_step == pytest.approx(0.2) and knob.stable_step > knob.returning_step
+    config = MemoryConfig(algorithm=knob, state_dtype="float64", on_nonfinite="propagate")
+    keys = torch.eye(64)[torch.arange(64 * 40) % 64].reshape(1, -1, 1, 64)
+    start = {"weight": torch.ones(1, 1, 64)}
+
+    def left(lr):
+        _, state = memory_scan(config, keys, keys, 0 * keys[..., :1], Gates(lr=lr, momentum=0.9), initial=start)
+        return float(state.memory["weight"].abs().max())
+
+    # The error of a key that comes back after 63 others: times 1 - lr / (1 - momentum), up to 0.9^64.
+    assert left(0.19) < 0.9**40 * 2 and left(0.21) > 1.1**40 / 2
+    told = "3.8" if not nesterov else "1.35714"
+    with pytest.raises(ConfigError, match=rf"diverges beyond {told} where one key .* again, beyond 0\.2 where it ret"):
+        MemoryConfig(key_norm="l2", algorithm=knob.model_copy(update={"lr": 4.0}))
+    assert "returns" not in algorithm.GD().limits()
+
+
 @pytest.mark.spec("RULE-STABLE-D1")
 def test_reflections():
     """lr = 2 on a unit key is the reflection I - 2 k k^T; a layer's gate comes near it."""
