@@ -51,7 +51,9 @@ class Momentum(Carrying):
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
-    Traits: one slot; contracts while lr |phi|^2 curvature < 2 (1 + momentum); with nesterov that over 1 + 2 momentum.
+    Traits: one slot; one key, written again and again, contracts while lr |phi|^2 curvature < 2 (1 + momentum), with
+    nesterov that over 1 + 2 momentum; one that returns among others, which S moves by lr / (1 - momentum) meanwhile,
+    only below 2 (1 - momentum).
     Cost: one multiply-add and one more tensor of state per weight.
     References: Titans (Behrouz et al., 2025, arXiv 2501.00663). [ALG-MOM-D1, ALG-NEST-D1]
     """
@@ -65,6 +67,10 @@ class Momentum(Carrying):
     def stable_step(self) -> float:
         limit = 2.0 * (1.0 + self.momentum)
         return limit / (1.0 + 2.0 * self.momentum) if self.nesterov else limit
+
+    @property
+    def returning_step(self) -> float:
+        return 2.0 * (1.0 - self.momentum)
 
     @property
     def momentum_top(self) -> float:
@@ -111,7 +117,8 @@ class Adaptive(Carrying):
     2 (1 - decay) G e, g_S = momentum s, g_E = decay e, g_lr = -<S' r, g_D>, g_momentum = <S - G, s>.
     Traits: two slots; a coordinate's step is at most lr / sqrt(1 - decay) long, so no lr diverges at once.
     Cost: a root and a few multiplications per weight.
-    Warning: where gradients are exactly 0 the slope of a step is lr (1 - momentum) / eps.
+    Warning: near gradients of 0 the slope of a step is up to lr (1 - momentum) / eps; where S' and E' are 0, as before
+    the first gradient that is not, it is taken as 0.
     References: Adam (Kingma and Ba, 2015, arXiv 1412.6980); MIRAS (Behrouz et al., 2025, arXiv 2504.13173).
     [ALG-ADAPT-D1]
     """
@@ -146,7 +153,9 @@ class Adaptive(Carrying):
         keep = over(momentum, grad)
         carried = keep * mean + (1 - keep) * grad
         square = self.decay * square + (1 - self.decay) * grad.square()
-        return carried, square, (square + self.eps**2).rsqrt()
+        # A root that counts as 0 there gives no slope, and its product with S' is 0 as before.
+        moved = (square != 0) | (carried != 0)
+        return carried, square, torch.where(moved, (square + self.eps**2).rsqrt(), 0.0)
 
 
 class FTRL(Algorithm):

@@ -31,7 +31,8 @@ class NewtonSchulz(Carrying):
 
     Shapes: G, S `[N, ..., P]`; lr, momentum `[N]`.
     VJP: the iterations backwards; with B = b A + c A^2 and Y = a X + B X: g_B = g X^T,
-    g_A = b g_B + c (A g_B + g_B A), g_X = a g + B g + (g_A + g_A^T) X.
+    g_A = b g_B + c (A g_B + g_B A), g_X = a g + B g + (g_A + g_A^T) X. At S' = 0, where NS is 0, its slope of up to
+    a^steps / eps is taken as 0.
     Traits: one slot; a step is never longer than about 1.2 lr sqrt(min(V, P)) without `rescale`, so no lr diverges at
     once.
     Cost: steps x 3 products of min(V, P)^2 max(V, P).
@@ -67,10 +68,10 @@ class NewtonSchulz(Carrying):
         return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), made)
 
     def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, momentum, slot), (found, iterates, length) = residuals
+        (grad, lr, momentum, slot), (found, iterates, length, moved) = residuals
         gdirection, gcarried = cotangents
         glr = -sum_to_gate(found * gdirection, lr)
-        g = self._pulled(gcarried, iterates, length, -over(lr, grad) * gdirection)
+        g = self._pulled(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:
@@ -87,7 +88,9 @@ class NewtonSchulz(Carrying):
         coefficients, rows = POLYNOMIALS[self.polynomial], min(shape)
 
         def forward(gram: Tensor) -> tuple[Tensors, Any]:
-            square = _trace(gram) + self.eps**2
+            square = _trace(gram)
+            moved = square > 0
+            square = square + self.eps**2
             x, q = gram / square, torch.empty(0)
             made: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
             for step in range(self.steps):
@@ -97,10 +100,11 @@ class NewtonSchulz(Carrying):
                 made.append((x, p, before, half))
                 x = x if half is None else torch.bmm(half, p)
             scale = torch.full_like(square, 1 / math.sqrt(rows)) if self.rescale else square.rsqrt()
-            return (scale * q,), (made, q, square, scale)
+            return (torch.where(moved, scale * q, 0.0),), (made, q, square, scale, moved)
 
         def vjp(kept: Any, g: Tensor) -> tuple[Tensor]:
-            made, found, square, scale = kept
+            made, found, square, scale, moved = kept
+            g = torch.where(moved, g, 0.0)
             gx, gq = None, scale * g
             for x, p, q, half in reversed(made):
                 gp, gq = (gq, None) if q is None else (torch.bmm(gq, q.mT), torch.bmm(p.mT, gq))
@@ -117,12 +121,14 @@ class NewtonSchulz(Carrying):
 
         return Block("algorithm.newton_schulz.gain", forward, vjp)
 
-    def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor]:
-        """NS(s), X, A and P = a I + b A + c A^2 of every iteration and the last X, matrices, and the regularised norm
-        of s."""
+    def _orthogonal(self, s: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor, Tensor]:
+        """NS(s), X, A and P = a I + b A + c A^2 of every iteration and the last X, matrices, the regularised norm of s,
+        and whether s is not 0."""
         rows = _rows(s)
         gram = _inner(rows, rows)
-        square = _trace(gram) + self.eps**2
+        square = _trace(gram)
+        moved = square > 0
+        square = square + self.eps**2
         length = square.sqrt()
         found, gram = rows / length, gram / square
         iterates: list[tuple[Tensor, ...]] = []
@@ -134,12 +140,15 @@ class NewtonSchulz(Carrying):
         iterates.append((found,))
         if self.rescale:
             found = found * (length / math.sqrt(min(found.shape[-2:])))
-        return found.reshape(s.shape), iterates, length
+        # A token that finds S' = 0 would multiply cotangents by a^steps / eps, and the next one again.
+        return torch.where(moved, found, 0.0).reshape(s.shape), iterates, length, moved
 
-    def _pulled(self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, g: Tensor) -> Tensor:
+    def _pulled(
+        self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, moved: Tensor, g: Tensor
+    ) -> Tensor:
         """Cotangent of s from that of NS(s), added to what is known of it."""
         _, b, c = POLYNOMIALS[self.polynomial]
-        g, glength = _rows(g), torch.zeros_like(length)
+        g, glength = torch.where(moved, _rows(g), 0.0), torch.zeros_like(length)
         if self.rescale:
             root = math.sqrt(min(g.shape[-2:]))
             glength = (g * iterates[-1][0]).sum((-2, -1), keepdim=True) / root
@@ -199,6 +208,10 @@ class DeltaMomentum(Carrying):
     kind: Literal["delta_momentum"] = "delta_momentum"
     erase: float = Field(1.0, ge=0)
     form: Literal["stable", "paper"] = "stable"
+
+    @property
+    def returning_step(self) -> float:
+        return 2.0 * (1.0 - self.momentum)
 
     @property
     def token(self) -> AlgorithmForm:

@@ -162,8 +162,9 @@ class L1(ErrorBias):
     a tanh in place of e/r is another function.
 
     Shapes: e `[..., V]`.
-    VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0: u = 0, J = 1/eps.
-    Traits: curvature 1/eps at e = 0, which bounds no useful step: declared unbounded.
+    VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0 both are 0, as of a sign: 1/eps, which J is nearby, would grow by
+    lr |phi|^2 / eps at every token that a memory answers exactly.
+    Traits: curvature 1/eps near e = 0, which bounds no useful step: declared unbounded.
     Cost: O(V).
     Warning: steps of lr |phi|^2 do not shrink near the target; the memory ends within that of it.
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), value-less memory. [BIAS-L1-D1]
@@ -181,11 +182,10 @@ class L1(ErrorBias):
         return (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)
 
     def psi(self, error: Tensor) -> Tensor:
-        return error / _radius(error, self.eps)
+        return _sign(error, self.eps)
 
     def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
-        radius = _radius(error, self.eps)
-        return (self.eps / radius).square() / radius * tangent
+        return _sign_slope(error, self.eps) * tangent
 
 
 class Lp(ErrorBias):
@@ -298,7 +298,8 @@ class Yaad(ErrorBias):
     the warning.
 
     Shapes: e `[..., V]`.
-    VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside. The threshold counts as inside.
+    VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside, 0 at a coordinate e = 0. The threshold
+    counts as inside.
     Traits: curvature unbounded. A coordinate needs the norm of all: a kernel of whole tokens alone.
     Cost: O(V).
     Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
@@ -320,12 +321,10 @@ class Yaad(ErrorBias):
         return torch.where(self._inside(error).squeeze(-1), 0.5 * square, linear)
 
     def psi(self, error: Tensor) -> Tensor:
-        far = self.delta * error / _radius(error, self.eps)
-        return torch.where(self._inside(error), error, far)
+        return torch.where(self._inside(error), error, self.delta * _sign(error, self.eps))
 
     def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
-        radius = _radius(error, self.eps)
-        far = self.delta * (self.eps / radius).square() / radius
+        far = self.delta * _sign_slope(error, self.eps)
         return torch.where(self._inside(error), tangent, far * tangent)
 
     def _inside(self, error: Tensor) -> Tensor:
@@ -340,9 +339,9 @@ class Robust(ErrorBias):
     to the radius are written harder than l2 would, by a constant pull towards v.
 
     Shapes: e `[..., V]`.
-    VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r.
-    Traits: curvature 1 + radius/eps at e = 0, which bounds no useful step: declared unbounded unless radius is 0, which
-    is `l2`. No kernel: a coordinate needs the norm of all.
+    VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r; at e = 0: J g = g.
+    Traits: curvature 1 + radius/eps near e = 0, which bounds no useful step: declared unbounded unless radius is 0,
+    which is `l2`. No kernel: a coordinate needs the norm of all.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
     values. [BIAS-ROBUST-D1]
@@ -370,13 +369,17 @@ class Robust(ErrorBias):
         return 0.5 * square + self.radius * length + 0.5 * self.radius**2
 
     def psi(self, error: Tensor) -> Tensor:
-        return error + self.radius * error / self._radius(error)
+        pull = self.radius * error / self._radius(error)
+        return error + torch.where(self._is_off(error), pull, 0.0)
 
     def psi_jvp(self, error: Tensor, tangent: Tensor) -> Tensor:
         radius = self._radius(error)
         unit = error / radius
         across = tangent - unit * (unit * tangent).sum(-1, keepdim=True)
-        return tangent + self.radius * across / radius
+        return tangent + torch.where(self._is_off(error), self.radius * across / radius, 0.0)
+
+    def _is_off(self, error: Tensor) -> Tensor:
+        return (error != 0).any(-1, keepdim=True)
 
     def _radius(self, error: Tensor) -> Tensor:
         return (error.square().sum(-1, keepdim=True) + self.eps**2).sqrt()
@@ -385,3 +388,14 @@ class Robust(ErrorBias):
 def _radius(error: Tensor, eps: float) -> Tensor:
     """sqrt(e^2 + eps^2), a smooth |e|."""
     return (error.square() + eps**2).sqrt()
+
+
+def _sign(error: Tensor, eps: float) -> Tensor:
+    """e/r, a smooth sign whose slope at e = 0 is taken as 0: a memory that answers exactly stays there token after
+    token, and each would multiply cotangents by 1/eps."""
+    return torch.where(error != 0, error / _radius(error, eps), 0.0)
+
+
+def _sign_slope(error: Tensor, eps: float) -> Tensor:
+    radius = _radius(error, eps)
+    return torch.where(error != 0, (eps / radius).square() / radius, 0.0)

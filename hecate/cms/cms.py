@@ -20,6 +20,7 @@ from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
+from hecate.nn.conv import RMSNorm
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import sources_for
 from hecate.nn.rule import between
@@ -120,7 +121,7 @@ class CMS(nn.Module):
             except ConfigError as error:
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
-        self.norms = nn.ModuleList(nn.RMSNorm(d_model, eps=1e-6, **place) for _ in config.levels if residual)
+        self.norms = nn.ModuleList(RMSNorm(d_model, **place) for _ in config.levels if residual)
         shapes = [{name: tuple(w.shape) for name, w in each.initial.tensors.items()} for each in self.memories]
         for index, (fast, slow) in enumerate(pairwise(shapes), 1):
             if config.composition == "nested" and fast != slow:

@@ -197,7 +197,9 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
 
 
 def _normalized(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]:
-    total = floor + phi.square().sum(-1)
+    square = phi.square().sum(-1)
+    # A zero key writes nothing, but the slope of what it writes is this step.
+    total = torch.where(square == 0, 1.0, floor + square)
     return (lr / total,), (lr, phi, total)
 
 

@@ -27,7 +27,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
-from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, settle_qk_norm
+from hecate.nn.conv import DEFAULT_QK_NORM, QKNorm, RMSNorm, settle_qk_norm
 from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig
 from hecate.states import State
@@ -211,7 +211,7 @@ class MemoryBlock(Layers):
         self, config: LanguageModelConfig, name: str, generator: torch.Generator | None = None, **place: Any
     ) -> None:
         super().__init__()
-        norm = partial(nn.RMSNorm, config.d_model, eps=1e-6, **place)
+        norm = partial(RMSNorm, config.d_model, **place)
         memory, levels = _mixers(config, name, generator=generator, **place)
         self.memory_norm, self.memory = norm(), memory
         self.levels_norm = None if levels is None else norm()
@@ -299,7 +299,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(
             self.block(config, f"layer {index}", generator, **place) for index in range(config.layers)
         )
-        self.norm = nn.RMSNorm(config.d_model, eps=1e-6, **place)
+        self.norm = RMSNorm(config.d_model, **place)
         self.head = None
         if not config.tie_embeddings:
             self.head = blank(nn.Linear, config.d_model, config.vocab_size, bias=False, **place)

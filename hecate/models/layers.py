@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError
+from hecate.nn.conv import RMSNorm
 from hecate.nn.parameters import blank, draw_normal, source_of
 
 
@@ -48,7 +49,7 @@ class GatedMLP(Layers):
     def __init__(self, width: int, hidden: int, generator: torch.Generator | None = None, **place: Any) -> None:
         super().__init__()
         place.setdefault("device", None)
-        self.norm = nn.RMSNorm(width, eps=1e-6, **place)
+        self.norm = RMSNorm(width, **place)
         self.up = blank(nn.Linear, width, 2 * hidden, bias=False, **place)
         self.down = blank(nn.Linear, hidden, width, bias=False, **place)
         redraw(generator, self.up, self.down)

@@ -13,6 +13,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
+from hecate.nn.conv import RMSNorm
 from hecate.nn.parameters import blank
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
@@ -92,7 +93,7 @@ class TransformerLayer(Layers):
         super().__init__()
         width = config.hidden_size
         hidden = hidden_width(width, config.mlp_ratio, "hidden_size")
-        self.norm = nn.RMSNorm(width, eps=1e-6, **place)
+        self.norm = RMSNorm(width, **place)
         options: dict[str, Any] = {option: getattr(config, option) for option in _ATTENTION}
         self.attention = LinearAttention(width, config.num_heads, name=name, generator=generator, **options, **place)
         self.mlp = GatedMLP(width, hidden, generator, **place) if hidden else None
@@ -149,7 +150,7 @@ class LinearTransformer(nn.Module):
         self.layers = nn.ModuleList(
             TransformerLayer(config, f"layer {index}", generator, **place) for index in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(width, eps=1e-6, **place)
+        self.norm = RMSNorm(width, **place)
         redraw(generator, self.project)
 
     @classmethod

@@ -16,7 +16,7 @@ from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
-from hecate.nn.conv import ShortConv
+from hecate.nn.conv import ShortConv, rms_norm
 from hecate.nn.memory import where_rows
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.states import State
@@ -111,8 +111,8 @@ class Gate(nn.Module):
         weight = self.weight.to(carrier.dtype)
         if self.kind == "paper":
             width = (carrier.shape[-1],)
-            carrier = nn.functional.rms_norm(carrier, width, eps=1e-6) * weight[0]
-            return carrier * torch.sigmoid(nn.functional.rms_norm(answer, width, eps=1e-6) * weight[1])
+            carrier = rms_norm(carrier, width) * weight[0]
+            return carrier * torch.sigmoid(rms_norm(answer, width) * weight[1])
         if self.kind == "add":
             return carrier + weight[0] * answer
         return carrier * (1 + torch.tanh(weight[0] * answer))

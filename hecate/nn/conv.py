@@ -1,8 +1,10 @@
-"""What stands between a layer's projections and phi: a short causal convolution, and normalised queries and keys."""
+"""What stands between a layer's projections and phi: a short causal convolution, and normalised queries and keys; and
+the RMS norms of layers and blocks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -154,7 +156,8 @@ def settle_qk_norm(config: Any) -> None:
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
-    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better."""
+    """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
+    with slope 1."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     return x if norm == "none" else normalised(x, norm, eps, looks=can_inspect(x, free=True))
@@ -171,7 +174,7 @@ def normalised(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, *, looks: boo
         level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
         wide, eps = wide * level, eps * level
         size = mean(wide.square(), -1, keepdim=True)
-    unit = wide * (size + eps * eps).rsqrt()
+    unit = wide * torch.where(size == 0, 1.0, size + eps * eps).rsqrt()
     return unit if unit.dtype == x.dtype else unit.to(x.dtype)
 
 
@@ -185,3 +188,27 @@ def token_unit(x: Tensor, norm: QKNorm) -> Tensor:
     if not math.isfinite(size.sum().item()):
         return normalised(x, norm, looks=False)
     return x * size.add_(number(EPS * EPS, x.dtype)).rsqrt_()
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """`torch.rms_norm` over the last axis, of this shape, with the weight as its derivative where a row is 0: the slope
+    1 / sqrt(eps) would multiply what reaches a zero embedding once per norm of a model. [NN-MEM-D2]"""
+    y = torch.rms_norm(x, shape, weight, eps)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return y
+    with torch.no_grad():
+        empty = x.square().sum(-1, keepdim=True) == 0
+        if can_inspect(empty, free=True) and not empty.any():
+            return y
+    return torch.where(empty, (x if weight is None else x * weight).to(y.dtype), y)
+
+
+class RMSNorm(nn.RMSNorm):
+    """`torch.nn.RMSNorm` over one axis, by `rms_norm`."""
+
+    def __init__(self, width: int, **place: Any) -> None:
+        super().__init__(width, eps=1e-6, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows at root mean square 1, times the weight."""
+        return rms_norm(x, self.normalized_shape, self.weight)

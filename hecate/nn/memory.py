@@ -18,7 +18,17 @@ from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import DEFAULT_QK_NORM, EXACT, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, token_unit
+from hecate.nn.conv import (
+    DEFAULT_QK_NORM,
+    EXACT,
+    QK_NORMS,
+    QKNorm,
+    ShortConv,
+    convolved,
+    normalise_qk,
+    rms_norm,
+    token_unit,
+)
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
@@ -144,7 +154,7 @@ class MemoryLayer(nn.Module):
             size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
             unit = y * size.add_(number(1e-6, y.dtype)).rsqrt_()
         else:
-            unit = torch.rms_norm(y, self.norm.shape[1:], eps=1e-6)
+            unit = rms_norm(y, self.norm.shape[1:])
         y = (unit * self.norm).flatten(-2)
         return y if gate is None else y * silu(gate)
 

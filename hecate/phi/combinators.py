@@ -260,7 +260,8 @@ class Normalise(Wrapper):
 
     Bounds |phi(x)|^2 by 1, so that a delta-type rule is stable for every lr < 2. `norm="l2"` divides by the length,
     `"sum"`, as fast weight programmers do, by the sum of features, which must then be non-negative. eps keeps the map
-    smooth near 0: features that are all 0 stay 0. Parameters are the inner map's, under their own names.
+    smooth near 0; features that are all 0 stay 0, and s counts as 1. Parameters are the inner map's, under their own
+    names.
 
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of
@@ -310,13 +311,15 @@ class Normalise(Wrapper):
         return _total(kernels, lambda k: k[0] / ((k[1] + self.eps**2) * (k[2] + self.eps**2)).sqrt())
 
     def _divisor(self, features: Tensor) -> Tensor:
+        largest = features.detach().abs().amax(-1, keepdim=True)
+        empty = largest == 0  # where 1/eps would be the slope of every feature
         if self.norm == "sum":
-            return features.sum(-1, keepdim=True) + self.eps
+            return torch.where(empty, 1.0, features.sum(-1, keepdim=True) + self.eps)
         # Squares of large features overflow; with the largest taken out first they do not.
         # It cancels, so it is a constant to the derivative.
-        largest = features.detach().abs().amax(-1, keepdim=True).clamp(min=self.eps)
+        largest = largest.clamp(min=self.eps)
         relative = (features / largest).square().sum(-1, keepdim=True)
-        return largest * (relative + (self.eps / largest).square()).sqrt()
+        return torch.where(empty, 1.0, largest * (relative + (self.eps / largest).square()).sqrt())
 
 
 class OddLift(Wrapper):

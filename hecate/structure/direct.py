@@ -127,7 +127,7 @@ class TwoPass(Structure):
     bias at W_v a.
 
     Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
-    VJP: by torch.func.
+    VJP: by torch.func; at z = 0 the length of silu(z) counts as 1.
     Cost: 2 codes (P + V) per read, three times that per write.
     Warning: reading with the key instead of the query, or leaving out the Jacobian of f, are errors of circulating
     programs.
@@ -223,7 +223,8 @@ class TwoPass(Structure):
     def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """f(z), silu'(z) and the length of silu(z)."""
         active = torch.nn.functional.silu(z)
-        length = (active.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        square = active.square().sum(-1, keepdim=True)
+        length = torch.where(square == 0, 1.0, square + 1e-6).sqrt()  # a zero has no direction to be steep in
         return active / length, activate("silu", z, 1), length
 
     def _code(self, z: Tensor) -> Tensor:
@@ -231,8 +232,7 @@ class TwoPass(Structure):
             return z.softmax(-1)
         if self.link == "identity":
             return z
-        active = torch.nn.functional.silu(z)
-        return active / (active.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return self._parts(z)[0]
 
 
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ class Multiply(NamedTuple):
 
 
 class Normalise(NamedTuple):
-    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n.
+    """y = (x - mean) / s, s = sqrt(variance + eps), over the last axis of width n; where the variance is 0, so is y,
+    and s counts as 1: the inner gradient and its derivative have 1/s and 1/s^2 in them.
 
     With J v = (v - mean(v) - y <v, y>/n) / s, symmetric: the VJP is J g, and that of J g is, for the cotangent c, J c
     for g and -(<c, J g> y + <g, y> J c + <c, y> J g) / (n s) for x.
@@ -118,7 +119,8 @@ class Normalise(NamedTuple):
 
     def slopes(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         centred = inputs[0] - inputs[0].mean(-1, keepdim=True)
-        scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + self.eps)
+        variance = centred.square().mean(-1, keepdim=True)
+        scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
         return centred * scale, scale
 
     def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:

@@ -70,15 +70,28 @@ def test_gradients_stay_finite_at_zero_error(knob, autodiff):
 def test_l1_at_zero_far_out_and_as_a_limit(generator):
     knob, zero, one = bias.L1(), torch.zeros(1), torch.ones(1)
     assert knob.loss(zero, zero).item() == knob.grad(zero, zero).item() == 0.0
-    assert knob.grad_jvp(zero, zero, one).item() == pytest.approx(1e6, rel=1e-12)
     point = zero.clone().requires_grad_()
     (auto,) = torch.autograd.grad(knob.grad(point, zero).sum(), point)
-    assert auto.item() == pytest.approx(1e6, rel=1e-12)
+    assert knob.grad_jvp(zero, zero, one).item() == auto.item() == 0.0
+    assert knob.grad_jvp(1e-12 * one, zero, one).item() == pytest.approx(1e6, rel=1e-11)
     assert knob.loss(1e-12 * one, zero).item() == pytest.approx(0.5e-18, rel=1e-9)
     assert knob.grad(1e6 * one, zero).item() == 1.0
     pred, target = draws(generator)
     limit = bias.Lp(p=1 + 1e-9).grad(pred, target)
     torch.testing.assert_close(knob.grad(pred, target), limit, rtol=1e-7, atol=0)
+
+
+@pytest.mark.spec("BIAS-L1-I1")
+@pytest.mark.parametrize("knob", [bias.L1(), bias.Yaad(delta=0.5), bias.Robust()])
+def test_an_error_of_exactly_zero_has_no_steep_slope(knob):
+    """Of one coordinate, and of all: by hand and by autograd."""
+    for error in (torch.tensor([0.0, 2.0]), torch.zeros(2)):
+        point = error.clone().requires_grad_()
+        (auto,) = torch.autograd.grad(knob.grad(point, torch.zeros(2)).sum(), point)
+        torch.testing.assert_close(
+            knob.grad_jvp(error, torch.zeros(2), torch.ones(2)), auto, rtol=1e-12, atol=1e-15
+        )  # autograd: 1/r - e^2/r^3
+        assert float(auto.abs().max()) <= 1.1
 
 
 @pytest.mark.spec("BIAS-YAAD-I1", "BIAS-YAAD-E1")

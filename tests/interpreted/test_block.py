@@ -49,7 +49,7 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
     general: bool = False, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
-    borders: Sequence[int] = (),
+    borders: Sequence[int] = (), silence: bool = False,
 ) -> None:  # fmt: skip
     source, (p, v), lead = torch.Generator().manual_seed(0), widths, (1, length, heads)
 
@@ -67,6 +67,8 @@ def trial(
         leaves["momentum"][:, length // 2] = 0
     if general:
         leaves["write"] = draw(*lead, p).sigmoid()
+    if silence:  # errors of exactly 0: all of them at first, the first coordinate's throughout
+        leaves["v"][:, : length // 2], leaves["v"][..., 0], leaves["M"] = 0, 0, 0 * leaves["M"]
     masks = {}
     if masked:
         masks = {"write_mask": draw(1, length) < 0.8, "reset_mask": draw(1, length) > 1.2}
@@ -88,6 +90,12 @@ def trial(
 )
 def test_every_form_of_a_bias(bias: dict[str, Any]) -> None:
     trial({"bias": bias, "retention": "decay", "algorithm": "momentum"}, masked=True)
+
+
+@pytest.mark.spec("BIAS-L1-I1")
+@pytest.mark.parametrize("bias", [BIASES[6], *[pytest.param(each, marks=SLOW) for each in BIASES[8:]]])
+def test_errors_of_exactly_zero(bias: dict[str, Any]) -> None:
+    trial({"bias": bias}, silence=True)
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,15 @@ def drawn(
         leaves["momentum"] = 0.6 * draw(*lead).sigmoid()
     if "general" in extra:
         leaves |= {"erase": draw(*lead, p).sigmoid(), "write": draw(*lead, p).sigmoid()}
+    if "silence" in extra:  # errors of exactly 0: all of them at first, the first coordinate's throughout
+        leaves["v"][:, : lead[1] // 2], leaves["v"][..., 0], leaves["M"] = 0, 0, 0 * leaves["M"]
     return leaves
 
 
 def trial(
     config: dict[str, Any], *, length: int = 8, widths: tuple[int, int] = (16, 12), heads: int = 1, extra: str = ""
 ) -> None:
-    """extra: of "masks", "documents", "channels", "values", "general" and "pieces" those that are asked for; "float32"
+    """extra: of "masks", "documents", "channels", "values", "general", "silence", "pieces" those asked for; "float32"
     allows eight times what plain torch in float32 is off, where that is more than the bound: powers here are e^(m log
     x), which rounds m log x, at the floor of lq 7 in size, where a power of torch's rounds once."""
     own, lead = MemoryConfig.model_validate(config), (1, length, heads)
@@ -148,6 +150,12 @@ def test_the_gradient_at_the_decayed_memory_and_reads_before(retention: dict[str
 @pytest.mark.parametrize("bias", BIASES, ids=named)
 def test_every_bias(bias: dict[str, Any]) -> None:
     trial({"bias": bias, "retention": {"kind": "elastic_net", "threshold": 0.02}}, length=6)
+
+
+@pytest.mark.spec("BIAS-L1-I1")
+@pytest.mark.parametrize("bias", [BIASES[5], *BIASES[8:]], ids=named)
+def test_errors_of_exactly_zero(bias: dict[str, Any]) -> None:
+    trial({"bias": bias}, extra="silence", length=6)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[2:], ids=named)

@@ -162,7 +162,7 @@ def errors(form, a, b, preds, at, values, vo, size, into, to, wide):
             e = pred[i] - v[i]
             r = math.sqrt(e * e + b * b)
             u[i] = e if inside else a * e / r
-            du[i] = one if inside else a * (b / r) * (b / r) / r
+            du[i] = one if inside else (a * (b / r) * (b / r) / r if e != 0 else zero)
 
 
 @loose
@@ -180,13 +180,15 @@ def centred(values, at, size, into, to):
 
 @loose
 def normed(values, at, size, eps, into, to, wide):
-    """y = (x - mean) / s, and `wide` numbers on 1/s."""
+    """y = (x - mean) / s, and `wide` numbers on 1/s, which is 1 where the variance is 0."""
     out_of_line()
     centred(values, at, size, into, to)
     y, square = into[to : to + size], values[at] - values[at]
     for i in range(size):
         square += y[i] * y[i]
-    s = number(eps, 1) / math.sqrt(square / number(square, size) + eps)
+    s = number(eps, 1)
+    if square != 0:
+        s /= math.sqrt(square / number(square, size) + eps)
     for i in range(size):
         y[i] *= s
     into[to + wide] = s

@@ -197,7 +197,8 @@ def jump_back(p, v, u, gu, gp, gv, n, c):
     for i in range(n):
         e = p[i] - v[i]
         r = math.sqrt(e * e + c[1] * c[1])
-        gp[i] = gu[i] if inside else c[0] * (c[1] / r) * (c[1] / r) / r * gu[i]
+        far = c[0] * (c[1] / r) * (c[1] / r) / r if e != 0 else e
+        gp[i] = gu[i] if inside else far * gu[i]
         gv[i] = -gp[i]
 
 
@@ -210,11 +211,14 @@ def pull(p, v, u, n, c):
 
 def pull_back(p, v, u, gu, gp, gv, n, c):
     whole, along = _length(p, v, n, c[1]), c[0] * 0
-    r = math.sqrt(whole)
+    off = False
     for i in range(n):
-        along += (p[i] - v[i]) * gu[i]
+        e = p[i] - v[i]
+        off = off or e != 0
+        along += e * gu[i]
+    factor = c[0] / math.sqrt(whole) if off else c[0] * 0
     for i in range(n):
-        gp[i] = gu[i] + c[0] / r * (gu[i] - (p[i] - v[i]) * (along / whole))
+        gp[i] = gu[i] + factor * (gu[i] - (p[i] - v[i]) * (along / whole))
         gv[i] = -gp[i]
 
 

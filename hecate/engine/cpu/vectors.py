@@ -378,11 +378,11 @@ def slope(form, a, b, pred, target, u):
         return one
     if form == 2:
         return one if abs(e) <= a else zero
+    if e == 0:
+        return one if form == 3 and a == 2 else zero
     r = math.sqrt(e * e + b * b)
     if form == 4:
         return b / r * (b / r) / r
-    if e == 0:
-        return one if a == 2 else zero
     if a >= 2:
         return (a - one) * (u / e)
     s = e * e / (r + b)

@@ -74,7 +74,7 @@ def slope(p, v, x, a, b, inside, FORM: tl.constexpr):
             gp = x * tl.where(a >= 2, (a - 1) * power(r, tl.maximum(a - 2, 0.0)), flat)
         elif FORM == "sign":
             r = tl.sqrt(e * e + b * b)
-            gp = x * (b / r) * (b / r) / r
+            gp = tl.where(e == 0, 0.0, x * (b / r) * (b / r) / r)
         elif FORM == "ball":
             n = tl.sqrt(tl.sum(e * e, 1))[:, None]
             c = tl.where(n > a, n, 1.0)
@@ -82,9 +82,10 @@ def slope(p, v, x, a, b, inside, FORM: tl.constexpr):
         elif FORM == "jump":
             n = tl.sqrt(tl.sum(e * e, 1))[:, None]
             r = tl.sqrt(e * e + b * b)
-            gp = x * tl.where(n > a, a * (b / r) * (b / r) / r, 1.0)
+            gp = x * tl.where(n > a, tl.where(e == 0, 0.0, a * (b / r) * (b / r) / r), 1.0)
         else:  # pull
             r = tl.sqrt(tl.sum(e * e, 1)[:, None] + b * b)
-            gp = x + a / r * (x - e / r * (tl.sum(e * x, 1)[:, None] / r))
+            off = tl.max(tl.abs(e), 1)[:, None] > 0
+            gp = x + tl.where(off, a / r * (x - e / r * (tl.sum(e * x, 1)[:, None] / r)), 0.0)
         gv = -gp
     return gp, gv
