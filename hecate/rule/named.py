@@ -43,6 +43,7 @@ _HAS = {
     "output_gate": "an output gate",
     "sigmoid_gate": "SiLU of the output gate in place of a sigmoid",
     "skip": "no skip d v",
+    "skip_start": "a skip d v that starts at 0 in place of 1",
     "turned": "queries and keys that no position turns",
     "v_conv": "values behind the convolution",
     "whole_norm": "a norm of each head in place of one of all",
@@ -106,7 +107,7 @@ RULES |= {
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), gating=Mamba2(), layer_qk_norm="none"),
         "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060): lr is dt, retain exp(-A dt), d x is added; keys "
         "and queries are per head, the convolution has no bias",
-        _differs(gate_ahead=0.51),
+        _differs(skip_start=1.19, gate_ahead=0.60),
     ),
     "delta": NamedRule(
         MemoryConfig(key_norm="l2"),
