@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hecate import named_rule
+from hecate.cms import LevelConfig
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.models import LanguageModelConfig
 from hecate.nn import Memory
@@ -171,6 +172,38 @@ def test_qk_norm_is_the_rules_where_it_is_left_out():
     assert "layer_qk_norm" not in delta.model_dump() and '"layer_qk_norm":"none"' in gsa.model_dump_json()
     with pytest.raises(ConfigError, match="layer_qk_norm: 'rms': a feature memory stands behind the qk_norm of its"):
         Memory(12, 2, feature_memory={"layer_qk_norm": "rms"})
+
+
+@pytest.mark.spec("NN-MEM-D3")
+def test_convolution_and_activation_are_the_rules_where_they_are_left_out():
+    raven, delta = named_rule("raven"), named_rule("delta")
+    own = Memory(12, 2, raven)
+    assert own.conv is None and own.activation and own.qk_norm == "rms"
+    assert Memory(12, 2, delta).conv.kernel == 4 and Memory(12, 2, delta).conv.activation
+    assert not Memory(12, 2, delta, conv_kernel=0).activation
+    given = Memory(12, 2, raven, conv_kernel=3)
+    assert given.conv.kernel == 3 and given.conv.activation and not given.activation
+    plain = Memory(12, 2, "hebbian")
+    assert not plain.conv.activation and plain.gates(inputs()).lr is None
+    assert LanguageModelConfig(memory=raven).conv_kernel == 0
+    assert LanguageModelConfig(memory=raven).model_copy(update={"memory": delta}).conv_kernel == 4
+    assert LevelConfig(name="a", memory=raven, conv_kernel=2).conv_kernel == 2
+    assert '"layer_conv_kernel":0,"layer_activation":"silu"' in raven.model_dump_json()
+    assert not [name for name in delta.model_dump() if name.startswith("layer_")]
+    assert named_rule("delta", layer_conv_kernel=2) != delta
+    with pytest.raises(ConfigError, match="layer_conv_kernel: must be 0 .none. or at least 2, got 1"):
+        named_rule("delta", layer_conv_kernel=1)
+    with pytest.raises(ConfigError, match="layer_activation: 'silu': a feature memory stands behind the activation"):
+        Memory(12, 2, feature_memory={"layer_activation": "silu"})
+
+
+@pytest.mark.spec("NN-MEM-D3")
+def test_a_config_that_names_no_field_of_a_layer_has_the_layer_it_always_had():
+    """As files of earlier versions spell out what a rule's name stood for: unit keys, an lr gate, four taps, SiLU."""
+    before = {"structure": "matrix", "bias": "dot", "retention": "none", "algorithm": "gd", "feature_map": "identity"}
+    layer = Memory(12, 2, before)
+    assert layer.qk_norm == "l2" and layer.conv.kernel == 4 and layer.conv.activation
+    assert list(layer.gates.weight) == ["lr"] and layer.gating is None
 
 
 BUILDS = {

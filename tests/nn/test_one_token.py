@@ -60,6 +60,15 @@ def test_with_every_option(options: dict[str, Any]):
     assert short == (3 if bare else 0)
 
 
+@pytest.mark.parametrize("kernel", [0, 4])
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_with_what_stands_behind_the_projections(kernel: int, activation: str):
+    fields = {"layer_conv_kernel": kernel, "layer_activation": activation}
+    with torch.no_grad():
+        layer = layer_of(RULES["gated_delta"].model_copy(update=fields))
+        assert tokens_beside_the_whole_way(layer, inputs(3, 4)) == 3
+
+
 def test_what_takes_the_whole_way_and_what_is_refused():
     layer, x = layer_of(RULES["gated_delta"]), inputs(2, 3)
     _, state = layer(x[:, :1])

@@ -169,8 +169,8 @@ def test_a_gating_is_asked_for_the_most_that_it_erases():
 @pytest.mark.parametrize("rule", ["efla", "longhorn", "dgd"])
 @pytest.mark.parametrize("size", [0.1, 30.0])
 def test_layers_that_leave_keys_their_length_stay_bounded_in_long_streams(rule, size):
-    """A step in closed form is a share of the error along the key, below 1 at any length: no key drives it further
-    than |v| / |k|, and writes that repeat do not add up."""
+    """A step in closed form takes away a share of the error along the key, below 1 at any length: writes that repeat do
+    not add up."""
     layer = quiet(lambda: Memory(8, 2, rule, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     assert layer.qk_norm == "none"
     x = size * torch.randn(1, 500, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -180,4 +180,5 @@ def test_layers_that_leave_keys_their_length_stay_bounded_in_long_streams(rule, 
             y, state = layer(x, state)
             sizes.append(float(state.memory.memory["weight"].norm()))
             assert y.isfinite().all()
-    assert sizes[-1] < 1.2 * max(sizes[:3])
+    first, last = sizes[1] - sizes[0], sizes[-1] - sizes[-2]  # the same tokens again: what they ask for is approached
+    assert last <= max(0.5 * first, 1e-9 * sizes[0]) and sizes[-1] < 10 * sizes[0]
