@@ -28,7 +28,7 @@ class Sphere(Decaying):
     VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M = retain h - h
     (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain = <h, M>.
     Traits: not linear; starts at the identity pattern (slot i along coordinate i) plus the initial weights, or with
-    `identity=False` at these alone, which `tangent` normalises.
+    `pattern=False` at these alone, which `tangent` normalises.
     Cost: three sums over slots.
     References: Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646); `divide`: Test-Time Training Done Right (Zhang et
     al., 2025, arXiv 2505.23884). [RET-SPHERE-D1]
@@ -39,18 +39,18 @@ class Sphere(Decaying):
     form: Literal["tangent", "divide"] = "tangent"
     retain: float = Field(1.0, ge=0, le=1)
     eps: float = Field(1e-6, gt=0)
-    identity: bool = Field(True, description="whether the identity pattern is added to the initial weights")
+    pattern: bool = Field(True, description="whether the identity pattern is added to the initial weights")
 
     @property
     def needs_weights(self) -> bool:
-        return not self.identity
+        return not self.pattern
 
     @property
     def token(self) -> StepForm:
         return StepForm(length=LengthForm(self.slot == "column", self.form == "tangent", self.eps))
 
     def start(self, weights: Tensor) -> Tensor:
-        moved = weights + self._pattern(weights) if self.identity else weights
+        moved = weights + self._pattern(weights) if self.pattern else weights
         return moved if self.form == "divide" else moved / self._length(moved)[0]
 
     def _pattern(self, weights: Tensor) -> Tensor:

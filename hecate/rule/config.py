@@ -355,7 +355,7 @@ class MemoryConfig(Config):
             yield ("retention", "channels"), f"{own}, but {without}; {cure}"
         if retention.needs_weights and not structure.drawn:
             own = f"{structure.named} starts at zero, and slots without a length would keep none"
-            yield ("retention", "identity"), f"False: {own}; leave it True, or use a structure that starts at a draw"
+            yield ("retention", "pattern"), f"False: {own}; leave it True, or use a structure that starts at a draw"
         if retention.links != "token":
             for reason in self._no_border():
                 yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"

@@ -391,7 +391,7 @@ RULES |= {
         MemoryConfig(
             structure=GatedMLP(expansion=1),
             bias=Dot(),
-            retention=Sphere(slot="row", form="divide", identity=False),
+            retention=Sphere(slot="row", form="divide", pattern=False),
             algorithm=NewtonSchulz(momentum=0.5, polynomial="schedule"),
             key_norm="l2",
             layer_conv_kernel=0,

@@ -235,12 +235,12 @@ def test_slots_keep_the_length_they_start_with(generator):
 
 
 @pytest.mark.spec("RET-SPHERE-D2")
-def test_a_sphere_without_the_identity_starts_at_its_weights():
+def test_a_sphere_without_its_pattern_starts_at_its_weights():
     weights = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.equal(retention.Sphere(form="divide", identity=False).start(weights), weights)
-    close(retention.Sphere(identity=False).start(weights), weights / weights.norm(dim=-2, keepdim=True), 1e-14)
-    for knob in (retention.Sphere(identity=False), retention.NormCap(retention=retention.Sphere(identity=False))):
-        with pytest.raises(ConfigError, match="retention.identity: False: structure 'matrix' starts at zero"):
+    assert torch.equal(retention.Sphere(form="divide", pattern=False).start(weights), weights)
+    close(retention.Sphere(pattern=False).start(weights), weights / weights.norm(dim=-2, keepdim=True), 1e-14)
+    for knob in (retention.Sphere(pattern=False), retention.NormCap(retention=retention.Sphere(pattern=False))):
+        with pytest.raises(ConfigError, match="retention.pattern: False: structure 'matrix' starts at zero"):
             MemoryConfig(retention=knob)
         MemoryConfig(retention=knob, structure="mlp")
 
