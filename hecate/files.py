@@ -54,6 +54,14 @@ def read_file(path: Path, most: int) -> bytes:
     return b"".join(pieces)
 
 
+def read_whole(path: Path, most: int = 1 << 30) -> bytes:
+    """The bytes of a regular file, whatever size it claims. Raises OSError, also where it has more than `most`."""
+    content = read_file(path, most + 1)
+    if len(content) > most:
+        raise OSError(f"it has more than {most >> 20} MiB")
+    return content
+
+
 def write_file(path: Path, content: str | bytes) -> None:
     """Replaces a file atomically and durably; text is UTF-8, and what has none is escaped. Raises OSError."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content

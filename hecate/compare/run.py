@@ -20,14 +20,15 @@ from typing import Any, NamedTuple
 from hecate.checks import expect_number
 from hecate.compare.cells import PASSES, RESULT, Budget, Cell, check_once, seeds_of
 from hecate.compare.statistics import Pair, pairs
-from hecate.errors import CheckpointError, ConfigError
-from hecate.files import lock, make_folder, refusing, write_file
+from hecate.errors import CheckpointError, ConfigError, shorten
+from hecate.files import lock, make_folder, refusing, write_file, read_whole
 from hecate.processes import interpreter
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Interrupted, Signals
 from hecate.train.estimate import flops_of, sizes_of
 from hecate.train.progress import duration
+from hecate.variant import read_json
 
 POLL, PATIENCE = 0.05, 60.0
 """Seconds between two looks at the processes; seconds that another comparison in the folder is waited for."""
@@ -109,8 +110,9 @@ class _Work:
         if not path.is_file():
             return
         try:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
+            for line in read_whole(path).decode().splitlines():
+                record = read_json(line)
+                _check_result(record["result"])
                 self.known[record["run"]] = record
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
@@ -142,8 +144,9 @@ class _Work:
         if not path.is_file() and (known := self.known.get(self._key(job))) is not None:
             return dict(known["result"])
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = read_json(read_whole(path))
+            _check_result(found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
         return dict(found)
 
@@ -203,6 +206,16 @@ class _Work:
         for process in self.running:
             process.wait()
         self.running.clear()
+
+
+def _check_result(found: Any) -> None:
+    """Refuses what no run came to. Raises ValueError, KeyError or TypeError."""
+    numbers = ["steps_per_second"] if "steps_per_second" in found else []
+    if not numbers and found["status"] != "diverged":
+        numbers = ["loss", "seconds"]
+    for name in numbers:
+        if type(found[name]) not in (int, float):
+            raise ValueError(f"{name} is no number: {shorten(found[name])}")
 
 
 def _digest(text: str) -> str:

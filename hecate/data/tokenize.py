@@ -39,7 +39,7 @@ from hecate.data.shards import (
 )
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import TEMPORARY, cure, lock, sync, sync_open, temporary_name, write_file
+from hecate.files import TEMPORARY, cure, lock, sync, sync_open, temporary_name, write_file, read_file
 from hecate.processes import safe_path
 from hecate.variant import Config
 
@@ -158,7 +158,7 @@ def _begun(out: Path, job: Job) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"another process is writing {out}: wait for it, or choose another --out") from None
         try:
-            begun = Job.model_validate_json(file.read())
+            begun = Job.model_validate_json(file.read(1 << 20))
         except ConfigError:
             raise DataError(f"{own} is damaged; delete {out} and begin again") from None
         for name in Job.model_fields:
@@ -181,7 +181,7 @@ def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) 
     found: list[Part] = []
     while (path := _record(out, len(found))).exists():
         try:
-            part = Part.model_validate_json(path.read_bytes())
+            part = Part.model_validate_json(read_file(path, 1 << 20))
             for shard in (part.train, part.validation):
                 for name, digest in ((shard.file, shard.sha256), (shard.starts, shard.starts_sha256)):
                     if file_sha256(out / name) != digest:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hecate.checks import Depth, Size, expect_choice
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
-from hecate.files import make_folder, new_folder, refusing, write_file
+from hecate.files import make_folder, new_folder, refusing, write_file, read_whole
 from hecate.hf.cache import no_continuous_batching
 from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks
 from hecate.nn import FeatureMemoryConfig, Memory
@@ -28,7 +28,7 @@ from hecate.nn.conv import QKNorm
 from hecate.nn.projection import Projection
 from hecate.rule import MemoryConfig
 from hecate.train.checkpoint import write_tensors
-from hecate.variant import Config
+from hecate.variant import Config, read_json
 
 Mode = Literal["add", "replace"]
 Train = Literal["memory", "all"]
@@ -345,7 +345,7 @@ def _read_config(folder: Path) -> GraftConfig:
         if not file.is_file():
             continue
         try:
-            facts = json.loads(file.read_bytes())
+            facts = read_json(read_whole(file))
             return GraftConfig.model_validate(facts if file.name == _FACTS else facts[_KEY])
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = f"has no {_KEY}" if isinstance(error, KeyError) else f"is not of a graft ({shorten(str(error))})"

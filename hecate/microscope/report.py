@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError, HealthWarning
-from hecate.files import refusing, write_file
+from hecate.files import refusing, write_file, read_whole
 from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
@@ -58,7 +58,7 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
     with refusing(f"write the report into {folder}", "choose another --out"):
         path = folder / "report.md"
         try:  # bytes, so that ends of lines stay what they are
-            before = path.read_bytes().decode() if path.exists() else f"# {trainer.config.name}\n"
+            before = read_whole(path).decode() if path.exists() else f"# {trainer.config.name}\n"
         except UnicodeDecodeError:
             raise CheckpointError(
                 f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"

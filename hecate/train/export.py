@@ -18,11 +18,10 @@ from torch import Tensor
 from hecate.checks import check_room, expect_choice
 from hecate.data.shards import TOKENIZER
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import by_library, make_folder, new_folder, read_file, refusing, write_file
+from hecate.files import by_library, make_folder, new_folder, read_file, refusing, write_file, read_whole
 from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint, save_checkpoint, write_tensors
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.document import MAX_BYTES
 from hecate.train.estimate import check_weights
 from hecate.train.folder import CHECKPOINTS, CONFIG, home_of
 from hecate.train.state import model_state
@@ -72,9 +71,9 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
 def _listed(folder: Path) -> list[Path]:
     """Files that an index lists, of this folder alone."""
     try:
-        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_whole(folder / _INDEX))["weight_map"].values()))
         inside = all(isinstance(name, str) and Path(name).name == name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         inside = False
     if not inside:
         raise CheckpointError(f"{folder / _INDEX} is not an index of files in its folder; name one safetensors file")
@@ -120,7 +119,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
             else:
                 _write_dcp(tensors, folder / "model")
             if home is not None:
-                write_file(folder / CONFIG, read_file(home / CONFIG, MAX_BYTES))
+                write_file(folder / CONFIG, read_whole(home / CONFIG))
                 _copy_tokenizer(home, folder)
     return out
 
@@ -128,7 +127,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
 def _copy_tokenizer(home: Path, folder: Path) -> None:
     """What texts are read with, so that they need no data either."""
     if (home / TOKENIZER).is_file():
-        write_file(folder / TOKENIZER, (home / TOKENIZER).read_bytes())
+        write_file(folder / TOKENIZER, read_whole(home / TOKENIZER))
 
 
 def _write_dcp(tensors: dict[str, Tensor], folder: Path) -> None:

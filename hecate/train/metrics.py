@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hecate.errors import CheckpointError
-from hecate.files import lock, refusing, sync_open, write_file
+from hecate.files import lock, refusing, sync_open, write_file, read_whole
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
@@ -41,7 +41,7 @@ class MetricsWriter:
         self._again: list[Record] = []
         with refusing(f"write {path}", then=_AFTER):
             if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
-                write_file(path, path.read_bytes())  # appending would change what the other names are for, too
+                write_file(path, read_whole(path))  # appending would change what the other names are for, too
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             try:
                 lock(self._file, path)
@@ -142,7 +142,7 @@ def _timeless(record: Record) -> Record:
 def _lines(path: Path) -> list[bytes]:
     """The whole lines of a file; the last one of a killed writer may not be."""
     with refusing(f"read {path}", "put a run's own file in its place"):
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = read_whole(path).splitlines(keepends=True) if path.exists() else []
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
@@ -176,7 +176,7 @@ def rewind_samples(path: Path, step: int) -> None:
 
 def _replace(path: Path, step: int, more: bytes) -> None:
     with refusing(f"write {path}", then=_AFTER):
-        _, *parts = _HEADER.split(path.read_bytes() if path.exists() else b"")
+        _, *parts = _HEADER.split(read_whole(path) if path.exists() else b"")
         pairs = zip(parts[::2], parts[1::2], strict=True)
         kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
         write_file(path, b"".join(kept) + more)

@@ -63,7 +63,7 @@ def _check(where: str, value: Tensor, own: Tensor) -> None:
         raise CheckpointError(
             f"{where} is {list(value.shape)}, the model has {list(own.shape)}: they are of other sizes"
         )
-    if value.is_floating_point() != own.is_floating_point():
+    if value.is_floating_point() != own.is_floating_point() or value.is_complex() != own.is_complex():
         raise CheckpointError(f"{where} is {value.dtype}, the model has {own.dtype}")
 
 

@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from hecate.cli import main
-from hecate.compare.run import _Job, _Work
+from hecate.compare.cells import RESULT
+from hecate.compare.run import RECORDS, _Job, _Work
 from hecate.errors import HecateError
 from hecate.evals import evaluate_run
 from hecate.files import write_file
@@ -276,3 +277,31 @@ def test_a_folder_of_transformers_is_held_to_the_same(tmp_path, way):
             kind = getattr(hf, way, None) or getattr(transformers, way)
             kind.from_pretrained(tmp_path / "small", ignore_mismatched_sizes=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
+
+
+@pytest.mark.spec("TRAIN-FOLDER-D1")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.txt", "report.md"])
+def test_a_file_with_holes_is_not_read_as_a_whole(folder, name):
+    with (folder / name).open("wb") as file:
+        file.truncate(64 << 30)  # no block of it is on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(HecateError, match=f"cannot .*{name}.*: it has more than 1024 MiB|cannot .*more than 1024 MiB"):
+        report_run(folder) if name == "report.md" else again(folder)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1400 << 10
+    assert (folder / name).stat().st_size == 64 << 30
+
+
+@pytest.mark.spec("TRAIN-FOLDER-D1")
+@pytest.mark.parametrize("result", [
+    "[]", "{}", "7", '{"status": "finished"}', '{"status": "finished", "loss": "low", "seconds": 1}',
+    '{"steps_per_second": null}', "[" * 100_000,
+])  # fmt: skip
+def test_results_of_a_comparison_that_are_none_are_one_error(tmp_path, result):
+    work, job = _Work(tmp_path, 1, (), None, None, print, 0), _Job(None, tiny(), tmp_path / "a")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / RESULT).write_text(result)
+    with pytest.raises(HecateError, match="cannot be read: .*; delete it and its run is finished anew"):
+        work._read(job)
+    (tmp_path / RECORDS).write_text(json.dumps({"run": "a", "result": 7}) + "\n")
+    with pytest.raises(HecateError, match="cannot be read: .*; delete it, and runs without folders are run anew"):
+        work._recall()
