@@ -79,6 +79,12 @@ def _phi(kind: str, feature_map: FeatureMap) -> Entrant:
     return Entrant(f"phi {kind}", PhiMomentum, options)
 
 
+def _scaled(kind: str, scale: str) -> Entrant:
+    """A map of numbers with rows at one length: beside it without, what the scale does and what phi does."""
+    options = {**KEPT, "feature_map": maps()[kind], "input_scale": scale}
+    return Entrant(f"{scale} {kind}", PhiMomentum, options)
+
+
 def _delta(reading: str) -> Entrant:
     return Entrant(f"delta {reading}", DeltaMomentum, {**KEPT, "erase": "lr", "reading": reading})
 
@@ -88,12 +94,14 @@ def _kernel(name: str, feature_map: Any) -> Entrant:
     return Entrant(f"kernel {name}", KernelMomentum, options)
 
 
+SCALED = (("identity", "unit"), ("identity", "rms"), ("tanh", "rms"), ("odd_lift", "rms"))
 _STILL = {"momentum": 0.9, "weight_decay": 0.0}
 ENTRANTS = (
     Entrant("SGD with momentum (torch)", SGD, {"momentum": 0.9}),
     Entrant("AdamW (torch)", AdamW, {"weight_decay": 0.0}),
     Entrant("Muon (torch)", torch.optim.Muon, _STILL),
     *(_phi(kind, phi) for kind, phi in maps().items() if not phi.needs_position),
+    *(_scaled(*each) for each in SCALED),
     _kernel("identity", "identity"),
     _kernel("random_fourier", {"kind": "random_fourier", "d_phi": 256}),
     _delta("matrix"),

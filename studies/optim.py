@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -30,9 +31,11 @@ class Optim(Study):
             lessons["text"] = draw_text([*seeds, others[0]], budget.text)
         if budget.recall:
             lessons["recall"] = draw_recall([*seeds, others[0]], budget.recall)
-        outcomes = [
-            _outcome(entrant, budget, seeds, others, lessons) for entrant in progress(budget.entrants, "optimisers")
-        ]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "phi sees")  # which maps are linear is a result here
+            outcomes = [
+                _outcome(entrant, budget, seeds, others, lessons) for entrant in progress(budget.entrants, "optimisers")
+            ]
         times = costs(budget.entrants)  # they differ from run to run: printed, not filed
         rows = [(e.name, f"{t:.1f}") for e, t in zip(budget.entrants, times, strict=True)]
         print_table(("optimiser", "CPU time of a step / that of SGD"), rows)

@@ -18,6 +18,7 @@ from torch import Tensor
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError, ShapeError, StabilityWarning, shorten
 from hecate.optim.base import MatrixOptimizer, State
+from hecate.optim.linear import Bent, Watch
 from hecate.optim.options import Group, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
 from hecate.phi import FeatureMap, OddLift, Params
@@ -239,6 +240,7 @@ class PhiOptimizer(MatrixOptimizer):
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
+    _watches: dict[int, Watch | None] | None = None  # by the place of a group, None where nothing is left to say
 
     def prepared(self, given: Group) -> Group:
         """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""
@@ -298,6 +300,31 @@ class PhiOptimizer(MatrixOptimizer):
                     f"and {theirs[width]} in the checkpoint: seed {group['seed']} here, {other.get('seed')} there; "
                     "construct with the checkpoint's seed (or phi_params), and with the torch that wrote it"
                 )
+
+    def watch(self, group: Group, rows: list[Tensor]) -> None:
+        """Says once of a group where phi is linear at the rows of its first steps. [OPT-PHI-I5]"""
+        if torch.compiler.is_compiling():
+            return
+        if self._watches is None:
+            self._watches = {}
+        place = next(i for i, own in enumerate(self.param_groups) if own is group)
+        if place not in self._watches:
+            self._watches[place] = Watch() if self.may_be_linear(group) else None
+        found = self._watches[place]
+        if found is not None and found.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
+            self._watches[place] = None
+
+    def may_be_linear(self, group: Group) -> bool:
+        """Whether a group's phi is none that is meant to be linear, and nothing about it is learned from gradients."""
+        traits = FeatureMap.model_validate(group["feature_map"]).traits()
+        meant = traits.parity == "odd" and traits.degree == 1
+        learns = group.get("lift") in ("learned", "callable") or group.get("phi_lr") or group["differentiable"]
+        return not (meant or learns)
+
+    def bent(self, group: Group, x: Tensor) -> Bent:
+        """The rows of a gradient on their way through phi and back."""
+        row_map = self.row_map(group, x)
+        return Bent(scaled(x, row_map.scale), row_map.target(x), row_map(x))
 
     def widths(self, group: Group) -> list[int]:
         """The widths of rows in a group."""

@@ -12,7 +12,19 @@ from torch import Tensor
 
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.lift import LiftName, PhiOptimizer, RowMap, Scale, by_number, learn_phi, map_of, resolve, taught
+from hecate.optim.lift import (
+    LiftName,
+    PhiOptimizer,
+    RowMap,
+    Scale,
+    by_number,
+    learn_phi,
+    map_of,
+    resolve,
+    scaled,
+    taught,
+)
+from hecate.optim.linear import Bent
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.sharding import like, local, rows_are_whole
@@ -45,8 +57,9 @@ class PhiMomentum(PhiOptimizer):
     input_scale: what phi gets. `restored` gives it rows at length 1, multiplies features by the row's length, and
     divides what identity and vjp make of them by their gain on Gaussian rows: updates are about as long as gradients,
     at any length. It warns where they do not descend. `rms` and `unit` restore nothing: steps have one length for all
-    gradients. `none` leaves rows as they are. `auto` is restored, but none for maps of degree 1, for identity through
-    bounded slopes, and for literal phi.
+    gradients, and at `rms` phi sees numbers about 1. `none` leaves rows as they are: a smooth phi is linear at small
+    gradients, which is said once. `auto` is restored, but none for maps of degree 1, for identity through bounded
+    slopes, and for literal phi.
     space: where m lives. `phi` holds `[rows, d_phi]` and lifts what it holds; with vjp by the Jacobian at the present
     gradient, which is another rule than `weight`.
     precondition: `diagonal` u / (sqrt(v) + eps) or `kronecker` L^(-1/4) u R^(-1/4), of the lifted update, statistics
@@ -180,6 +193,7 @@ class PhiMomentum(PhiOptimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
+        self.watch(group, [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
         more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
         if group["space"] == "weight" and not more and by_number(group):
             self._by_number(group, bulk, params, grads, states)
@@ -395,6 +409,16 @@ class KernelMomentum(PhiOptimizer):
         matrix = as_matrix(x, group["matrix"])
         return matrix.mT if group["keys"] == "columns" else matrix
 
+    def may_be_linear(self, group: Group) -> bool:
+        """Where features are as many as numbers, and no other kernel than theirs is linear."""
+        alike = all(map_of(group).output_dim(width) == width for width in self.widths(group))
+        return alike and super().may_be_linear(group)
+
+    def bent(self, group: Group, x: Tensor) -> Bent:
+        """Keys and their features, which are not lifted."""
+        keys = scaled(x, group["input_scale"])
+        return Bent(keys, keys, self.row_map(group, x).features(x)[0])
+
     def fresh_state(self, p: Tensor, group: Group) -> State:
         width = self.rows_of(outline(p), group).shape[-1]
         dtype = state_dtype(p, group["state_dtype"])
@@ -406,6 +430,7 @@ class KernelMomentum(PhiOptimizer):
         bulk = Bulk(group, held)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)]
+        self.watch(group, keys)
         features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
         written = [rows.mT @ phi for rows, phi in zip(keys, features, strict=True)]
         held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), written)

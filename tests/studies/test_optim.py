@@ -33,6 +33,7 @@ from studies.dots import ranked
 from studies.lessons import CONTEXT, LENGTH, PAIRS, draw_recall, draw_text, learn, recall_loss, recall_model
 from studies.outcomes import Budget, Outcome
 
+pytestmark = pytest.mark.filterwarnings("ignore:phi sees")
 BY_NAME = {entrant.name: entrant for entrant in ENTRANTS}
 SGD, ADAMW = ENTRANTS[0], ENTRANTS[1]
 WARPS = [Warp(1.0, 0.5, 1.0), Warp(10.0, 1.0, 3.0)]
