@@ -21,7 +21,7 @@ from hecate.checks import expect_number
 from hecate.compare.cells import PASSES, RESULT, Budget, Cell, check_once, seeds_of
 from hecate.compare.statistics import Pair, pairs
 from hecate.errors import CheckpointError, ConfigError, shorten
-from hecate.files import lock, make_folder, refusing, write_file, read_whole
+from hecate.files import lock, make_folder, read_whole, refusing, write_file
 from hecate.processes import interpreter
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig

@@ -39,7 +39,7 @@ from hecate.data.shards import (
 )
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import TEMPORARY, cure, lock, sync, sync_open, temporary_name, write_file, read_file
+from hecate.files import TEMPORARY, cure, lock, read_file, sync, sync_open, temporary_name, write_file
 from hecate.processes import safe_path
 from hecate.variant import Config
 

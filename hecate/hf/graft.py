@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hecate.checks import Depth, Size, expect_choice
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
-from hecate.files import make_folder, new_folder, refusing, write_file, read_whole
+from hecate.files import make_folder, new_folder, read_whole, refusing, write_file
 from hecate.hf.cache import no_continuous_batching
 from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks
 from hecate.nn import FeatureMemoryConfig, Memory

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError, HealthWarning
-from hecate.files import refusing, write_file, read_whole
+from hecate.files import read_whole, refusing, write_file
 from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View

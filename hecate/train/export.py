@@ -18,7 +18,7 @@ from torch import Tensor
 from hecate.checks import check_room, expect_choice
 from hecate.data.shards import TOKENIZER
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import by_library, make_folder, new_folder, read_file, refusing, write_file, read_whole
+from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
 from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint, save_checkpoint, write_tensors
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig

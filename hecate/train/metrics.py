@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hecate.errors import CheckpointError
-from hecate.files import lock, refusing, sync_open, write_file, read_whole
+from hecate.files import lock, read_whole, refusing, sync_open, write_file
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
