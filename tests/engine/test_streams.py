@@ -64,7 +64,7 @@ def test_titans_learns_features_in_context():
 @pytest.mark.slow
 @pytest.mark.spec("STR-MLP-D2")
 def test_long_streams():
-    """8,192 tokens: below .02 with tanh where the map is odd, and above .9 where it is even, which gelu with bias learns;
+    """8,192 tokens: below .02 with tanh where the map is odd, above .9 where it is even, which gelu with bias learns;
     a slow deep memory and a fast one behind it come below .10."""
     titans = named_rule("titans")
     gelu = titans.structure.model_copy(update={"activation": "gelu", "bias": True})
