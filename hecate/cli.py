@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import importlib
-import os
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from hecate.data_cli import commands as data_commands
+from hecate.data_cli import importing
 
 app = typer.Typer(
     name="hecate",
@@ -27,10 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-LONG = 1.0
-"""Seconds of imports after which `train` says what it waits for."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -266,7 +260,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
-    with _importing(quiet):
+    with importing(quiet):
         import torch
 
         from hecate.distributed import start
@@ -298,19 +292,6 @@ def train(
         if world.main:
             typer.echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
         raise typer.Exit(128 + result.signal)
-
-
-@contextmanager
-def _importing(quiet: bool) -> Iterator[None]:
-    """Around imports: the first process of a run says so where they take long."""
-    waiting = threading.Timer(LONG, typer.echo, ["importing torch and the training code"], {"err": True})
-    waiting.daemon = True
-    if not quiet and os.environ.get("RANK", "0") == "0":
-        waiting.start()
-    try:
-        yield
-    finally:
-        waiting.cancel()
 
 
 def _print_result(name: str, result: Any) -> None:
