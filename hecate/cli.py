@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from hecate import terminal
 from hecate.data_cli import commands as data_commands
+from hecate.data_cli import importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
@@ -58,10 +58,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-
-LONG = 1.0
-"""Seconds of imports after which `train` says what it waits for."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -263,7 +259,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
-    with _importing(quiet):
+    with importing(quiet):
         import torch
 
         from hecate.distributed import start
@@ -295,19 +291,6 @@ def train(
                 echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
-
-
-@contextmanager
-def _importing(quiet: bool) -> Iterator[None]:
-    """Around imports: the first process of a run says so where they take long."""
-    waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
-    waiting.daemon = True
-    if not quiet and os.environ.get("RANK", "0") == "0":
-        waiting.start()
-    try:
-        yield
-    finally:
-        waiting.cancel()
 
 
 def _print_result(name: str, result: Any) -> None:

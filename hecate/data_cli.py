@@ -1,8 +1,13 @@
-"""The commands of `hecate data`: corpora to token shards, tokenizers, and what is in a folder of shards."""
+"""The commands of `hecate data`: corpora to token shards, tokenizers, and what is in a folder of shards; and what
+commands say of slow imports."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +30,23 @@ _Document = Annotated[int, typer.Option(
 _Line = Annotated[int, typer.Option(
     "--max-line", metavar="MIB", min=1, max=1 << 20, help="Longest line of JSON, unpacked; a longer one is refused.",
 )]  # fmt: skip
+
+
+LONG = 1.0
+"""Seconds of imports after which a command says what it waits for."""
+
+
+@contextmanager
+def importing(quiet: bool) -> Iterator[None]:
+    """Around imports: the first process of a run says so where they take long."""
+    waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
+    waiting.daemon = True
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
 
 
 def commands(kind: type[TyperCommand]) -> typer.Typer:
