@@ -18,7 +18,8 @@ from hecate.gating.heads import head, normal, rate_start, spread
 class Mamba2(Gating):
     """mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
 
-    dt = softplus(W x + b) per head is how long a token lasts: lr, and what decides retain. A and d per head.
+    dt = softplus(W x + b) per head is how long a token lasts: lr, and what decides retain. A and d per head; d starts
+    at 0, in the released layer at 1, beside which what a fresh memory answers is hardly heard.
 
     Shapes: dt `[B, T, H]`; W `[H, d_model]`, b, log A (`rate`) and d `[H]`.
     References: Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060). [GATE-MAMBA2-D1]
@@ -40,7 +41,7 @@ class Mamba2(Gating):
             return normal(shape, source, sizes.d_model**-0.5)
         if name == "dt.bias":
             return rate_start(shape, source)
-        return spread(shape, source, 1.0, 16.0) if name == "rate" else torch.ones(shape, dtype=torch.float64)
+        return spread(shape, source, 1.0, 16.0) if name == "rate" else torch.zeros(shape, dtype=torch.float64)
 
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks

@@ -51,6 +51,7 @@ _HAS = {
     "residual": "no residual and layer norm in the memory",
     "sigmoid_gate": "SiLU of the output gate in place of a sigmoid",
     "skip": "no skip d v",
+    "skip_start": "a skip d v that starts at 0 in place of 1",
     "turned": "queries and keys that no position turns",
     "unit_erase": "c k, of length c, in what is erased, in place of k",
     "units": "keys and queries of unit length in place of their own",
@@ -116,7 +117,7 @@ RULES |= {
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), gating=Mamba2(), layer_qk_norm="none"),
         "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060): lr is dt, retain exp(-A dt), d x is added; keys "
         "and queries are per head, the convolution has no bias",
-        _differs(gate_ahead=0.51),
+        _differs(skip_start=1.19, gate_ahead=0.60),
     ),
     "delta": NamedRule(
         MemoryConfig(key_norm="l2"),

@@ -59,8 +59,14 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_build.py",
-        ("conv", 'if "qk_norm" not in config.model_fields_set:', "if True:"),
-        ("memory", "qk_norm = config.layer_qk_norm or DEFAULT_QK_NORM", "qk_norm = DEFAULT_QK_NORM"),
+        ("conv", "in set(config.follows) - config.model_fields_set:", "in config.follows:"),
+        ("conv", "return _DEFAULTS[name] if own is None else own", "return _DEFAULTS[name]"),
+        ("memory", 'not conv_kernel and active == "silu"', "False"),
+    ),
+    *_of(
+        "nn",
+        "tests/nn/test_published_layers.py",
+        ("conv", "silu(total) if self.activation else total, padded", "silu(total), padded"),
     ),
     *_of(
         "nn",
@@ -317,7 +323,7 @@ FAULTS = [
         ("gates", 'starts: Starts = {"lr": 0.5 * (1 - momentum)}', 'starts: Starts = {"lr": 0.5}'),
         ("gates", "return math.log(inside / (1 - inside))", "return inside"),
         ("conv", "tap = padded[:, kept - j : kept - j + length]", "tap = padded[:, kept - j + 1 : kept - j + 1 + length]"),
-        ("conv", "return nn.functional.silu(total), padded[:, length:]", "return nn.functional.silu(total), padded[:, -kept:] * 0"),
+        ("conv", "total, padded[:, length:]", "total, padded[:, -kept:] * 0"),
     ),
     *_of(
         "bias",
@@ -438,7 +444,7 @@ FAULTS = [
         "tests/cms/test_firing.py",
         ("gates", "+ (gate - gate.detach())", "- (gate - gate.detach())"),
         ("gates", "retain * fired + (1 - fired)", "retain * fired"),
-        ("gates", "lr = None if lr is None else lr * fired", "lr = lr * fired.detach()"),
+        ("gates", "if lr is None else lr * fired", "if lr is None else lr * fired.detach()"),
         ("gates", "(gate > 0.5)", "(gate < 0.5)"),
     ),
     *_of(

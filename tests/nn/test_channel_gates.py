@@ -244,3 +244,12 @@ def test_what_has_no_phi_axis_is_refused():
     assert GateHeads(D, HEADS, MemoryConfig(retention=capped)).retain.rows == HEADS * D_KEY
     with pytest.raises(ConfigError, match="rank"):
         MemoryConfig(retention={"kind": "decay", "rank": 0})
+
+
+@pytest.mark.spec("RET-DECAY-D2")
+def test_boxes_without_a_gate_keep_the_share_of_their_head():
+    layer, x = SelfReferential(D, HEADS, {"memory": "retnet"}, generator=seeded()), inputs(2, 7)
+    assert layer.config.boxes == ("k", "v", "q")
+    gates = layer.boxes.gates({"q": torch.zeros(2, 7, HEADS, D_KEY)})
+    near(gates["retain"][0, 0], torch.tensor([1 - 2**-5, 1 - 2**-6]))
+    near(in_pieces(layer, x, [3])[0], layer(x)[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hecate import MemoryConfig
+from hecate.errors import ConfigError
 from hecate.nn import GateHeads, Memory
 from tests.nn.layers import inputs, near, rules, seeded
 
@@ -127,3 +128,14 @@ def test_gates_see_the_token_alone():
     after = layer.gates(changed).lr
     near(after[:, [0, 1, 3, 4, 5, 6]], before[:, [0, 1, 3, 4, 5, 6]], 0.0)
     assert not torch.equal(after[:, 2], before[:, 2])
+
+
+@pytest.mark.spec("CMS-FIRE-D1")
+def test_a_rule_without_an_lr_gate_fires_with_its_number():
+    layer = Memory(12, 2, "hebbian", firing="learned", generator=seeded())
+    lr = layer.gates(inputs()).lr
+    near(lr, torch.ones(2, 7, 2))
+    lr.sum().backward()
+    assert layer.gates.bias["firing"].grad.abs().min() > 1e-3
+    with pytest.raises(ConfigError, match="retain of idle tokens 1, and gating 'heads' with retain=False leaves it"):
+        Memory(12, 2, "retnet", firing="learned")

@@ -77,6 +77,7 @@ SLOTS = {"readout": "slots", "bias": "dot", **DECAYS}
 NEEDS: dict[tuple[str, str], dict[str, str]] = {
     ("gating", "complement"): DECAYS,
     ("gating", "rwkv7"): {**TWO, **DECAYS},
+    ("gating", "mamba2"): DECAYS,
     ("gating", "mamba3"): {**TWO, **DECAYS},
     ("gating", "mlstm"): {"normalizer": "max", **DECAYS},
     ("gating", "momentum_delta"): {"algorithm": "momentum.free", **DECAYS},

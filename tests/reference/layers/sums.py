@@ -50,11 +50,12 @@ def gla(x: Tensor, w: Weights) -> Tensor:
 
 def mamba2(x: Tensor, w: Weights) -> Tensor:
     """Mamba-2 (arXiv 2405.21060): h <- exp(-A dt) h + dt x B^T, y = h C + D x. B and C are of each head (shared ones
-    are rows that repeat), without a bias of the convolution."""
+    are rows that repeat), without a bias of the convolution. D starts at 1 (`skip_start`)."""
     c, b, v = qkv(x, w)
     dt = softplus(logits(x, w, "dt"))
     y = summed(start(x, w), c, b, dt.unsqueeze(-1) * v, torch.exp(-w["rate"].exp() * dt))
-    return out(x, y + w["d"][:, None] * v, w)
+    d = torch.ones_like(w["d"]) if "skip_start" in w.published else w["d"]
+    return out(x, y + d[:, None] * v, w)
 
 
 def mamba3(x: Tensor, w: Weights) -> Tensor:
