@@ -44,6 +44,15 @@ def test_every_named_rule_is_measured():
     )
 
 
+def test_the_page_of_rules_says_what_sets_layers_apart():
+    from hecate.rule import RULES
+
+    page = (ROOT / "docs/pages/rules.md").read_text()
+    for name, rule in RULES.items():
+        said = ", ".join(f"{item.what} ({item.by:.2f})" for item in rule.differs)
+        assert f"\n| {name} | {said or '-'} |\n" in page, name
+
+
 def test_links_lead_somewhere():
     pages = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
     links = {(p, link) for p in pages for link in re.findall(r"\]\(([^)#]+)\)", p.read_text())}
