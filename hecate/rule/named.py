@@ -33,6 +33,10 @@ from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 _UNGATED = Heads(lr=False)  # every token is written with lr 1
 _CONSTANT = Heads(lr=False, retain=False)
 _HAS = {
+    "bounded": "lr over a bound of the curvature that a write meets",
+    "dampened": "lr times 1 - momentum",
+    "towards": "what is forgotten gives way to the start, not to zero",
+    "values": "values of one length",
     "answers": "answers without SiLU ahead of their norm",
     "bonus": "no bonus for the token's own value",
     "conv": "a short convolution",
@@ -355,6 +359,7 @@ RULES |= {
         "the paper's forgets towards zero, a point that it cannot be written at; lr is a share of the longest stable "
         "step, times (1 - momentum); tanh learns odd maps best, for even ones take activation gelu and bias. As "
         "printed: retention.towards zero, step raw, algorithm.dampening false, and lr .01",
+        _differs(towards=0.0, bounded=1.15, dampened=1.32, values=0.63),
     ),
     "ttt_linear": NamedRule(
         MemoryConfig(key_norm="l2", chunk=16, layer_activation="none"),
@@ -373,7 +378,9 @@ RULES |= {
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
         "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width; beside the "
         "layer of its Mamba backbone, whose q and k share a projection",
-        _differs(v_conv=0.04, lengths=1.19, turned=0.43, mean=0.63, post_norm=0.06, gelu_gate=0.15),
+        _differs(
+            v_conv=0.04, lengths=1.18, turned=0.47, mean=0.96, post_norm=0.06, gelu_gate=0.15, values=0.17
+        ),
     ),
     "ttt_mlp": NamedRule(
         MemoryConfig(
@@ -385,7 +392,9 @@ RULES |= {
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
         "gelu; norm, lr and layer as in ttt_linear_norm",
-        _differs(v_conv=0.04, lengths=1.07, turned=0.47, mean=0.78, post_norm=0.06, gelu_gate=0.15),
+        _differs(
+            v_conv=0.04, lengths=1.07, turned=0.49, mean=0.78, post_norm=0.06, gelu_gate=0.15, values=0.18
+        ),
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
@@ -436,6 +445,7 @@ RULES |= {
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map of q = 4; the "
         "printed one, retention.form='paper', lacks the power of the coordinates",
+        _differs(values=0.64),
     ),
     "yaad": NamedRule(
         MemoryConfig(
@@ -450,12 +460,14 @@ RULES |= {
         "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
         "the jump stalls; the norm within undoes what is forgotten of the scale while gradients grow with it, so that "
         "little is forgotten",
+        _differs(towards=0.0, values=0.21),
     ),
     "memora": NamedRule(
         MemoryConfig(
             structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2", layer_v_norm="rms"
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
+        _differs(values=0.44),
     ),
     "omeganet": NamedRule(
         MemoryConfig(

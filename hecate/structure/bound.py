@@ -165,7 +165,7 @@ def lengths(graph: Graph, blocks: int) -> Block:
             late = grow[:, earlier:] + torch.bmm(ggram, row)
             grows.append(torch.cat([grow[:, :earlier], late], 1))
         gweights, gp = every.vjp(grows)
-        gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1))
+        gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1)) if earlier else gp[:, :0]
         return gp[:, earlier:], None, gkeys, *gweights
 
     return Block("structure.lengths", forward, vjp)

@@ -18,15 +18,25 @@ from hecate.rule.config import RULES, MemoryConfig
 
 PRESETS = Path(hecate.__file__).parent / "presets"
 WRITES = 0.03
-# Whose writes weigh less by design, at token 300, and what of an answer or error they move there at least.
+# Whose writes weigh less by design: the least that they move of an answer or error, and why.
 LESS = {
     "linear_attention": (2e-3, "an average of 300 values moves by a 300th"),
     "abc": (2e-3, "a softmax over slots averages what each of them has got"),
-    "raven": (2e-3, "a token is written to 32 slots at a small rate"),
+    "raven": (2e-4, "a token is written to 32 slots, whose softmax over raw scores is nearly even"),
     "mesa": (0.02, "the gain of least squares falls as 1/t"),
     "gated_kalmanet": (0.02, "the gain of least squares"),
+    "large_chunk_ttt": (0.02, "one step of one length for the 32 tokens of a chunk"),
 }
-SUMS = {"hebbian": 60.0, "mamba3": 60.0}  # sums that hardly forget: their answers grow with the tokens
+# Sizes of answers at token 1,024, where they are no .05 to 5 times those of values, and why.
+SIZES = {
+    "hebbian": (0.05, 2000.0, "a sum of all tokens, of keys and queries of their own lengths"),
+    "mamba3": (0.05, 60.0, "a sum that hardly forgets"),
+    "retnet": (0.05, 30.0, "a sum over hundreds of tokens, of keys and queries of their own lengths"),
+    "rwkv7": (0.05, 30.0, "keys are as long as they are, and are taken for what a layer norm undoes"),
+    "linear_attention": (0.02, 5.0, "the average of a thousand random values is a thirtieth as long as they are"),
+    "abc": (0.02, 5.0, "averages, as in linear attention"),
+    "raven": (0.02, 5.0, "averages of what 32 slots have got"),
+}
 
 
 def levels(found: Any, path: str) -> Iterator[tuple[str, Any, int]]:
@@ -76,9 +86,9 @@ def test_presets_are_found():
 def test_rules_write(name: str):
     found, size = measured(name, (8, 300), 1024)
     best = torch.stack([found.share, found.share_later, found.pull, found.pull_later]).amax(0)
-    assert best[0] >= WRITES or name in LESS
-    assert best[1] >= LESS.get(name, (WRITES,))[0], f"{name}: {found}"
-    assert 0.05 <= size <= SUMS.get(name, 5.0)
+    assert (best >= LESS.get(name, (WRITES,))[0]).all(), f"{name}: {found}"
+    least, most, *_ = SIZES.get(name, (0.05, 5.0))
+    assert least <= size <= most
 
 
 @pytest.mark.spec("NN-WRITE-I1")
@@ -88,6 +98,7 @@ def test_presets_and_levels_write(name: str):
     config = MemoryConfig.model_validate(memory)
     if period > 1:
         config = config.model_copy(update={"chunk": period, "commit": "chunk"})
+    period = config.chunk if config.commit == "chunk" else 1
     if period > 512:
         pytest.skip("a period of that length takes minutes; 512 stands for them")
     found, size = measured(config, (8, 300) if period < 512 else (8,), 1100)

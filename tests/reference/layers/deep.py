@@ -15,7 +15,7 @@ from tests.reference.layers.parts import Layer, Weights, asked, lr_gate, out, ou
 from tests.reference.layers.sums import turned
 
 Memory = tuple[Tensor, ...]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "silu": silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "silu": silu, "tanh": torch.tanh}
 
 
 def starts(x: Tensor, w: Weights) -> Memory:
@@ -72,24 +72,34 @@ def wide(gate: Tensor) -> Tensor:
 
 def titans(x: Tensor, w: Weights) -> Tensor:
     """Titans (arXiv 2501.00663): S <- eta S - theta grad |M(k) - v|^2 / 2, M <- (1 - alpha) M + S, a matrix or a
-    network of two layers. Where the config says so, values are of unit length, theta is dampened by 1 - eta, and what
-    is forgotten goes back to the start."""
+    network of two layers. Where the config says so, values are of unit length, theta is dampened by 1 - eta and divided
+    by a bound of the curvature, and what is forgotten goes back to the start."""
     q, k, v = qkv(x, w)
     own, f = w.config, perceptron(w) if w.config["structure"]["kind"] == "mlp" else matrix
     q, k = unit(q), unit(k)
-    v = unit(v) if own["gating"].get("unit_values") else v
     theta, keep, eta = three_gates(x, w)
-    theta = theta * (1 - eta) if own["algorithm"].get("dampening") else theta
+    if own["algorithm"].get("dampening") and "dampened" not in w.published:
+        theta = theta * (1 - eta)
     first = m = starts(x, w)
     s, ys = tuple(torch.zeros_like(a) for a in m), []
     for t in range(x.shape[1]):
         found = grad(lambda m, t=t: half_square(f(m, k[:, t]) - v[:, t]))(m)
-        s = tuple(wide(eta[:, t]) * a - wide(theta[:, t]) * g for a, g in zip(s, found, strict=True))
+        step = theta[:, t]
+        if own["step"] == "normalized" and "bounded" not in w.published:
+            step = step / (0.01 + bound(m, k[:, t]))
+        s = tuple(wide(eta[:, t]) * a - wide(step) * g for a, g in zip(s, found, strict=True))
         m = tuple(wide(keep[:, t]) * a + b for a, b in zip(m, s, strict=True))
-        if own["retention"].get("towards") == "start":
+        if own["retention"].get("towards") == "start" and "towards" not in w.published:
             m = tuple(a + wide(1 - keep[:, t]) * b for a, b in zip(m, first, strict=True))
         ys.append(f(m, q[:, t]))
     return out(x, torch.stack(ys, 1), w)
+
+
+def bound(m: Memory, k: Tensor) -> Tensor:
+    """Of |J|^2, J the derivative of W_2 tanh(W_1 k) by both weights: |h|^2 + |k|^2 |W_2 diag(tanh')|_F^2."""
+    h = torch.tanh(asked(m[0], k))
+    inner = ((1 - h**2) ** 2 * (m[1] ** 2).sum(-2)).sum(-1)
+    return (1 + 1e-6) * (h**2).sum(-1) + (inner + 1e-6) * (k**2).sum(-1)
 
 
 def delta_momentum(x: Tensor, w: Weights) -> Tensor:
@@ -220,9 +230,11 @@ def miras(
     q, k, v = qkv(x, w)
     q, k, eta, keep, f = unit(q), unit(k), lr_gate(x, w), sigmoid_gate(x, w, "retain"), perceptron(w)
     a, ys = tuple(first(m) for m in starts(x, w)), []
+    back = starts(x, w) if w.config["retention"].get("towards") == "start" and "towards" not in w.published else ()
     for t in range(x.shape[1]):
         found = grad(lambda m, t=t: loss(f(m, k[:, t]) - v[:, t]))(tuple(map(link, a)))
         a = tuple(wide(keep[:, t]) * one - wide(eta[:, t]) * g for one, g in zip(a, found, strict=True))
+        a = tuple(one + wide(1 - keep[:, t]) * m for one, m in zip(a, back, strict=True)) if back else a
         ys.append(f(tuple(map(link, a)), q[:, t]))
     return out(x, torch.stack(ys, 1), w)
 

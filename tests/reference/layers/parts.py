@@ -46,9 +46,10 @@ def convolved(x: Tensor, taps: Tensor) -> Tensor:
 
 
 def qkv(x: Tensor, w: Weights, *, active: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v `[B, T, H, D or V]`."""
+    """q, k, v `[B, T, H, D or V]`; values at the length that the config says, but not as published."""
     q, k, v = (projected(x, w, name, active=active) for name in "qkv")
-    return q, k, v
+    own = "none" if "values" in w.published else w.config.get("layer_v_norm", "none")
+    return q, k, {"none": v, "l2": unit(v), "rms": root_mean(v)}[own]
 
 
 def logits(x: Tensor, w: Weights, gate: str) -> Tensor:
