@@ -378,9 +378,7 @@ RULES |= {
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
         "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width; beside the "
         "layer of its Mamba backbone, whose q and k share a projection",
-        _differs(
-            v_conv=0.04, lengths=1.18, turned=0.47, mean=0.96, post_norm=0.06, gelu_gate=0.15, values=0.17
-        ),
+        _differs(v_conv=0.04, lengths=1.18, turned=0.47, mean=0.96, post_norm=0.06, gelu_gate=0.15, values=0.17),
     ),
     "ttt_mlp": NamedRule(
         MemoryConfig(
@@ -392,9 +390,7 @@ RULES |= {
         ),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
         "gelu; norm, lr and layer as in ttt_linear_norm",
-        _differs(
-            v_conv=0.04, lengths=1.07, turned=0.49, mean=0.78, post_norm=0.06, gelu_gate=0.15, values=0.18
-        ),
+        _differs(v_conv=0.04, lengths=1.07, turned=0.49, mean=0.78, post_norm=0.06, gelu_gate=0.15, values=0.18),
     ),
     "large_chunk_ttt": NamedRule(
         MemoryConfig(
