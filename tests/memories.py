@@ -138,6 +138,7 @@ def reference_of(config: MemoryConfig) -> reference.Rule:
     return reference.Rule(
         bias=config.bias.kind,
         decay=config.retention.kind == "decay",
+        towards="start" if config.retention.anchored else "zero",
         momentum=config.algorithm.kind == "momentum",
         phi=maps[config.feature_map.kind],
         **bias,

@@ -38,6 +38,8 @@ def to_tokens(
     if inputs.position is not None:
         params = {**params, "position": inputs.position.unsqueeze(-1)}
     phi_k, phi_q = featured(config, k, q, params, run=run, l2=l2)
+    if config.blocks:
+        phi_k = cut_to_square(phi_k, run)
     if config.by_key:
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
     phi_w, kept = None, None
@@ -208,6 +210,15 @@ def stepped(config: MemoryConfig, phi: Tensor, v: Tensor, lr: Tensor, run: Run) 
     elif same:
         v = scaled(v, level, run, "step")
     return phi, v, lr
+
+
+def cut_to_square(phi: Tensor, run: Run) -> Tensor:
+    """Keys, those too long to be squared cut to a length that can be. [RULE-STEP-I2]"""
+    top = reach(phi.dtype, 0.4)
+    if can_inspect(phi, free=True) and phi.numel() and largest(phi).amax().item() <= top:
+        return phi
+    size = largest(phi)
+    return scaled(phi, torch.where(size > top, levelling(size) * top, 1.0), run, "step")
 
 
 def _normalized(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]:

@@ -8,6 +8,8 @@ from torch import Tensor
 from hecate.algorithm import Token
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
+from hecate.structure.bound import BLOCK, lengths
+from hecate.tape import execute
 from hecate.tape.ops import over
 
 
@@ -30,7 +32,7 @@ def naive(
         W        = link(A), or with decay_order="before_gradient" link(A decayed by the chunk's retain gates up to t)
         G_t      = d ell(f(W, phi(k_t)), v_t) / d W, with the outer factor phi_w,t in place of phi(k_t) if given
         D_t, S_t = algorithm(G_t, lr_t, momentum_t, S_t-1)
-        X_t      = retention(X_t-1, D_t, retain_t)
+        X_t      = retention(X_t-1, D_t, retain_t), towards the start plus (1 - retain_t) X_0
         y_t      = f(link(X_t), phi(q_t)), or at X_t-1 with read="before"
 
     where link(X_t) is W with the retention's link_at="chunk", and with "linear" X_t + a_t (W - A), a_t the product of
@@ -40,7 +42,8 @@ def naive(
     weight, if given so), with lr = 1 and the product of its retain gates. phi, key_norm, query_scale, the step rule and
     the gates erase and write are in the arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value
     is the retain of rows. Where f learns keys, W v stands against phi(k), y_t is link(X_t)^T phi(q_t) and retain_value
-    that of columns. A token of n writes is n tokens here, with retain 1 but at the first, of which one is read. Masks,
+    that of columns. With step="normalized" of a deep memory, or in chunks, lr_t is lr_t c_t, c_t of
+    `hecate.structure.bound` at W. A token of n writes is n tokens here, with retain 1 but at the first, of which one is read. Masks,
     resets and the sum normaliser are not here. [ENG-NAIVE-D1]
 
     Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`, lr
@@ -60,7 +63,13 @@ def naive(
     def stepped(x: Memory, s: list[Memory], g: Memory, *gates: Tensor) -> tuple[Memory, list[Memory]]:
         lr, retain, momentum = gates
         new = [algorithm.direction(gi, lr, momentum, *si) for gi, si in zip(g, s, strict=True)]
-        return tuple(retention.step(xi, d, retain) for xi, (d, *_) in zip(x, new, strict=True)), [si[1:] for si in new]
+        kept = tuple(retention.step(xi, d, retain) for xi, (d, *_) in zip(x, new, strict=True))
+        return regained(kept, retain), [si[1:] for si in new]
+
+    def regained(x: Memory, retain: Tensor) -> Memory:
+        if not retention.anchored:
+            return x
+        return tuple(xi + over(1 - retain, xi) * start for xi, start in zip(x, memory, strict=True))
 
     def zeros(shapes: dict[str, tuple[int, ...]]) -> Memory:
         return tuple(v.new_zeros(len(v), *shape) for shape in shapes.values())
@@ -80,8 +89,13 @@ def naive(
             anchor, kept, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
         before, old, at, kept = x, kept, anchor, kept * retain
         if config.decay_order == "before_gradient":
-            at = tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor)
+            at = regained(tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor), kept)
         w = linked(at)
+        if config.blocks:  # of the last keys, as many as a chunk has or `BLOCK`, and this one
+            near = phi_k[:, max(0, t + 1 - min(config.chunk, BLOCK)) : t + 1]
+            flagged = torch.nn.functional.pad(near[:, :-1], (0, 1), value=1.0)
+            (c,) = execute(lengths(structure.graph(), config.blocks), p.unsqueeze(1), None, flagged, *w)
+            lr = lr * c.squeeze(1)  # type: ignore[union-attr]
         if phi_w is not None:
             g = structure.pullback(w, phi_w[:, t], bias.grad(structure.predict(w, p), target))
         elif algorithm.takes_any_gradient():  # d ell / d W, unless the structure names another

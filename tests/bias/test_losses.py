@@ -48,7 +48,9 @@ def test_losses_and_gradients_against_numpy(knob, generator):
 @pytest.mark.parametrize("structure", ["matrix", "mlp"])
 @every_knob
 def test_fifty_tokens_against_numpy(knob, structure):
-    error = worst_error(structure, knob, "decay", loss_of(knob), reference.Decayed(), lr=0.1)
+    error = worst_error(
+        structure, knob, {"kind": "decay", "towards": "zero"}, loss_of(knob), reference.Decayed(), lr=0.1
+    )
     assert error <= 1e-12
 
 

@@ -96,6 +96,7 @@ def told(level: Any, layer: CMS) -> reference.Level:
     rule = Rule(
         bias=memory.bias.kind,
         decay=memory.retention.kind == "decay",
+        towards="start" if memory.retention.anchored else "zero",
         momentum=memory.algorithm.kind == "momentum",
         residual=getattr(memory.structure, "residual", False),
         chunk=level.period if level.period > 1 else level.memory.chunk,

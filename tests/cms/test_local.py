@@ -20,7 +20,7 @@ from tests.reference.cms import projected
 
 LOCAL = {
     "name": "local",
-    "memory": {**DELTA, "chunk": 3, "feature_map": "elu", "key_norm": "none", "step": "normalized"},
+    "memory": {**DELTA, "chunk": 3, "feature_map": "elu", "key_norm": "none", "step": "key_normalized"},
     "restart": 6,
     "query_projection": "sum",
 }

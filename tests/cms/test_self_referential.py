@@ -58,7 +58,10 @@ CASES = {
         {"memory": {"feature_map": "elu", "step": "normalized", "query_scale": "key_dim"}},
         {"phi": ref.elu, "step": "normalized", "query_scale": "key_dim"},
     ),
-    "deep": ({"memory": {**MLP, "chunk": 3}}, {"residual": True, "momentum": True, "activation": "silu", "chunk": 3}),
+    "deep": (
+        {"memory": {**MLP, "chunk": 3}},
+        {"residual": True, "momentum": True, "activation": "silu", "chunk": 3, "towards": "start"},
+    ),
 }
 
 

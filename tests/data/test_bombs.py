@@ -188,7 +188,7 @@ def test_training_text_is_bounded_by_what_is_read_and_not_by_what_a_file_claims(
 NO_TEXTS = {
     "null": ('{"text": null}', "line 1 has null in field 'text', where a text must stand"),
     "a number": ('{"text": 1.5}', "has the number 1.5 in field 'text'"),
-    "a large number": ('{"text": 1%s}' % ("0" * 4000), r"has the number 1000.*\.\.\. in field 'text'"),
+    "a large number": ('{"text": 1%s}' % ("0" * 4000), r"has the number 1000.*\.\.\.0+ in field 'text'"),
     "not a number": ('{"text": NaN}', "has the number nan in field 'text'"),
     "true": ('{"text": true}', "has the truth value True in field 'text'"),
     "a list": ('{"text": ["a", "b"]}', r"has a list \['a', 'b'\] in field 'text'"),
@@ -199,7 +199,7 @@ NO_TEXTS = {
     "no record": ("null", "has no text in field 'text', but null"),
     "a bare text": ('"a"', "has no text in field 'text', but a str 'a'"),
     "an array": ("[]", r"has no text in field 'text', but a list \[\]"),
-    "a long key": ('{"%s": 1}' % ("k" * 900_000), r"has no text in field 'text', but 'kkk.*\.\.\.; name it"),
+    "a long key": ('{"%s": 1}' % ("k" * 900_000), r"has no text in field 'text', but 'kkk.*\.\.\.k+'; name it"),
     "many keys": (json.dumps({f"k{n}": n for n in range(1000)}), "but 'k0', .*'k7' and more; name it"),
 }
 

@@ -134,7 +134,7 @@ TENSORS = {
     "mask shape": ({"write_mask": ROWS[:, :3]}, ["write_mask", "[2, 4]", "[2, 3]"]),
     "mask dtype": ({"reset_mask": ROWS.float()}, ["reset_mask", "bool", "float32"]),
     "gate shape": ({"gates": Gates(lr=X[:, :, 0, 0])}, ["gates.lr", "[2, 4, 3]", "[2, 4]"]),
-    "gate per channel": ({"gates": Gates(lr=X)}, ["gates.lr", "[2, 4, 3]"]),
+    "gate per channel": ({"gates": Gates(lr=X)}, ["gates.lr", "[B, T, H]"]),
     "gate dtype": ({"gates": Gates(lr=X[..., 0].long())}, ["gates.lr", "int64"]),
     "initial names": ({"initial": {"w": torch.ones(3, 6, 5)}}, ["initial", "['weight']", "['w']"]),
     "initial shape": ({"initial": {"weight": torch.ones(3, 5, 6)}}, ["[3, 6, 5]", "[3, 5, 6]"]),

@@ -86,6 +86,7 @@ def rule_of(config):
     return reference.Rule(
         bias=c.bias.kind,
         decay=c.retention.kind == "decay",
+        towards="start" if c.retention.anchored else "zero",
         momentum=c.algorithm.kind == "momentum",
         chunk=c.chunk,
         commit=c.commit,

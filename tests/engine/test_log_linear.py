@@ -223,7 +223,7 @@ def test_refused_rules(rule, match):
 @pytest.mark.spec("ENG-TREE-I2")
 def test_refused_arguments():
     config, q, k, v, gates, scale = draw()
-    with pytest.raises(ConfigError, match="unknown engine"):
+    with pytest.raises(ConfigError, match="engine must be one of"):
         log_linear_scan(config, q, k, v, gates, scale=scale, engine="chunk")
     with pytest.raises(ConfigError, match="retain_value"):
         scanned(draw("value channels"), "parallel")

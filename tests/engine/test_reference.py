@@ -25,7 +25,7 @@ FIELDS = [
     {"key_norm": "l2"},
     {"key_norm": "sum", "feature_map": "relu"},
     {"query_scale": "key_dim"},
-    {"step": "normalized", "key_norm": "l2"},
+    {"step": "key_normalized", "key_norm": "l2"},
     {"step": "implicit"},
     {"key_norm": "l2", "feature_map": "elu"},
     {"normalizer": "sum", "feature_map": "elu"},

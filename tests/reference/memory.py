@@ -20,6 +20,7 @@ class Rule:
     delta: float = 1.0
     norm: bool = False
     decay: bool = False
+    towards: str = "zero"
     momentum: bool = False
     activation: str = "gelu"
     residual: bool = False
@@ -45,11 +46,12 @@ class State:
     pending: list
     kept: object
     position: int
+    first: list | None = None
 
 
 def start(weights):
     zeros = [np.zeros_like(w) for w in weights]
-    return State(list(weights), zeros, list(weights), zeros, 1.0, 0)
+    return State(list(weights), zeros, list(weights), zeros, 1.0, 0, list(weights))
 
 
 def scan(rule, q, k, v, lr, retain, momentum, weights, write=None, reset=None):
@@ -91,22 +93,28 @@ def written(rule, state, p, v, lr, retain, momentum):
     # What the chunk has kept so far, this token's gate included; 1 where a chunk begins.
     kept, first = state.kept * retain, anchor
     if rule.decay_order == "before_gradient":
-        anchor = [kept * w for w in first]
+        anchor = [kept * w + lost(rule, kept) * w0 for w, w0 in zip(first, state.first or first, strict=True)]
     z = predict(rule, anchor, p)
     grads = backprop(rule, anchor, p, z, loss_gradient(rule, z[-1], v))
     position = (state.position + 1) % rule.chunk
     if rule.commit == "chunk":
         pending = [a + lr * g for a, g in zip(state.pending, grads, strict=True)]
         if position:
-            return State(state.weights, state.slots, first, pending, kept, position)
+            return State(state.weights, state.slots, first, pending, kept, position, state.first)
         descent, retain = pending, kept
     else:
         descent = [lr * g for g in grads]
     carried = momentum if rule.momentum else 0.0
     slots = [carried * s - g for s, g in zip(state.slots, descent, strict=True)]
-    weights = [retain * w + s for w, s in zip(state.weights, slots, strict=True)]
+    rows = zip(state.weights, slots, state.first or state.weights, strict=True)
+    weights = [retain * w + s + lost(rule, retain) * w0 for w, s, w0 in rows]
     kept = kept if position else 1.0
-    return State(weights, slots, first, [0 * w for w in weights], kept, position)
+    return State(weights, slots, first, [0 * w for w in weights], kept, position, state.first)
+
+
+def lost(rule, retain):
+    """What of the start takes the place of what was forgotten."""
+    return 1 - retain if rule.towards == "start" else 0.0
 
 
 def predict(rule, weights, p):
@@ -203,7 +211,9 @@ def normalised(kind, p):
 
 
 def step_size(kind, lr, p):
-    return lr / {"raw": 1.0, "normalized": EPS + p @ p, "implicit": 1 + lr * (p @ p)}[kind]
+    return (
+        lr / {"raw": 1.0, "normalized": EPS + p @ p, "key_normalized": EPS + p @ p, "implicit": 1 + lr * (p @ p)}[kind]
+    )
 
 
 def counting(rule):

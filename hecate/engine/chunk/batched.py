@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hecate.bias import Bias
 from hecate.engine.chunk.dual import along, times
-from hecate.engine.loop import STACK, per_weight
+from hecate.engine.loop import STACK, per_weight, regained
 from hecate.engine.tokens import expand_to, linear_block, rates_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
 def shared_graph(config: MemoryConfig, *, decayed: bool = False) -> Graph | None:
     """The structure's layers, if it is made of such; `decayed` if the tokens of a chunk share a product of the anchor
     too."""
-    proportional = config.forms.linear and config.retention.linear
+    proportional = config.forms.linear and config.retention.linear and not config.retention.anchored
     return config.structure.graph() if config.structure.factored and (proportional or not decayed) else None
 
 
@@ -56,10 +56,11 @@ def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: R
     return _each(config, config.rule.weights(memory, run=run), p, run)
 
 
-def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run) -> Memory:
+def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, start: Memory = ()) -> Memory:
     """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
 
-    The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay.
+    The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay, towards
+    the start if it is given.
     """
     p, v, kept = row
     graph = shared_graph(config, decayed=kept is not None)
@@ -69,7 +70,9 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run) -
     weights = _repeated(anchor, size, run)
     if kept is not None:
         product = one(run(_fold(size), kept))
-        weights = config.rule.weights(config.rule.decayed(weights, product, run=run), run=run)
+        weights = config.rule.decayed(weights, product, run=run)
+        weights = regained(config, weights, _repeated(start, size, run), product, run)
+        weights = config.rule.weights(weights, run=run)
     block = config.structure.gradient_block(config.bias.block())
     flat = several(run(block, *per_weight(run, _fold(size), (p, v)), *weights))
     return per_weight(run, _unfold(size), flat)
@@ -85,13 +88,15 @@ def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run:
     return grads if kept is None else grads._replace(h=(p,))
 
 
-def summed(config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run) -> Memory:
+def summed(
+    config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run, start: Memory = ()
+) -> Memory:
     """The gradients of `token_gradients`, weighted by lr `[N, C]` or of each weight `[N, C, W]`, added to those of the
     chunk so far."""
     graph, rates = shared_graph(config, decayed=row[2] is not None), rates_of(lr, 2, len(pending), run)
     if graph is not None:
         return per_weight(run, _SUM_OUTER, pending, *factored(config, graph, anchor, row, run), rates)
-    return per_weight(run, _SUM, pending, token_gradients(config, anchor, row, run), rates)
+    return per_weight(run, _SUM, pending, token_gradients(config, anchor, row, run, start), rates)
 
 
 def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run) -> Tensor:

@@ -55,8 +55,6 @@ class Chunk(TokenEngine):
         if not config.algorithm.takes_any_gradient():
             return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
         retention, form = config.retention, config.forms.algorithm
-        if retention.anchored and config.decay_order == "before_gradient":
-            return "every gradient of a chunk would be taken at weights of its own, on their way back to the start"
         if retention.links != "token":
             own = f"retention.link_at={retention.links!r}"
             if form is None or not (config.structure.factored and retention.additive):
@@ -278,7 +276,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     if config.blocks:
         c, carry = _lengths(config, phi_k, at, carry, write, run)
         gates[0] = one(run(_TIMES, gates[0], c))
-    built = token_gradients(config, at, (phi_k, v, kept), run)
+    built = token_gradients(config, at, (phi_k, v, kept), run, start)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
     states: list[Memory] = []
@@ -326,7 +324,7 @@ def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     if config.blocks:
         c, carry = _lengths(config, phi_k, at, carry, write, run)
         lr = one(run(_TIMES, lr, c))
-    pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run)
+    pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
     kept = one(run(PRODUCT, carry.pending_retain[0], retain))
     waiting = carry._replace(pending=pending, pending_retain=(kept,))
     if span.closes is False:
