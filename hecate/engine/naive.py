@@ -43,8 +43,8 @@ def naive(
     the gates erase and write are in the arguments already: phi_k is erase phi(k), phi_w is write phi(k). retain_value
     is the retain of rows. Where f learns keys, W v stands against phi(k), y_t is link(X_t)^T phi(q_t) and retain_value
     that of columns. With step="normalized" of a deep memory, or in chunks, lr_t is lr_t c_t, c_t of
-    `hecate.structure.bound` at W. A token of n writes is n tokens here, with retain 1 but at the first, of which one is read. Masks,
-    resets and the sum normaliser are not here. [ENG-NAIVE-D1]
+    `hecate.structure.bound` at W. A token of n writes is n tokens here, with retain 1 but at the first, of which one is
+    read. Masks, resets and the sum normaliser are not here. [ENG-NAIVE-D1]
 
     Shapes: phi_q, phi_k, phi_w `[N, T, P]`, v, retain_value `[N, T, V]`, gates `[N, T]` (retain also `[N, T, P]`, lr
     `[N, T, W]`), weights `[N, ...]`.

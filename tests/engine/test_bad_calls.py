@@ -134,7 +134,6 @@ TENSORS = {
     "mask shape": ({"write_mask": ROWS[:, :3]}, ["write_mask", "[2, 4]", "[2, 3]"]),
     "mask dtype": ({"reset_mask": ROWS.float()}, ["reset_mask", "bool", "float32"]),
     "gate shape": ({"gates": Gates(lr=X[:, :, 0, 0])}, ["gates.lr", "[2, 4, 3]", "[2, 4]"]),
-    "gate per channel": ({"gates": Gates(lr=X)}, ["gates.lr", "[B, T, H]"]),
     "gate dtype": ({"gates": Gates(lr=X[..., 0].long())}, ["gates.lr", "int64"]),
     "initial names": ({"initial": {"w": torch.ones(3, 6, 5)}}, ["initial", "['weight']", "['w']"]),
     "initial shape": ({"initial": {"weight": torch.ones(3, 5, 6)}}, ["[3, 6, 5]", "[3, 5, 6]"]),
@@ -156,6 +155,7 @@ def test_tensors_that_do_not_fit(name):
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
+        (None, {"gates": Gates(lr=X)}, ["gates.lr", "commit='chunk'", "[B, T, H]"]),
         (None, {"gates": Gates(retain=0.5)}, ["gates.retain", "retention 'none'"]),
         (None, {"gates": Gates(retain=X[..., 0])}, ["gates.retain", "retention 'none'"]),
         (None, {"gates": Gates(momentum=0.5)}, ["gates.momentum", "algorithm 'gd'"]),
