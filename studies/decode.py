@@ -68,7 +68,7 @@ def stepping(config: MemoryConfig) -> Way:
         with torch.no_grad():
             _, state = memory_scan(fill, *draw_tokens(context, g), Gates(lr=0.01))
             if deep:
-                state = state._replace(anchor={}, position=torch.zeros_like(state.position))
+                state = state._replace(anchor={}, pending={}, position=torch.zeros_like(state.position))
             singles = [[x[:, 0] for x in draw_tokens(1, g)] for _ in range(TOKENS)]
 
         def run() -> None:

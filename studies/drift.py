@@ -13,6 +13,7 @@ from torch.nn.functional import normalize
 
 from hecate.engine import memory_scan
 from hecate.microscope.style import curve, finish
+from hecate.retention import Decay
 from hecate.rule import Gates, MemoryConfig
 from hecate.structure import MLP, Matrix, Structure
 from studies.study import Cell, Progress, Result, Spread, Study
@@ -38,7 +39,7 @@ class Kind(NamedTuple):
     def config(self, chunk: int) -> MemoryConfig:
         """Its rule with gradients frozen for `chunk` tokens."""
         return MemoryConfig(
-            structure=self.structure, algorithm=self.algorithm, retention="decay", chunk=chunk,
+            structure=self.structure, algorithm=self.algorithm, retention=Decay(towards="zero"), chunk=chunk,
             on_nonfinite="propagate",
         )  # fmt: skip
 

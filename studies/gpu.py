@@ -184,7 +184,7 @@ def prepare(folder: Path, python: str) -> None:
     Raises:
         ConfigError: pip cannot get it.
     """
-    pins = [f"{name}=={version(name)}" for name in needed({"hecate", "fla-core"}) - {"hecate"}]
+    pins = [f"{name}=={version(name)}" for name in needed({"hecate-memory", "fla-core"}) - {"hecate-memory"}]
     command = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--no-compile"]
     command += ["--target", str(folder)]
     wheels = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]

@@ -441,7 +441,7 @@ def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch):
 
     shown = io.StringIO()
     monkeypatch.setattr(display, "Console", lambda: Console(file=shown, width=columns, force_terminal=True))
-    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     header, rows = catalogue(family)
     display.print_table(header, rows)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()

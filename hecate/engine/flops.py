@@ -23,11 +23,12 @@ from hecate.engine.loop import committed_chunk
 from hecate.errors import ConfigError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig
+from hecate.structure.bound import BLOCK
 from hecate.tape import differentiable, execute
 
 NAME = "hecate.memory_scan"
 SAMPLE = 3
-"""Tokens of a chunk that are counted one by one."""
+"""Tokens of a chunk that are counted one by one; one more where what a token takes grows with the chunk."""
 Shape = tuple[int, ...]
 Scan = Callable[..., Any]
 
@@ -52,14 +53,21 @@ def scan_flops(
 
 def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
     """Those of a chunk, or of its first `length` tokens: each adds as many as the third to what the end has."""
-    if length <= SAMPLE:
+    if length <= SAMPLE + bool(config.blocks):
         return _of_tokens(scan, config, length, *rest)
     whole = length == config.chunk
     two, three = (
         _of_tokens(scan, config.model_copy(update={"chunk": n}) if whole else config, n, *rest)
         for n in (SAMPLE - 1, SAMPLE)
     )
-    return three + (length - SAMPLE) * (three - two)
+    each = three - two
+    if whole and config.blocks:  # every token is weighed against the keys of a chunk, BLOCK at most
+        four = _of_tokens(scan, config.model_copy(update={"chunk": SAMPLE + 1}), SAMPLE + 1, *rest)
+        # f(n) = c + n (a + b min(n, BLOCK)), whose second difference is 2 b
+        pair = (four - 2 * three + two) // 2
+        base = each - pair * (2 * SAMPLE - 1)  # a
+        return three + (length - SAMPLE) * base + (length * min(length, BLOCK) - SAMPLE**2) * pair
+    return three + (length - SAMPLE) * each
 
 
 def _shapes(group: Any) -> Any:

@@ -21,7 +21,7 @@ from hecate.optim.base import MatrixOptimizer, State
 from hecate.optim.linear import Bent, Watch
 from hecate.optim.options import Group, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
-from hecate.phi import FeatureMap, OddLift, Params
+from hecate.phi import FeatureMap, OddLift, Params, RandomFourier
 
 LiftName = Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"]
 Scale = Literal["none", "rms", "unit", "restored"]
@@ -277,7 +277,7 @@ class PhiOptimizer(MatrixOptimizer):
     def check(self, group: Group) -> None:
         """Resolves what is `auto`, so that the group says what is computed; refuses the rest."""
         super().check(group)
-        plain = FeatureMap.model_validate(group["feature_map"])
+        plain = _at_unit_scale(FeatureMap.model_validate(group["feature_map"]))
         if plain.needs_position:
             raise ConfigError(f"a gradient's rows have no position, {plain.kind!r} needs one")
         if group["odd"] is None:
@@ -418,6 +418,20 @@ class PhiOptimizer(MatrixOptimizer):
             return self._given[width]
         generator = torch.Generator().manual_seed(group["seed"])
         return map_of(group).init(width, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def _at_unit_scale(feature_map: FeatureMap) -> FeatureMap:
+    """With sigma = 1 wherever a `random_fourier` leaves it out: its own default is for keys of unit length, rows of
+    gradients are scaled to entries of that size."""
+    own: dict[str, Any] = {}
+    for name, value in feature_map:
+        if isinstance(value, FeatureMap):
+            own[name] = _at_unit_scale(value)
+        elif isinstance(value, list | tuple) and any(isinstance(each, FeatureMap) for each in value):
+            own[name] = type(value)(map(_at_unit_scale, value))
+    if isinstance(feature_map, RandomFourier) and "sigma" not in feature_map.model_fields_set:
+        own["sigma"] = 1.0
+    return feature_map.model_copy(update=own) if own else feature_map
 
 
 def map_of(group: Group) -> FeatureMap:

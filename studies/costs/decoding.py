@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan, memory_step, named_rule, stepper, structure
+from hecate import Gates, MemoryConfig, memory_scan, memory_step, named_rule, retention, stepper, structure
 from hecate.nn import Memory
 from studies.costs.cases import BATCH, HEADS, WIDTH, gates, sequence
 from studies.costs.harness import Cost, Row, Size, timed
@@ -20,7 +20,7 @@ TURNS = 20  # times as many samples of one token: what else a machine does only 
 def decode(size: Size) -> Iterator[Row]:
     """A step after 64, 1k and 64k tokens, against itself after 64 and against a KV cache."""
     contexts = sorted({64, size.short(1024), size.short(65536)})
-    deep = MemoryConfig(structure=structure.MLP(layers=2, expansion=1), retention="decay", chunk=64)
+    deep = MemoryConfig(structure=structure.MLP(layers=2, expansion=1), retention=retention.Decay(towards="zero"), chunk=64)
     makers: dict[str, Callable[[int], Steps]] = {
         "memory_step, gated delta": lambda n: _step(MemoryConfig(retention="decay"), n),
         "memory_step, MLP": lambda n: _step(deep.model_copy(update={"chunk": 1}), n, deep),

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, structure
+from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, retention, structure
 from studies.costs import peers
 from studies.costs.cases import WIDTH, gates, scan, sequence, work
 from studies.costs.harness import Row, Size, compare
@@ -102,7 +102,7 @@ def mlp(size: Size) -> Iterator[Row]:
     for chunk, length, per_chunk in ((64, size.length, True), (64, size.short(512), False)):
         config = MemoryConfig(
             structure=deep,
-            retention="decay",
+            retention=retention.Decay(towards="zero"),
             algorithm="momentum",
             chunk=chunk,
             commit="chunk" if per_chunk else "token",

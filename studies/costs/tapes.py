@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan, structure
+from hecate import Gates, MemoryConfig, memory_scan, retention, structure
 from studies.costs.cases import WIDTH, gates, scan, sequence
 from studies.costs.harness import NONE, Cost, Function, Row, Size, compare, forward_backward, peak_mib
 from studies.costs.loops import matrix_loop, mlp_loop
@@ -26,7 +26,7 @@ def tape(size: Size) -> Iterator[Row]:
     loops: list[tuple[str, Callable[..., Function], Function, tuple[Tensor, ...]]] = [
         (
             "MLP memory (64-64-64)",
-            partial(_mlp, MemoryConfig(structure=deep, retention="decay")),
+            partial(_mlp, MemoryConfig(structure=deep, retention=retention.Decay(towards="zero"))),
             mlp_loop,
             (*inputs, *initial.values()),
         ),

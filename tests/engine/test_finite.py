@@ -319,5 +319,5 @@ def test_writes_that_diverge_by_their_sum_are_said_to():
     """lr |phi|^2 of each is far from 2; of a chunk's one key sixteen are not."""
     k = torch.ones(1, 4000, 1, 1, dtype=torch.float32)
     gates = Gates(lr=torch.full((1, 4000, 1), 0.3))
-    with pytest.raises(NonFiniteError, match=r"=0\.3 \(.*beyond 2, where as here writes of 16 tokens add up, for"):
+    with pytest.raises(NonFiniteError, match=r"=0\.3 \(.*beyond 2 where.*as here writes of 16 tokens add up, for"):
         memory_scan(MemoryConfig(chunk=16, commit="chunk"), k, k, k, gates)

@@ -112,9 +112,9 @@ def test_three_tokens_of_a_chunk_tell_of_all(rule, monkeypatch):
 def test_a_chunk_commits_once():
     config = named_rule("large_chunk_ttt").model_copy(update={"chunk": 8})
     q = torch.empty(1, 19, 1, 8, device="meta")
-    layer, square = 2 * 8 * 16, 2 * 8**3  # three weights of 8 x 16
+    layer, square = 2 * 8 * 8, 2 * 8**3  # three weights of 8 x 8
     token = (3 + 3 + 1 + 3) * layer
-    steps = 3 * 5 * (2 * 8 * 8 * 16 + square + 2 * 8 * 8 * 16)  # Newton and Schulz: X X^T, its square, and that by X
+    steps = 3 * 5 * 3 * square  # Newton and Schulz: X X^T, its square, and that by X
     assert [flops.scan_flops(_scan, config, *[q[:, :n]] * 3, None, None) for n in (7, 8, 19)] == [
         7 * token, 8 * token + steps, 19 * token + 2 * steps,
     ]  # fmt: skip

@@ -212,7 +212,8 @@ def _going_on(scan: Scan, at: int) -> Scan:
     except HecateError:
         return scan
     tensors, layout = pytree.tree_flatten(state)
-    names = {i: f"state.{i}" for i, t in enumerate(tensors) if _is_float(t)}
+    marks = state.pending.get("filled")  # which slots hold a token: no number to differentiate
+    names = {i: f"state.{i}" for i, t in enumerate(tensors) if _is_float(t) and t is not marks}
     later = scan.part(at, scan.length)
     floats = {name: tensors[i].clone() for i, name in names.items()}
     named = [names.get(i, item) for i, item in enumerate(tensors)]

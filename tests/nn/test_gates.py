@@ -25,7 +25,9 @@ def test_starting_values(rule):
     if form.rank is not None:  # drawn, so that retain is stated where x is 0
         x = torch.zeros_like(x)
     lr, retain, momentum, *_ = gates_of(config)(x)
-    start = 0.5 * config.algorithm.lr * (1 - config.algorithm.default_momentum)
+    algorithm = config.algorithm
+    undamped = 1.0 if getattr(algorithm, "dampening", False) else 1 - algorithm.default_momentum
+    start = algorithm.lr_start * algorithm.lr * undamped
     if "lr" in config.gating.replaces:
         assert lr is None
     else:

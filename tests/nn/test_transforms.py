@@ -32,7 +32,7 @@ def test_the_formula(rule):
         config,
         q,
         k,
-        v.unflatten(-1, (2, layer.d_value)),
+        normalise_qk(v.unflatten(-1, (2, layer.d_value)), config.layer_v_norm),
         layer.gates(x),
         phi_params=layer.phi_params,
         initial=layer.initial.tensors,

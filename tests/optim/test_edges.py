@@ -12,7 +12,7 @@ from hecate import phi
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Leveled, Muon, PhiMomentum
 
-RFF = phi.RandomFourier(d_phi=16)
+RFF = phi.RandomFourier(d_phi=16, sigma=1.0)
 KINDS = {
     "identity": (PhiMomentum, {}),
     "random fourier": (PhiMomentum, {"feature_map": RFF}),

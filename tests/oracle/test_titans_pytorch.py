@@ -99,7 +99,7 @@ def _frozen(depth: int, chunk: int, commit: str) -> MemoryConfig:
     return MemoryConfig.model_validate(
         {
             "structure": "matrix" if depth == 1 else deep,
-            "retention": "decay",
+            "retention": {"kind": "decay", "towards": "zero"},
             "algorithm": "momentum",
             "chunk": chunk,
             "commit": commit,

@@ -86,7 +86,7 @@ def test_features_match_the_formula(feature_map):
 @pytest.mark.spec("PHI-FAVOR-R1")
 def test_the_trigonometric_map_is_paired_fourier_features_times_an_amplitude():
     favor = Favor(num_features=16, variant="trigonometric", scale="none")
-    fourier = RandomFourier(d_phi=16, form="paired", orthogonal=True)
+    fourier = RandomFourier(d_phi=16, form="paired", orthogonal=True, sigma=1.0)
     params = favor.init(4, dtype=F64)
     assert torch.equal(params["frozen"]["w"], fourier.init(4, dtype=F64)["frozen"]["w"])
     x = gaussian(30, 4)

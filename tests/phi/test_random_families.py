@@ -300,7 +300,7 @@ def test_learned_centres_are_parameters_and_drawn_ones_are_not():
 
 @pytest.mark.spec("PHI-TENSOR-I2")
 def test_the_kernel_of_a_product_of_random_maps_is_the_product():
-    feature_map = TensorProduct(maps=(RandomFourier(d_phi=8), RandomMaclaurin(d_phi=6, degree=2)))
+    feature_map = TensorProduct(maps=(RandomFourier(d_phi=8, sigma=1.0), RandomMaclaurin(d_phi=6, degree=2)))
     x, y = pair(0.6, 0.3, 4)
     exact = math.exp(-((x - y) @ (x - y)) / 2) * (1 + float(x @ y) + float(x @ y) ** 2 / 2)
     assert float(feature_map.exact_kernel(x, y)) == pytest.approx(exact, rel=1e-12)

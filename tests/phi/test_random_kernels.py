@@ -57,12 +57,12 @@ def test_fourier_variances(distance):
     kernel = reference.gaussian_kernel(x.numpy(), y.numpy(), 1.0)
     errors = {}
     for form, formula in (("phased", reference.variance_phased), ("paired", reference.variance_paired)):
-        samples = estimates(RandomFourier(d_phi=width, form=form), x, y, replicas)
+        samples = estimates(RandomFourier(d_phi=width, form=form, sigma=1.0), x, y, replicas)
         errors[form] = (samples - kernel) ** 2
         assert deviation(errors[form], formula(kernel, width)) < SIGMAS
         assert formula(kernel, width) <= 1 / width
     assert reference.variance_paired(kernel, width) < reference.variance_phased(kernel, width)
-    blocks = RandomFourier(d_phi=width, form="paired", orthogonal=True)
+    blocks = RandomFourier(d_phi=width, form="paired", orthogonal=True, sigma=1.0)
     orthogonal = (estimates(blocks, x, y, replicas) - kernel) ** 2
     gap = errors["paired"].mean() - orthogonal.mean()
     assert gap > SIGMAS * (errors["paired"].var() + orthogonal.var()).sqrt() / math.sqrt(replicas)

@@ -12,8 +12,8 @@ from tests.reference import knobs as reference
 
 # Each retention beside the numpy class that carries its own state.
 PAIRS: list[tuple[Any, Any]] = [
-    (retention.L2(), reference.Coupled()),
-    (retention.L2(decoupled=True), reference.Decayed()),
+    (retention.L2(towards="zero"), reference.Coupled()),
+    (retention.L2(decoupled=True, towards="zero"), reference.Decayed()),
     (retention.ElasticNet(threshold=0.003), reference.ElasticNet(0.003)),
     (retention.KL(), reference.Softmax()),
     (retention.KL(scale=3.0), reference.Softmax(3.0)),

@@ -196,7 +196,7 @@ def test_a_config_prints_what_was_set_and_reads_it_back():
     configs += [LanguageModelConfig(memory="linear_attention", qk_norm="l2", d_key=4)]
     for config in configs:
         assert eval(repr(config), names) == config and str(config) == repr(config)
-        assert len(repr(config)) < 1000
+        assert len(repr(config)) < 1600  # hope spells the rules of its four levels out
     assert repr(MemoryConfig()) == "MemoryConfig()"
     assert repr(MemoryConfig(feature_map="elu", chunk=4)) == "MemoryConfig(feature_map='elu', chunk=4)"
     assert repr(named_rule("titans", chunk=16)) == "MemoryConfig(kind='titans', chunk=16)"
