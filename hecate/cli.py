@@ -334,8 +334,7 @@ def compare(
     tuning: Annotated[int, typer.Option("--tuning-seeds", help="Seeds that rates are chosen on.")] = 1,
     part: Annotated[float, typer.Option("--tuning-part", help="Of the budget, what rates are chosen with.")] = 1.0,
     keep: Annotated[int | None, typer.Option(
-        metavar="N", help="Successive halving: all cells get a part of the budget, the better half twice that, and so "
-        "on, until N are left, which get all.",
+        metavar="N", help="Successive halving: the better half of the cells gets twice the budget, until N are left.",
     )] = None,
     jobs: Annotated[int, typer.Option(help="Processes at once.")] = 1,
     positions: Annotated[int, typer.Option(
@@ -344,9 +343,8 @@ def compare(
     minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same line again goes on.")] = None,
     planned: Annotated[bool, typer.Option("--plan", help="Measure a few steps and say how long it takes.")] = False,
 ) -> None:  # fmt: skip
-    """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print a table with
-    95 % intervals and, for every pair, whether one is better. What is finished is kept: results.jsonl alone is
-    enough to go on from."""
+    """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print 95 % intervals
+    and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from."""
     from hecate.compare import Budget, cells_of, report, run
     from hecate.compare.cells import rates_of
     from hecate.train.display import Interrupted, print_table
@@ -354,8 +352,7 @@ def compare(
 
     folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
     again = "the same line again" if out else f"the same line with --out {folder}"
-    budget = Budget(steps, tokens, seconds, flops)
-    cells = cells_of(sources, over or [], overrides or [])
+    cells, budget = cells_of(sources, over or [], overrides or []), Budget(steps, tokens, seconds, flops)
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
     how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
     try:

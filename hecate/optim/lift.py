@@ -21,7 +21,7 @@ from hecate.optim.base import MatrixOptimizer, State
 from hecate.optim.linear import Bent, Watch
 from hecate.optim.options import Group, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
-from hecate.phi import FeatureMap, OddLift, Params, RandomFourier
+from hecate.phi import FeatureMap, OddLift, Params
 
 LiftName = Literal["auto", "identity", "vjp", "pinv", "learned", "prefix"]
 Scale = Literal["none", "rms", "unit", "restored"]
@@ -421,16 +421,14 @@ class PhiOptimizer(MatrixOptimizer):
 
 
 def _at_unit_scale(feature_map: FeatureMap) -> FeatureMap:
-    """With sigma = 1 wherever a `random_fourier` leaves it out: its own default is for keys of unit length, rows of
-    gradients are scaled to entries of that size."""
-    own: dict[str, Any] = {}
+    """With the `unit_scale` of every field that is left out: defaults of maps are for keys of unit length, while the
+    entries of rows of gradients are scaled to that size."""
+    own: dict[str, Any] = {n: x for n, x in feature_map.unit_scale.items() if n not in feature_map.model_fields_set}
     for name, value in feature_map:
         if isinstance(value, FeatureMap):
             own[name] = _at_unit_scale(value)
         elif isinstance(value, list | tuple) and any(isinstance(each, FeatureMap) for each in value):
             own[name] = type(value)(map(_at_unit_scale, value))
-    if isinstance(feature_map, RandomFourier) and "sigma" not in feature_map.model_fields_set:
-        own["sigma"] = 1.0
     return feature_map.model_copy(update=own) if own else feature_map
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
@@ -119,6 +119,7 @@ class FeatureMap(Variant, family="feature_map"):
     _follows = MappingProxyType({"forward": ("features",), "vjp": ("features", "forward")})
     promises: ClassVar[Traits] = Traits()
     widening: ClassVar[int] = 1  # features for each component of x, where no field says how many; 4 where one could
+    unit_scale: ClassVar[Mapping[str, Any]] = {}  # fields, left out, for inputs whose entries have size 1
     # What is asked of a map from outside, as `Traits` says it.
     non_negative = _Trait[bool]()
     kernel_non_negative = _Trait[bool]()

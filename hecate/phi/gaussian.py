@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -41,6 +42,7 @@ class RandomFourier(RandomMap):
     sigma: float = Field(default=0.4, gt=0, description="bandwidth of the Gaussian kernel")
     form: Literal["phased", "paired"] = "phased"
     orthogonal: bool = False
+    unit_scale: ClassVar[Mapping[str, Any]] = {"sigma": 1.0}
     widening: ClassVar[int] = 4
 
     def conflicts(self) -> Conflicts:
@@ -122,6 +124,7 @@ class SORF(RandomMap):
         default=None, gt=0, multiple_of=2, description="number of features, cosines and sines; null: 4 D"
     )
     sigma: float = Field(default=1.0, gt=0, description="bandwidth of the Gaussian kernel")
+    unit_scale: ClassVar[Mapping[str, Any]] = {"sigma": 1.0}
     widening: ClassVar[int] = 4
     promises = Traits(is_random=True, norm_bound=1.0)
 

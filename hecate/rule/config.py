@@ -261,8 +261,7 @@ class MemoryConfig(Config):
 
     @property
     def blocks(self) -> int:
-        """Of how many blocks of a chunk the step is normalised by what its tokens' writes do to one another; 0 where
-        it is no matter of the memory's, but of each key's own length, if of any. [RULE-STEP-D3]"""
+        """Blocks of a chunk's writes that the step is normalised by; 0 where each key has its own. [RULE-STEP-D3]"""
         if self.step != "normalized" or not self.structure.factored or (self.forms.linear and self.chunk == 1):
             return 0
         return -(-self.chunk // BLOCK) if self.algorithm.takes_any_gradient() else 0
@@ -579,7 +578,7 @@ class NamedRule(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The paper, and every difference with its number."""
+        """The paper, and each difference with its number."""
         differences = ", ".join(f"{item.what} ({item.by:.2f})" for item in self.differs)
         return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
@@ -591,8 +590,7 @@ RULES: dict[str, NamedRule] = {}
 def named_rule(name: str, **fields: Any) -> MemoryConfig:
     """The configuration of a rule of the literature; `hecate list rules` shows all.
 
-    Conventions on which papers differ are set to the paper's own; lr is the default of the gate. `fields` of
-    `MemoryConfig` take the place of the rule's: `named_rule("titans", chunk=16)`. [RULE-NAMED-D1]
+    `fields` of `MemoryConfig` take the place of the rule's: `named_rule("titans", chunk=16)`. [RULE-NAMED-D1]
 
     Raises:
         ConfigError: an unknown name or field, with the known ones and the nearest.

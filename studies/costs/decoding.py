@@ -20,7 +20,9 @@ TURNS = 20  # times as many samples of one token: what else a machine does only 
 def decode(size: Size) -> Iterator[Row]:
     """A step after 64, 1k and 64k tokens, against itself after 64 and against a KV cache."""
     contexts = sorted({64, size.short(1024), size.short(65536)})
-    deep = MemoryConfig(structure=structure.MLP(layers=2, expansion=1), retention=retention.Decay(towards="zero"), chunk=64)
+    deep = MemoryConfig(
+        structure=structure.MLP(layers=2, expansion=1), retention=retention.Decay(towards="zero"), chunk=64
+    )
     makers: dict[str, Callable[[int], Steps]] = {
         "memory_step, gated delta": lambda n: _step(MemoryConfig(retention="decay"), n),
         "memory_step, MLP": lambda n: _step(deep.model_copy(update={"chunk": 1}), n, deep),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hecate.cli import main
-from hecate.errors import CheckpointError, ConfigError, install_line
+from hecate.errors import CheckpointError, ConfigError, HealthWarning, install_line
 from hecate.microscope.report import BEGIN, END, report_run, with_section
 from hecate.train import ExperimentConfig, checkpoints, run_experiment
 from hecate.train.display import Display
@@ -37,6 +37,19 @@ def trained(tmp_path_factory):
 def run(trained, tmp_path):
     torch.set_default_dtype(torch.float32)
     return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.mark.spec("SCOPE-STRENGTH-I1")
+def test_a_memory_that_writes_nothing_is_warned_of(tmp_path):
+    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        budget = {"steps": 1, "checkpoint_every": 1}
+        faint = tiny(budget=budget, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
+        run_experiment(faint, tmp_path / "run", display=Display(quiet=True))
+    with pytest.warns(HealthWarning, match="memory 'blocks.0.memory' writes nothing: .* raise algorithm.lr"):
+        report_run(tmp_path / "run", tokens=256)
+    assert "writes" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.spec("SCOPE-REPORT-D1", "SCOPE-REPORT-I1")

@@ -223,7 +223,6 @@ FAULTS = [
         ("arguments", "bad = bad & expand_to(write, bad)", "pass"),
         ("arguments", "tensor.dtype.is_floating_point != floating", "False"),
         ("nonfinite", "g = cotangents[index]", "g = cotangents[0] if index else None"),
-        ("scan", "y = y + item.sum().to(v.dtype)", "pass"),
     ),
     *_of(
         "engine",
@@ -331,9 +330,9 @@ FAULTS = [
         ("losses", "return pred.softmax(-1) - self._told(target)", "return pred.softmax(-1) + self._told(target)"),
         ("losses", "return share * (tangent - (share * tangent).sum(-1, keepdim=True))", "return share * tangent"),
         ("losses", "return (target / self.temperature).softmax(-1)", "return (target * self.temperature).softmax(-1)"),
-        ("losses", "return (self.eps / radius).square() / radius * tangent", "return self.eps / radius * tangent"),
-        ("losses", "return error + self.radius * error / self._radius(error)", "return error - self.radius * error / self._radius(error)"),
-        ("losses", "return tangent + self.radius * across / radius", "return tangent + self.radius * across"),
+        ("losses", "(eps / radius).square() / radius, 0.0)", "eps / radius, 0.0)"),
+        ("losses", "pull = self.radius * error / self._radius(error)", "pull = -self.radius * error / self._radius(error)"),
+        ("losses", "self.radius * across / radius, 0.0)", "self.radius * across, 0.0)"),
         ("losses", "return error.square().sum(-1, keepdim=True) <= self.delta**2", "return error.square().sum(-1, keepdim=True) <= self.delta"),
     ),
     *_of(

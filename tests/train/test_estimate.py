@@ -66,7 +66,7 @@ HEADED = "model.memory.gating={kind: heads, retain_value: {channels: true}}"
         ("quickstart", ("model.memory=ttt_mlp",), 2, {"memory": "relay"}),
         ("quickstart", ("model.memory=ttt_mlp",), 3, {"memory": "heads"}),
         ("quickstart", ("model.memory=titans_linear", HEADED), 3, {"memory": "heads"}),
-        ("cms", (), 3, {"memory.levels.0": "algebra", "memory.levels.1": "heads", "memory.levels.2": "heads"}),
+        ("cms", (), 3, {"memory.levels.0": "heads", "memory.levels.1": "algebra"}),
         ("lm-35m-hope", (), 4, {"memory": "relay", "levels.levels.0": "relay", "levels.levels.1": "relay"}),
         ("lm-35m-transformer", (), 4, {"memory.attention": "relay"}),
         ("quickstart", (), 1, {}),
