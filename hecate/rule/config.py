@@ -561,8 +561,7 @@ def remembered_keys(config: MemoryConfig) -> int:
 class Difference(NamedTuple):
     """Where a default layer of a rule is on purpose not the layer that was published.
 
-    `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it.
-    """
+    `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it."""
 
     name: str
     what: str

@@ -45,10 +45,11 @@ def test_a_memory_that_writes_nothing_is_warned_of(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         budget = {"steps": 1, "checkpoint_every": 1}
-        faint = tiny(budget=budget, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
+        data = {**TASK, "seq_len": 64}
+        faint = tiny(budget=budget, data=data, model={"memory": {"algorithm": {"kind": "gd", "lr": 1e-5}}})
         run_experiment(faint, tmp_path / "run", display=Display(quiet=True))
     with pytest.warns(HealthWarning, match="memory 'blocks.0.memory' writes nothing: .* raise algorithm.lr"):
-        report_run(tmp_path / "run", tokens=256)
+        report_run(tmp_path / "run")
     assert "writes" in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
 
 
