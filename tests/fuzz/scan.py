@@ -212,8 +212,9 @@ def _going_on(scan: Scan, at: int) -> Scan:
     except HecateError:
         return scan
     tensors, layout = pytree.tree_flatten(state)
-    marks = state.pending.get("filled")  # which slots hold a token: no number to differentiate
-    names = {i: f"state.{i}" for i, t in enumerate(tensors) if _is_float(t) and t is not marks}
+    held = [part for part in state if isinstance(part, dict) and "filled" in part]
+    marks = [id(part["filled"]) for part in held]  # which slots hold a token: no number to differentiate
+    names = {i: f"state.{i}" for i, t in enumerate(tensors) if _is_float(t) and id(t) not in marks}
     later = scan.part(at, scan.length)
     floats = {name: tensors[i].clone() for i, name in names.items()}
     named = [names.get(i, item) for i, item in enumerate(tensors)]
