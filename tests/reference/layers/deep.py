@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, normalize, silu, softplus
 
 from tests.reference.layers.parts import Layer, Weights, asked, lr_gate, out, outer, qkv, sigmoid_gate, start, unit
 from tests.reference.layers.sums import turned
+from tests.reference.papers_deep import LACT, QUINTIC
 
 Memory = tuple[Tensor, ...]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": gelu, "silu": silu, "tanh": torch.tanh}
@@ -197,16 +198,6 @@ def windowed(x: Tensor, w: Weights, step: Callable[..., tuple[Tensor, Tensor]]) 
         m = wide(keep[:, t]) * m - wide(eta[:, t]) * direction
         ys.append(asked(m, q[:, t]))
     return out(x, torch.stack(ys, 1), w)
-
-
-QUINTIC = [(3.4445, -4.7750, 2.0315)] * 5
-LACT = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 
 
 def newton_schulz(s: Tensor, steps: list[tuple[float, float, float]]) -> Tensor:
