@@ -29,7 +29,6 @@ from hecate.engine.tokens import NUMBERS, Carry
 from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.config import accumulated_retain, frozen_gradients, remembered_keys
 from hecate.rule.state import initial_state, slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
@@ -274,7 +273,7 @@ def _memory(
         if initial is None:
             initial = starts(config.structure, d_phi, d_v, heads=heads, dtype=dtype, device=device)
         wide = {name: initial[name].to(dtype) for name in shapes}
-        first = initial_state(config, wide, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
+        first = initial_state(config, wide, shapes, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
     own = first if state is None else _checked(config, state, shapes, slot_shapes(config, shapes, d_phi, d_v), inputs)
     carry = carry_of(own, dtype)  # type: ignore[arg-type]
     # Apart from the state even where that starts there: to a program they are two inputs.
@@ -286,15 +285,15 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
     """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
     batch, _, heads = inputs.lr.shape[:3]
     device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
-    if count := remembered_keys(config):
+    if count := config.remembered_keys:
         pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]) + 1)
-    if accumulated_retain(config):
+    if config.accumulated_retain:
         pending["retain"] = tuple(inputs.retain.shape[3:])
         kept = state.pending.get("retain")
         if kept is not None and kept.dim() < 2 + len(pending["retain"]):
             kept = kept.unsqueeze(-1).expand(*kept.shape, *pending["retain"])
             state = state._replace(pending={**state.pending, "retain": kept})
-    anchor = shapes if frozen_gradients(config) else {}
+    anchor = shapes if config.frozen_gradients else {}
     ordered: list[Any] = []
     for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
         held = getattr(state, field)
@@ -311,7 +310,8 @@ def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Sh
 def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
     """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
     pending = dict(state.pending)
-    rest: list[Any] = [{name: pending.pop(name)} if name in pending else {} for name in ("retain", "keys")]
+    retain, keys = pending.pop("retain", None), pending.pop("keys", None)
+    rest = {} if retain is None else {"retain": retain}, {} if keys is None else {"keys": keys}
     kinds: list[Any] = []
     for held in (state.memory, state.slots, state.anchor, pending, *rest):
         flat: list[Tensor] = []

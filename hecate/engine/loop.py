@@ -31,7 +31,6 @@ from hecate.engine.tokens import (
     rates_of,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
-from hecate.rule.config import frozen_gradients
 from hecate.structure import Memory
 from hecate.structure.bound import KEYS, lengths
 from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
@@ -165,13 +164,13 @@ def token_step(
     anchor, kept = carry.memory, token.retain
     if carry.pending_retain:  # the product of the chunk's retain gates
         kept = one(run(_MULTIPLY, carry.pending_retain[0], kept))
-    if frozen_gradients(config):
+    if config.frozen_gradients:
         opens = carry.position == 0
         anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
     if config.decay_order == "before_gradient":
         at = linked(regained(config, config.rule.decayed(anchor, kept, run=run), initial, kept, run))
-    elif frozen_gradients(config):
+    elif config.frozen_gradients:
         at = linked(anchor)
     borders = config.retention.links != "token"
     if weights is None and not borders and (at is None or config.read == "before"):
@@ -290,7 +289,7 @@ def restarted(config: MemoryConfig, mask: Tensor, initial: Memory, carry: Carry,
     anew = Carry(
         memory=initial,
         slots=tuple(torch.zeros_like(slot) for slot in carry.slots),
-        anchor=initial if frozen_gradients(config) else (),
+        anchor=initial if config.frozen_gradients else (),
         pending=tuple(torch.zeros_like(grad) for grad in carry.pending),
         pending_retain=tuple(torch.ones_like(retain) for retain in carry.pending_retain),
         keys=tuple(torch.zeros_like(keys) for keys in carry.keys),

@@ -170,8 +170,11 @@ def _scan(
 
 def _may_read_early(call: Call) -> bool:
     """Whether no token may have been answered after a write of this call."""
-    masked = not call.inputs.write is call.inputs.reset is None
-    return call.length <= call.config.chunk or (masked and call.config.commit == "chunk")
+    short = call.length <= call.config.chunk
+    if short or call.config.commit == "token":
+        return short
+    inputs = call.inputs
+    return not inputs.write is inputs.reset is None
 
 
 def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:

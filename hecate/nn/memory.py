@@ -318,7 +318,8 @@ class Memory(RuleParameters, MemoryLayer):
         across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
         q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
-        v = normalise_qk(v, self.config.layer_v_norm)
+        if (norm := self.config.layer_v_norm) != "none":
+            v = normalise_qk(v, norm)
         if self.gating is not None:
             own = None if state is None else state.gating
             restarts = (

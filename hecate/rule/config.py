@@ -177,9 +177,20 @@ class MemoryConfig(Config):
             on_nonfinite: Literal["raise", "skip", "propagate"] = ...,
         ) -> None: ...
 
-    __slots__ = ("_counting", "_direct", "_programs", "_rule", "_single", "forms", "refusals")
-    # Of each config: no fields, and read without a call. `refusals` is what engines have said of it, by engine.
+    __slots__ = (
+        *("_counting", "_direct", "_programs", "_rule", "_single", "accumulated_retain", "blocks", "by_key", "forms"),
+        *("frozen_gradients", "refusals", "remembered_keys"),
+    )
+    # Of each config: no fields, and read without a call. `blocks` of a chunk's writes are what the step is normalised
+    # by, 0 where it is raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on
+    # `remembered_keys`, with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at
+    # which they are taken; `refusals` is what engines have said of it, by engine.
+    accumulated_retain: ClassVar[bool]
+    blocks: ClassVar[int]
+    by_key: ClassVar[bool]
     forms: ClassVar[Forms]
+    frozen_gradients: ClassVar[bool]
+    remembered_keys: ClassVar[int]
     refusals: ClassVar[dict[Any, str | None]]
 
     def model_post_init(self, context: object) -> None:
@@ -195,6 +206,7 @@ class MemoryConfig(Config):
         told = ("structure", "bias", "retention", "algorithm", "feature_map")
         if all(hasattr(fields[name], "kernel_form") for name in told):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
+            self._keep_what_chunks_are()
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
             one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
@@ -206,6 +218,22 @@ class MemoryConfig(Config):
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "_counting", type(self).model_construct(**fields))
+
+    def _keep_what_chunks_are(self) -> None:
+        chunk = self.chunk if isinstance(self.chunk, int) else 1  # of a copy that is not checked yet
+        gram = self.step == "normalized" and self.structure.factored and self.algorithm.takes_any_gradient()
+        gram = gram and not (self.forms.linear and chunk == 1)
+        frozen, summed = chunk > 1 and self.commit == "token", self.commit == "chunk"
+        product = self.decay_order == "before_gradient" or self.retention.links == "linear"
+        kept = {
+            "accumulated_retain": summed or (frozen and product),
+            "blocks": -(-chunk // BLOCK) if gram else 0,
+            "by_key": self.step != "raw" and not gram,
+            "frozen_gradients": frozen,
+            "remembered_keys": min(chunk, BLOCK) - 1 if gram else 0,
+        }
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     @model_serializer(mode="wrap")
     def _written(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -258,18 +286,6 @@ class MemoryConfig(Config):
     def programs(self) -> dict[Any, Any]:
         """What `memory_step` has bound of this config, by the looks of its tensors; no copy has it."""
         return self._programs  # type: ignore[attr-defined]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a chunk's writes that the step is normalised by; 0 where each key has its own. [RULE-STEP-D3]"""
-        if self.step != "normalized" or not self.structure.factored or (self.forms.linear and self.chunk == 1):
-            return 0
-        return -(-self.chunk // BLOCK) if self.algorithm.takes_any_gradient() else 0
-
-    @property
-    def by_key(self) -> bool:
-        """Whether the step is a matter of each key's own length."""
-        return self.step != "raw" and not self.blocks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -457,7 +473,7 @@ class MemoryConfig(Config):
             yield "retain_value", f"retention {self.retention.kind!r} takes no retain gate; choose retention 'decay'"
         if not (self.forms.linear or self.forms.transposed) or self.structure.diagonal:
             yield "retain_value", f"{structure} has no axis of value channels beside phi's; use structure 'matrix'"
-        if accumulated_retain(self):
+        if self.accumulated_retain:
             chunks = f"chunk={self.chunk} with commit={self.commit!r} and decay_order={self.decay_order!r}"
             yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
@@ -539,23 +555,6 @@ def _of_earlier(data: Mapping[str, Any]) -> Mapping[str, Any]:
     if data["step"] == "normalized":
         found["step"] = "key_normalized"
     return found
-
-
-def frozen_gradients(config: MemoryConfig) -> bool:
-    """Whether gradients are taken at a remembered state rather than at the current one."""
-    return config.chunk > 1 and config.commit == "token"
-
-
-def accumulated_retain(config: MemoryConfig) -> bool:
-    """Whether the product of a chunk's retain gates is carried from token to token."""
-    seen = config.decay_order == "before_gradient" or config.retention.links == "linear"
-    seen = seen and frozen_gradients(config)
-    return seen or config.commit == "chunk"
-
-
-def remembered_keys(config: MemoryConfig) -> int:
-    """How many keys of an unfinished chunk are carried from token to token."""
-    return min(config.chunk, BLOCK) - 1 if config.blocks else 0
 
 
 class Difference(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 from hecate.checks import named
 from hecate.errors import NonFiniteError
 from hecate.late import look
-from hecate.rule.config import MemoryConfig, accumulated_retain, frozen_gradients, remembered_keys
+from hecate.rule.config import MemoryConfig
 from hecate.states import State
 from hecate.tape.ops import over
 
@@ -139,17 +139,23 @@ def slot_shapes(
 
 
 def initial_state(
-    config: MemoryConfig, initial: dict[str, Tensor], batch: int, retain: Tensor, *, d_phi: int, d_v: int
+    config: MemoryConfig,
+    initial: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    batch: int,
+    retain: Tensor,
+    *,
+    d_phi: int,
+    d_v: int,
 ) -> MemoryState:
-    """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`.
+    """The state before any token, from initial weights `[H, ...]` (shared) or `[B, H, ...]`; `shapes` are a memory's.
 
     `retain` is the sequence's gate `[B, T, H]` or `[B, T, H, P]`; an unfinished chunk keeps its product. The retention
     has the last word on where a memory starts.
     """
-    ranks = {name: len(shape) for name, shape in config.structure.shapes(d_phi, d_v).items()}
     memory: dict[str, Tensor] = {}
     for name, weight in initial.items():
-        lead = weight.shape[: weight.dim() - ranks[name]]
+        lead = weight.shape[: weight.dim() - len(shapes[name])]
         flat = weight.reshape(lead.numel(), *weight.shape[len(lead) :])
         weight = config.retention.start(flat).reshape(weight.shape)
         memory[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
@@ -157,17 +163,16 @@ def initial_state(
     pending: dict[str, Tensor] = {}
     if config.commit == "chunk":
         pending = {name: torch.zeros_like(weight) for name, weight in memory.items()}
-    if accumulated_retain(config):
+    if config.accumulated_retain:
         pending["retain"] = first.new_ones(batch, *retain.shape[2:])
-    if count := remembered_keys(config):
+    if count := config.remembered_keys:
         pending["keys"] = first.new_zeros(*first.shape[:2], count, d_phi + 1)
-    weights = {name: tuple(weight.shape[2:]) for name, weight in memory.items()}
-    shapes = slot_shapes(config, weights, d_phi, d_v)
-    slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in shapes.items()}
+    of_slots = slot_shapes(config, shapes, d_phi, d_v)
+    slots = {name: first.new_zeros(*first.shape[:2], *shape) for name, shape in of_slots.items()}
     return MemoryState(
         memory=memory,
         slots=slots,
-        anchor=dict(memory) if frozen_gradients(config) else {},
+        anchor=dict(memory) if config.frozen_gradients else {},
         pending=pending,
         position=torch.zeros(batch, first.shape[1], dtype=torch.int64, device=first.device),
     )
