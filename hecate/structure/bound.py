@@ -53,9 +53,9 @@ def unbounded(graph: Graph) -> str | None:
 
 def spread(past: Trace) -> list[Tensor | None]:
     """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all
-    together; None of p and of what no prediction hears of."""
+    together, with C = 1 where all tokens have the same; None of p and of what no prediction hears of."""
     bounds: list[Tensor | None] = [None] * len(past.values)
-    bounds[-1] = torch.ones_like(past.values[INPUT][..., :1])
+    bounds[-1] = torch.ones_like(past.values[INPUT][:, :1, :1])
     for index in reversed(range(len(past.graph.nodes))):
         node, a = past.graph.nodes[index], bounds[index + 1]
         if a is None:
@@ -88,6 +88,7 @@ def spread_vjp(
             above = gbounds[node.source] if node.source > INPUT else None
             if above is not None:
                 weight = past.weights[node.weight]
+                above = above.sum(1, keepdim=True) if a.shape[1] == 1 else above
                 columns = weight.square().sum(-2, keepdim=True)
                 more = (above * columns).sum(-1, keepdim=True)
                 g = more if g is None else g + more
@@ -117,7 +118,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, graph: Graph, weights: Sequence[Tensor], p: Tensor) -> _Rows:
-        past = trace(graph, weights, p)
+        past = trace(graph, weights, p, whole=False)
         bounds, nodes = spread(past), enumerate(graph.nodes, 1)
         layers = [(n.weight, at, n.source) for at, n in nodes if isinstance(n, Linear) and bounds[at] is not None]
         roots = [(bounds[at].sum(-1, keepdim=True) + ROOT).sqrt() for _, at, _ in layers]  # type: ignore[union-attr]
@@ -146,21 +147,21 @@ def lengths(graph: Graph, blocks: int) -> Block:
         size, earlier = p.shape[1], keys.shape[1]
         every = _Rows.of(graph, weights, torch.cat([keys[..., :-1], p], 1) if earlier else p)
         if not earlier:
-            seen, grams = None, []
+            grams: list[Tensor] = []
             total = reduce(add, [row.square().sum(-1) for row in every.rows])
         else:
             seen = _seen(keys[..., -1] > 0, write, size)
-            grams = [torch.bmm(row[:, earlier:], row.mT) for row in every.rows]
-            total = reduce(add, [torch.where(seen, gram.abs(), 0.0).sum(-1) for gram in grams])
+            grams = [torch.where(seen, torch.bmm(row[:, earlier:], row.mT), 0.0) for row in every.rows]
+            total = reduce(add, [torch.linalg.vector_norm(gram, 1, -1) for gram in grams])
         c = 1 / (blocks * (FLOOR + total))
-        return (c,), (every, seen, grams, c, earlier)
+        return (c,), (every, grams, c, earlier)
 
     def vjp(residuals: Any, g: Tensor) -> Tensors:
-        every, seen, grams, c, earlier = residuals
+        every, grams, c, earlier = residuals
         gtotal = (-blocks * c.square() * g).unsqueeze(-1)
-        grows = [2 * gtotal * row for row in every.rows] if seen is None else []
+        grows = [] if grams else [2 * gtotal * row for row in every.rows]
         for row, gram in zip(every.rows, grams, strict=False):
-            ggram = torch.where(seen, gram.sign(), 0.0) * gtotal
+            ggram = gram.sign() * gtotal
             grow = torch.bmm(ggram.mT, row[:, earlier:])
             late = grow[:, earlier:] + torch.bmm(ggram, row)
             grows.append(torch.cat([grow[:, :earlier], late], 1))

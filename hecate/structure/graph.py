@@ -29,14 +29,14 @@ Pulled = tuple[tuple[Tensor | None, ...], Tensor]
 class Op(Protocol):
     """An operation between layers, on the last axis alone; `name` is what a tape calls it.
 
-    `slopes` is what its derivatives need of the inputs, `vjp` gives the inputs' cotangents, linear in g, and `vjp_vjp`
-    those of (inputs, g) from those of `vjp`'s result.
+    `slopes` is what its derivatives need of the output and the inputs, `vjp` gives the inputs' cotangents, linear in g,
+    and `vjp_vjp` those of (inputs, g) from those of `vjp`'s result.
     """
 
     @property
     def name(self) -> str: ...
     def forward(self, *inputs: Tensor) -> Tensor: ...
-    def slopes(self, *inputs: Tensor) -> Any: ...
+    def slopes(self, y: Tensor, *inputs: Tensor) -> Any: ...
     def vjp(self, slopes: Any, g: Tensor) -> tuple[Tensor, ...]: ...
     def vjp_vjp(self, slopes: Any, g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled: ...
 
@@ -61,24 +61,24 @@ class Act(NamedTuple):
     def forward(self, *inputs: Tensor) -> Tensor:
         return activate(self.kind, inputs[0], 0)
 
-    def slopes(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return inputs[0], activate(self.kind, inputs[0], 1)
+    def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return inputs[0], y, activate(self.kind, inputs[0], 1, y)
 
-    def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
-        return (g * slopes[1],)
+    def vjp(self, slopes: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor]:
+        return (g * slopes[2],)
 
-    def vjp_vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
-        x, slope = slopes
+    def vjp_vjp(self, slopes: tuple[Tensor, ...], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
+        x, y, slope = slopes
         (c,) = cotangents
-        return (c * g * activate(self.kind, x, 2),), c * slope
+        return (c * g * activate(self.kind, x, 2, y, slope),), c * slope
 
-    def bound(self, slopes: tuple[Tensor, Tensor], a: Tensor) -> tuple[Tensor]:
-        return (a * slopes[1].square(),)
+    def bound(self, slopes: tuple[Tensor, ...], a: Tensor) -> tuple[Tensor]:
+        return (a * slopes[2].square(),)
 
-    def bound_vjp(self, slopes: tuple[Tensor, Tensor], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
-        x, slope = slopes
-        (g,) = shares
-        return (2 * a * slope * activate(self.kind, x, 2) * g,), g * slope.square()
+    def bound_vjp(self, slopes: tuple[Tensor, ...], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
+        x, y, slope = slopes
+        pulled = shares[0] * slope
+        return (pulled * (2 * a) * activate(self.kind, x, 2, y, slope),), (pulled * slope).sum_to_size(a.shape)
 
 
 class Add(NamedTuple):
@@ -89,7 +89,7 @@ class Add(NamedTuple):
     def forward(self, *inputs: Tensor) -> Tensor:
         return inputs[0] + inputs[1]
 
-    def slopes(self, *inputs: Tensor) -> None:
+    def slopes(self, y: Tensor, *inputs: Tensor) -> None:
         return None
 
     def vjp(self, slopes: None, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ class Multiply(NamedTuple):
     def forward(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * inputs[1]
 
-    def slopes(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
 
     def vjp(self, slopes: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class Multiply(NamedTuple):
 
     def bound_vjp(self, slopes: tuple[Tensor, ...], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
         (x, y), (gx, gy) = slopes, shares
-        return (2 * a * x * gy, 2 * a * y * gx), gx * y.square() + gy * x.square()
+        return (2 * a * x * gy, 2 * a * y * gx), (gx * y.square() + gy * x.square()).sum_to_size(a.shape)
 
 
 class Normalise(NamedTuple):
@@ -145,10 +145,13 @@ class Normalise(NamedTuple):
     name: str = "norm"
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self.slopes(*inputs)[0]
+        return self._normalised(inputs[0])[0]
 
-    def slopes(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        centred = inputs[0] - inputs[0].mean(-1, keepdim=True)
+    def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self._normalised(inputs[0])
+
+    def _normalised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
         scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
         return centred * scale, scale
@@ -171,7 +174,7 @@ class Normalise(NamedTuple):
         y, scale = slopes
         g = shares[0].sum(-1, keepdim=True)
         total = a.sum(-1, keepdim=True)
-        return (-2 / y.shape[-1] * g * total * scale**3 * y,), g * scale.square()
+        return (-2 / y.shape[-1] * g * total * scale**3 * y,), (g * scale.square()).sum_to_size(*a.shape[:-1], 1)
 
 
 class Linear(NamedTuple):
@@ -334,16 +337,23 @@ class Trace(NamedTuple):
         return self.through(flowing)
 
 
-def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor) -> Trace:
-    """One evaluation with what its derivatives need."""
-    return traced(graph, weights, evaluate(graph, weights, p))
+def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor, *, whole: bool = True) -> Trace:
+    """One evaluation with what its derivatives need; if not `whole`, up to the last value that a layer or a slope
+    needs, None for those that follow."""
+    if whole:
+        return traced(graph, weights, evaluate(graph, weights, p))
+    needed = [node.source for node in graph.nodes if isinstance(node, Linear)]
+    needed += [at for at, node in enumerate(graph.nodes, 1) if isinstance(node, Apply) and not isinstance(node.op, Add)]
+    last = max(needed)
+    values: list[Any] = evaluate(Graph(graph.nodes[:last]), weights, p)
+    return traced(graph, weights, values + [None] * (len(graph.nodes) - last))
 
 
 def traced(graph: Graph, weights: Sequence[Tensor], values: list[Tensor]) -> Trace:
     """What the derivatives of an evaluation need, from its values."""
     slopes = [
-        node.op.slopes(*(values[at] for at in node.sources)) if isinstance(node, Apply) else None
-        for node in graph.nodes
+        node.op.slopes(values[at], *(values[of] for of in node.sources)) if isinstance(node, Apply) else None
+        for at, node in enumerate(graph.nodes, 1)
     ]
     return Trace(graph, weights, values, slopes)
 

@@ -187,7 +187,7 @@ FAULTS = [
         KNOBS,
         ("graph", "values.add(node.source, gh[node.weight])", "values.add(node.source, None)"),
         ("graph", "outers(gweights[node.weight], g, c)", "outers(gweights[node.weight], g, -c)"),
-        ("graph", "c * g * activate(self.kind, x, 2)", "c * g * activate(self.kind, x, 1)"),
+        ("graph", "c * g * activate(self.kind, x, 2, y, slope)", "c * g * activate(self.kind, x, 1, y, slope)"),
     ),
     *_of(
         "tape",

@@ -79,7 +79,7 @@ def test_operations_against_autograd(op):
     g = draw(2, 3, 5).requires_grad_()
     y = op.forward(*inputs)
     true = torch.autograd.grad(y, inputs, g, create_graph=True)
-    slopes = op.slopes(*inputs)
+    slopes = op.slopes(y, *inputs)
     pulled = op.vjp(slopes, g)
     cotangents = tuple(draw(2 + i, 3, 5)[:2] for i in range(count))
     shares, gg = op.vjp_vjp(slopes, g, cotangents)

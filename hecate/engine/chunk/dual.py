@@ -154,7 +154,7 @@ class Dual:
                 pulled = back.read(node.weight, g, source(values, node.source), *layer, *kept[index])
                 flowing.add(node.source, pulled)
             else:
-                slopes = node.op.slopes(*(values[at] for at in node.sources))
+                slopes = node.op.slopes(values[index + 1], *(values[at] for at in node.sources))
                 for at, share in zip(node.sources, node.op.vjp(slopes, g), strict=True):
                     flowing.add(at, share)
         return flowing.filled(INPUT)
