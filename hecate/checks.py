@@ -136,7 +136,7 @@ def heads_for_tokens(found: Sequence[int], wanted: Sequence[int], k: Tensor) -> 
     return TURNED if len(found) == len(wanted) and apart == [(length, heads)] else ""
 
 
-def warn_if_turned(q: Tensor, gates: Sequence[object] | None) -> None:
+def warn_if_turned(q: Tensor, gates: Sequence[object] | None, stacklevel: int = 4) -> None:
     """Warns of queries that look like `[B, H, T, D]` in a call that has nothing else to tell T from H by.
 
     That is: at least 32 heads, more than one token and eight times as many heads as tokens, and no gate per token and
@@ -144,7 +144,7 @@ def warn_if_turned(q: Tensor, gates: Sequence[object] | None) -> None:
     _, length, heads, _ = q.shape
     if heads >= 32 and 1 < length <= heads // 8 and not any(isinstance(gate, Tensor) for gate in gates or ()):
         read = f"q of shape {list(q.shape)} is read as {length} tokens of {heads} heads{TURNED}"
-        warnings.warn(f"{read}; a state, a mask or a gate [B, T, H] says that it is meant", LayoutWarning, stacklevel=4)
+        warnings.warn(f"{read}; a state, a mask or a gate [B, T, H] says that it is meant", LayoutWarning, stacklevel)
 
 
 def expect_beside(given: Tensor, like: Tensor, name: str, other: str = "k") -> None:

@@ -22,6 +22,7 @@ without gates and from 1030 to 260 MiB for gated delta. [ENG-PAR-D1, ENG-PAR-D3]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat, starmap
@@ -534,12 +535,13 @@ def _by_row(
 
 
 def _settled(before: Tensor, after: Tensor) -> bool:
-    """Whether a step changed rounding only. Values may not tell while autograd records: an iteration cut short has the
-    right value, but not yet the right derivative."""
+    """Whether a step changed rounding only, in each memory by itself. Values may not tell while autograd records: an
+    iteration cut short has the right value, but not yet the right derivative."""
     if after.requires_grad or not can_inspect(before, after, free=True):
         return False
-    change, size = (after - before).abs().amax(), after.abs().amax()
-    return bool(change <= 4 * torch.finfo(after.dtype).eps * size)
+    change, size = (after - before).abs().amax((-2, -1)), after.abs().amax((-2, -1))
+    # A row may pass through infinity on its way: a change of infinity is none of rounding.
+    return bool(((change <= 4 * torch.finfo(after.dtype).eps * size) & (size < math.inf)).all())
 
 
 # A diagonal memory of width P as P memories of one number. [STR-VECTOR-R1]

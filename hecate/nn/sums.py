@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import described, expect_beside, expect_choice, expect_number, swapped
+from hecate.checks import described, expect_beside, expect_choice, expect_number, swapped, warn_if_turned
 from hecate.engine import (
     DIVIDE,
     EngineName,
@@ -99,7 +99,7 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     engine: EngineName = "auto",
     autodiff: Autodiff = "auto",
-    name: str = "attention",
+    name: str = "linear_attention",
 ) -> tuple[Tensor, MemoryState]:
     """y and the sums to go on from. [LIN-ATT-D1]
 
@@ -134,6 +134,8 @@ def linear_attention(
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
         _check_tensors(weights, sums, q, k, v)
+        if name == "linear_attention" and state is write_mask is reset_mask is None:  # a layer gives its name
+            warn_if_turned(q, None, stacklevel=3)
         if state is not None:
             _check_state(weights, sums, k, v, state, normalizer)
     weights = weights._replace(params=check_params(feature_map, params, k))

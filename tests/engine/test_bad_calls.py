@@ -345,6 +345,11 @@ def test_the_other_layout_is_warned_of_where_nothing_tells():
         for gates in (None, Gates(lr=0.1)):
             with pytest.warns(LayoutWarning, match=f"as {shape[1]} tokens of {shape[2]} heads; " + TURNED):
                 scanned(*shape, gates=gates)
+    turned = torch.zeros(1, 2, 50, 16)
+    for causal in (True, False):
+        with pytest.warns(LayoutWarning, match="as 2 tokens of 50 heads; " + TURNED) as told:
+            linear_attention(turned, turned, turned, causal=causal)
+        assert told[0].filename == __file__
     # What is ordinary, or says what it is, is not: warnings are errors here.
     for shape in ((2, 128, 4, 16), (2, 1, 128, 16), (2, 8, 32, 4), (2, 3, 16, 4), (2, 0, 64, 4), (2, 64, 64, 4)):
         scanned(*shape)

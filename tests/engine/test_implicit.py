@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hecate import bias
-from hecate.engine.parallel import SUB_BLOCK, implicit_gradients
+from hecate.engine.parallel import SUB_BLOCK, implicit_gradients, solve
 
 BIASES = [bias.L2(), bias.Huber(delta=0.5), bias.Huber(delta=0.5, norm=True), bias.Lp(p=1.5, eps=0.1), bias.Lp(p=2.5)]
 
@@ -80,3 +80,24 @@ def test_second_derivatives(of):
 
     assert torch.autograd.gradcheck(function, inputs)
     assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.spec("ENG-IMP-D1")
+def test_iterates_that_pass_through_infinity_go_on_to_what_settles():
+    """Equal keys under lp: iterates square from step to step until the last row is infinite, and are 1 in the end."""
+    of, base, v = bias.Lp(p=3.0), torch.zeros(1, SUB_BLOCK, 2), torch.tensor([2.0, -1.5]).expand(1, SUB_BLOCK, 2)
+    lower = torch.full((1, SUB_BLOCK, SUB_BLOCK), 0.5).tril(-1)
+    true = _by_substitution(of, base, lower, v)
+    assert float(true.abs().max()) < 5
+    torch.testing.assert_close(solve(of, base, lower, v), true, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.spec("ENG-IMP-D1")
+def test_a_large_memory_does_not_settle_a_small_one():
+    """The second memory's rows do not meet, so that it settles at once, and are 1e18 times as long."""
+    base, lower, v = _inputs(SUB_BLOCK, 0.3)
+    base, v = (torch.stack([item[0], 1e18 * item[1]]) for item in (base, v))
+    lower, of = torch.stack([lower[0], 0 * lower[1]]), bias.L2()
+    both, alone = solve(of, base, lower, v), solve(of, base[:1], lower[:1], v[:1])
+    torch.testing.assert_close(alone, _by_substitution(of, base[:1], lower[:1], v[:1]), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(both[:1], alone, rtol=1e-12, atol=1e-12)
