@@ -113,13 +113,18 @@ def _answers(asked: Asked, tokens: Iterable[int], lag: int, later: int, written:
     batch, length = asked.v.shape[:2]
     q: list[Tensor] = []
     masks: list[Tensor] = []
+    steps: list[Tensor] = []
     mask = asked.v.new_ones(batch, length, dtype=torch.bool) if asked.write_mask is None else asked.write_mask
+    lr = asked.gates.lr if asked.config.commit == "chunk" else None
     tokens = list(tokens)
     for t in tokens:
-        key = asked.q.clone()
+        key, own = asked.q.clone(), mask.clone()
         key[:, t + lag] = key[:, t + lag + later] = asked.k[:, t]
-        own = mask.clone()
-        own[:, t] &= written
+        if isinstance(lr, Tensor):  # a masked token does not count, so that its chunk would close later
+            steps.append(lr.clone())
+            steps[-1][:, t] *= written
+        else:
+            own[:, t] &= written
         q.append(key)
         masks.append(own)
     copies = len(tokens)
@@ -127,8 +132,10 @@ def _answers(asked: Asked, tokens: Iterable[int], lag: int, later: int, written:
     def repeated(item: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), item)
 
+    gates = repeated(asked.gates)
+    gates = gates._replace(lr=torch.cat(steps)) if steps else gates
     copied = asked._replace(
-        q=torch.cat(q), k=repeated(asked.k), v=repeated(asked.v), gates=repeated(asked.gates),
+        q=torch.cat(q), k=repeated(asked.k), v=repeated(asked.v), gates=gates,
         state=repeated(asked.state), write_mask=torch.cat(masks), reset_mask=repeated(asked.reset_mask),
     )  # fmt: skip
     y = copied.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]

@@ -134,7 +134,7 @@ def linear_attention(
     if not torch.compiler.is_compiling():
         check_options(feature_map, causal=causal, normalizer=normalizer, eps=eps, engine=engine, autodiff=autodiff)
         _check_tensors(weights, sums, q, k, v)
-        if name == "linear_attention" and state is write_mask is reset_mask is None:  # a layer gives its name
+        if name == "linear_attention" and state is None and write_mask is reset_mask is None:  # a layer gives its name
             warn_if_turned(q, None, stacklevel=3)
         if state is not None:
             _check_state(weights, sums, k, v, state, normalizer)
