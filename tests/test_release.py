@@ -40,7 +40,7 @@ def test_extras_are_those_that_users_expect():
 
 
 TOLD = [
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "constraints.txt",
+    ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "constraints.txt",
     *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs").glob("*.md"), *(ROOT / "notebooks").glob("*.ipynb"),
     *(path for folder in ("hecate", "studies", "tests") for path in (ROOT / folder).rglob("*.py")),
 ]  # fmt: skip
