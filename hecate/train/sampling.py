@@ -110,8 +110,8 @@ def generate(
 def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], stop: Sequence[str] = ()) -> Iterator[str]:
     """A prompt and what follows it as text, in parts as soon as they are known; what follows ends ahead of the first
     of `stop`, which is not shown. [TRAIN-GEN-D3]"""
-    if not all(stop):
-        raise ConfigError("--stop must be a text of at least one character")
+    if not all(text and text.encode("utf-8", "ignore").decode() == text for text in stop):
+        raise ConfigError("--stop must be a text of at least one character, in UTF-8")
     ahead, held = len(tokenizer.decode(prompt)), ""
     for piece in tokenizer.pieces(chain(prompt, ids)):
         shown, held = piece[:ahead], held + piece[ahead:]

@@ -143,8 +143,9 @@ def test_a_text_ends_ahead_of_a_stop(following, stop, shown):
     pieces = list(written(tokens, prompt, iter(ids), stop))
     assert "".join(pieces) == "END: " + shown
     assert len(pieces) > 3  # as they come
-    with pytest.raises(ConfigError, match="--stop must be a text of at least one character"):
-        list(written(tokens, prompt, iter(ids), [""]))
+    for none in ("", "\udcff"):  # as a shell hands on a byte that is no UTF-8
+        with pytest.raises(ConfigError, match="--stop must be a text of at least one character, in UTF-8"):
+            list(written(tokens, prompt, iter(ids), [none]))
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1")
