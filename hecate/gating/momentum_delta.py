@@ -13,15 +13,16 @@ from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_writt
 from hecate.gating.heads import head, normal, rate_start, shrink, spread
 
 FLOOR = -2.0  # of log mu
+LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one moves no digit of a memory
 
 
 class MomentumDeltaGates(Gating):
     """momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
 
     eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
-    exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b goes into the slot: lr = b eta,
-    retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k, of q and k
-    as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
+    exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b, 1e-16 at least, goes into the slot:
+    lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k,
+    of q and k as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
 
     Shapes: f, A, A', c and d `[H]`, f, A, A' and d as logarithms; state b `[B, H]`.
     References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]
@@ -66,7 +67,7 @@ class MomentumDeltaGates(Gating):
         eta = 1 + torch.tanh(head(params, "eta", x) * x.shape[-1] ** -0.5)
         tangent = eta * params["f"].to(eta.dtype).exp()
         cosine = 1 / (1 + tangent.square())  # squared
-        b = (1 - cosine) * torch.sigmoid(head(params, "b", x))
+        b = ((1 - cosine) * torch.sigmoid(head(params, "b", x))).clamp(min=LEAST)
         alpha = cosine * torch.exp(shrink(params, "alpha", x))
         mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
         before, last = last_written(b, held["b"], masks)

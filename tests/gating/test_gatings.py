@@ -147,6 +147,21 @@ def test_momentum_delta(correction):
     close(case.scanned(), torch.from_numpy(true), 1e-12)
 
 
+@pytest.mark.spec("GATE-MDN-D1")
+def test_steps_of_momentum_delta_that_vanish_leave_gradients_finite():
+    """Logits of +-90: b falls to 1e-39, and momentum is the next one over it."""
+    layer = Memory(
+        16, heads=2, config="momentum_delta", generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
+    for seed in range(12):
+        x = 30 * torch.randn(2, 33, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        x.requires_grad_()
+        layer.zero_grad()
+        y, _ = layer(x)
+        y.square().mean().backward()
+        assert all(bool(g.isfinite().all()) for g in (y, x.grad, *(p.grad for p in layer.parameters())))
+
+
 @pytest.mark.spec("GATE-LARGE-D1")
 def test_large_chunk():
     """Every matrix has its own lr, and a chunk's step the mean of its momenta."""
