@@ -145,7 +145,7 @@ class ABC(_Slotted):
         with torch.no_grad():
             m = running_max(torch.zeros_like(s), s, held["m"], masks)
             before, last = last_written(m, held["m"], since)
-        fall, own = torch.exp(before - m), torch.exp(s - m)
+        fall, own = torch.exp(before - m), torch.exp((s - m).clamp(max=0))  # above 0 at unwritten tokens alone
         total = running(fall, own, held["sum"], masks)
         earlier, final = last_written(total, held["sum"], since)
         some = total > 0  # an unwritten token may stand where nothing was written

@@ -147,6 +147,20 @@ def test_momentum_delta(correction):
     close(case.scanned(), torch.from_numpy(true), 1e-12)
 
 
+@pytest.mark.spec("GATE-ABC-D1")
+def test_an_unwritten_token_of_any_score_leaves_gradients_of_abc_finite():
+    """Its exp(s) over a sum of exp(-32) is 6e27, and the derivative of that out of range."""
+    layer = Memory(16, heads=2, config="abc", generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    for seed in range(8):
+        source = torch.Generator().manual_seed(seed)
+        x = 30 * torch.randn(2, 33, 16, generator=source, dtype=torch.float32)
+        x.requires_grad_()
+        layer.zero_grad()
+        y, _ = layer(x, write_mask=torch.rand(2, 33, generator=source) < 0.5)
+        y.square().mean().backward()
+        assert all(bool(g.isfinite().all()) for g in (y, x.grad, *(p.grad for p in layer.parameters())))
+
+
 @pytest.mark.spec("GATE-MDN-D1")
 def test_steps_of_momentum_delta_that_vanish_leave_gradients_finite():
     """Logits of +-90: b falls to 1e-39, and momentum is the next one over it."""
