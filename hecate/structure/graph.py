@@ -145,16 +145,16 @@ class Normalise(NamedTuple):
     name: str = "norm"
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return self._normalised(inputs[0])[0]
+        return torch.mul(*self._centred(inputs[0]))
 
     def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self._normalised(inputs[0])
+        return y, self._centred(inputs[0])[1]
 
-    def _normalised(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _centred(self, x: Tensor) -> tuple[Tensor, Tensor]:
         centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
         scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
-        return centred * scale, scale
+        return centred, scale
 
     def vjp(self, slopes: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
         y, scale = slopes

@@ -21,10 +21,9 @@ TRITON = Engine.registry["triton"]
 WITH = pytest.mark.skipif(find_spec("triton") is None, reason=f"needs triton: {install_line('gpu')}")
 
 
-def interpreted(marked: str, of: str) -> None:
+def interpreted(marked: str, of: str = "") -> None:
     """Kernels in the interpreter, which has to be asked for before Triton is loaded: a process of its own."""
-    tests = f"tests/interpreted/test_{of}.py" if of else "tests/interpreted"
-    asked = [sys.executable, "-m", "pytest", tests, "-x", "-m", marked, "-p", "no:cacheprovider"]
+    asked = [sys.executable, "-m", "pytest", f"tests/interpreted/{of}", "-x", "-m", marked, "-p", "no:cacheprovider"]
     own = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     own.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(asked, env=own, cwd=ROOT, capture_output=True, text=True, timeout=900)
@@ -35,7 +34,7 @@ def interpreted(marked: str, of: str) -> None:
 @WITH
 @pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2", "ENG-TRITON-D5", "ENG-TRITON-D6", "ENG-TRITON-I1")
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("of", sorted(path.stem[5:] for path in (ROOT / "tests/interpreted").glob("test_*.py")))
+@pytest.mark.parametrize("of", sorted(path.name for path in (ROOT / "tests/interpreted").glob("test_*.py")))
 def test_kernels_in_the_interpreter(of: str) -> None:
     interpreted("not slow", of)
 
@@ -44,7 +43,7 @@ def test_kernels_in_the_interpreter(of: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_every_kernel_in_the_interpreter() -> None:
-    interpreted("slow", "")
+    interpreted("slow")
 
 
 @pytest.mark.spec("ENG-TRITON-I2")
