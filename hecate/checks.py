@@ -1,4 +1,4 @@
-"""What a caller gave, in words, and the checks that everybody's tensors, numbers and sizes go through.
+"""Descriptions of a caller's arguments, and the checks that all tensors, numbers and sizes go through.
 
 A check raises a sentence: what was expected, and what was given. Sizes have one ceiling, held by arithmetic before
 anything is allocated or repeated: one out of the question is a `ConfigError` with the bytes, the limit and the knob,
@@ -76,7 +76,7 @@ def named(*fields: str, to: type | None = None) -> Callable[[Called], Called]:
 
 
 def _not_taken(name: str, known: Sequence[str], given: Iterable[str], fields: Sequence[str]) -> ArgumentError:
-    """What to write in place of the first keyword that is not known."""
+    """The error for the first keyword that is not known, with what to write in its place."""
     word = next(word for word in given if word not in known)
     ours = next((item for item in (word, *MEANT.get(word, ())) if item in fields and item not in known), None)
     hint = "" if ours is None else f" It is a field of config: config={{{ours!r}: ...}}."
@@ -124,13 +124,13 @@ TURNED = "; T and H look swapped: tokens are [B, T, H, D], of [B, H, T, D] give 
 
 
 def swapped(found: Sequence[int], wanted: Sequence[int]) -> str:
-    """What to say where [B, T, H] or [B, T] was wanted and [B, H, T] or [B, H] was found; else an empty text."""
+    """Hint where [B, T, H] or [B, T] was wanted and [B, H, T] or [B, H] was found; else an empty text."""
     fits = len(found) > 2 and len(wanted) > 2 and (found[0], found[2], found[1]) == tuple(wanted[:3])
     return TURNED if fits and wanted[1] != wanted[2] else ""
 
 
 def heads_for_tokens(found: Sequence[int], wanted: Sequence[int], k: Tensor) -> str:
-    """What to say where a shape has as many heads as keys `[B, T, H, D]` have tokens; else an empty text."""
+    """Hint where a shape has as many heads as keys `[B, T, H, D]` have tokens; else an empty text."""
     length, heads = k.shape[1:3]
     apart = [pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]]
     return TURNED if len(found) == len(wanted) and apart == [(length, heads)] else ""

@@ -41,7 +41,7 @@ class _Program(TyperGroup):
 
 
 def _usage(error: Any) -> int:
-    """What typer says of a command line that is none."""
+    """Shows typer's message for an invalid command line; returns the exit code."""
     shown = type(error).__name__ == "NoArgsIsHelpError"
     error.message = error.message if shown else printable(error.message or "", MESSAGE // 4)
     with suppress(OSError):

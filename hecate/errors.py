@@ -130,7 +130,7 @@ class FileSystemWarning(UserWarning):
 
 
 def install_line(extra: str) -> str:
-    """What to type to get an extra; the package index has another project's package under the name `hecate`."""
+    """Command that installs an extra; the package index has another project's package under the name `hecate`."""
     return f'pip install -c constraints.txt ".[{extra}]" (in a checkout of hecate)'
 
 
@@ -168,7 +168,7 @@ def shorten(value: object) -> str:
 
 
 def meant(word: object, known: Iterable[str]) -> str:
-    """What a word from elsewhere is called here, if that is known, or what to write instead; else an empty text."""
+    """Suggestion of the name that a word from elsewhere has here, or advice on what to write; else an empty text."""
     text = word.lower() if isinstance(word, str) else ""
     for ours in MEANT.get(text, ()):
         if ours in known:

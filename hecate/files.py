@@ -188,7 +188,7 @@ def refusing(what: str, instead: str = "", *, then: str = "") -> Iterator[None]:
 
 
 def cure(error: OSError) -> str:
-    """What helps against the reason of an error, if that is known."""
+    """Remedy for the reason of an error; an empty text if none is known."""
     return _CURES.get(error.errno or 0, "")
 
 

@@ -1,4 +1,4 @@
-"""What layers and models carry between calls, as values: moved, cut into rows, joined, repeated, saved.
+"""States of layers and models between calls, as values: moved, cut into rows, joined, repeated, saved.
 
 A state is a pytree of tensors whose first axis is the batch; numbers `[]` belong to all rows. The functions take any,
 such as a language model's tuple or that of your own module; a `State` has them as methods. [STATE-TREE-D1]
@@ -236,7 +236,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
 
 
 _Dtype = torch.dtype | Literal["floating point"] | None
-"""What the tensors of a field are; None: any but complex numbers."""
+"""Dtype of the tensors of a field; None: any but complex numbers."""
 
 
 def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
@@ -287,7 +287,7 @@ def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
 
 
 def _dtype_of(kind: type[State], field: str) -> _Dtype:
-    """What the tensors of a field are."""
+    """Dtype of the tensors of a field."""
     return None if kind.whole is None else dict[str, _Dtype](kind.whole).get(field, "floating point")
 
 

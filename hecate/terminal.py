@@ -1,4 +1,4 @@
-"""What reaches a terminal: texts that it may show, streams that take no more, and every failure as one message.
+"""Output to a terminal: texts that it may show, streams that take no more, and every failure as one message.
 
 Standard output may be closed, full, or a pipe that nobody reads any longer: that is an `OutputError`, which ends a
 command that only prints and is a warning behind work that is done. What standard error cannot take is lost.
@@ -50,7 +50,7 @@ class StandardError:
             self._stream.flush()
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """True if it is a terminal."""
         return self._stream is not None and self._stream.isatty()
 
     @property

@@ -119,7 +119,7 @@ def _as_tuple(annotation: Any, value: Any) -> Any:
 
 
 MAX_DEPTH = 128
-"""How deeply the values of a file may be nested: what reads and writes them is recursive."""
+"""Maximum nesting depth of the values of a file: what reads and writes them is recursive."""
 
 
 def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
@@ -155,7 +155,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _unnamed(cls: Any, given: Any) -> str:
-    """What to write where a value was given without a field's name."""
+    """Hint of what to write where a value was given without a field's name."""
     if isinstance(given, str | Mapping):
         return f"; {cls.__name__}.model_validate reads a name or a mapping"
     fields = [name for name in cls.model_fields if name != "kind"]
@@ -246,7 +246,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     @classmethod
     def _hint(cls, key: str, known: list[str]) -> str:
-        """What an unknown field may have been meant to be: one of these, or a field of one of them."""
+        """Suggestion for an unknown field: one of the known ones, or a field of one of them."""
         return meant(key, known) or did_you_mean(key, known, 0.7) or cls._held_by(key) or did_you_mean(key, known)
 
     @classmethod
@@ -266,7 +266,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         return ""
 
     def conflicts(self) -> Conflicts:
-        """What cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
+        """Settings that cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
         yield from ()
 
     @model_validator(mode="after")
@@ -365,8 +365,8 @@ _CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
 
 
 def about_field(cls: type[Any], name: str) -> str:
-    """What docstrings say of a field: its entry in a section, there or where that says `as in`; else what its family
-    is, the sentences that name it, or the formula that it is a part of."""
+    """Description of a field from docstrings: its entry in a section, there or where that says `as in`; else that of
+    its family, the sentences that name it, or the formula that it is a part of."""
     docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in cls.__mro__ if base.__module__ != "builtins"]
     blocks = [" ".join(_CITED.sub("", block).split()) for doc in docs for block in _BLOCK.split(doc)]
     entries = [(match[1].split(", "), block[match.end() :]) for block in blocks if (match := _ENTRY.match(block))]
@@ -438,7 +438,7 @@ class Variant(Config):
 
     @classmethod
     def is_family(cls) -> bool:
-        """Whether this is the family itself or an abstract helper rather than a variant."""
+        """True if this is the family itself or an abstract helper rather than a variant."""
         return not isinstance(cls.model_fields["kind"].default, str)
 
     @classmethod
@@ -448,7 +448,7 @@ class Variant(Config):
 
     @classmethod
     def hand_written(cls) -> bool:
-        """Whether every derivative is written by hand rather than left to `torch.func`."""
+        """True if every derivative is written by hand rather than left to `torch.func`."""
         return all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
 
     def kernel_form(self) -> Any:
@@ -542,7 +542,7 @@ def resolve_families(schema: Schema) -> Schema:
 
 
 def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool:
-    """Whether no class below the one that declares a trait, of a class or of its instance, redefines one of these
+    """True if no class below the one that declares a trait, of a class or of its instance, redefines one of these
     formulas.
 
     A subclass that changes the maths inherits the words about the old: they no longer hold.

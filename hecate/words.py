@@ -1,4 +1,4 @@
-"""What people write who come from elsewhere, and what it is called here: for error messages alone."""
+"""Names used elsewhere, and what they are called here: for error messages alone."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ State = tuple[Tensor, ...]  # weights, slots or context of memories, in their or
 
 
 class AlgorithmForm(NamedTuple):
-    """How kernels and parallel forms take the direction from the token's own gradient G: D = -lr G, or with `momentum`
+    """Direction D that kernels and parallel forms take from the token's own gradient G: D = -lr G, or with `momentum`
     S' = momentum S - lr G and D = S', or with `nesterov` too D = momentum S' - lr G.
 
     As `token`, for a matrix alone: with `erase` e also S' = S (momentum - c G^T G) - lr G, c = e / (1 + e |G|^2), or 1
@@ -33,13 +33,13 @@ class AlgorithmForm(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether G is the token's own and adds to S."""
+        """True if G is the token's own gradient and adds to S."""
         return self.erase is None and self.ridge is None
 
 
 class GramForm(NamedTuple):
-    """How block engines take the direction of a matrix memory where a function of the momentum's Gram matrix mixes its
-    rows: S' = momentum S + G, D = -lr Q S' with Q = gain(S' S'^T).
+    """Direction of a matrix memory in block engines where a function of the momentum's Gram matrix mixes its rows: S' =
+    momentum S + G, D = -lr Q S' with Q = gain(S' S'^T).
 
     Fields:
         gain: from the weight's shape `(V, P)` the block (gram `[N, V, V]`) -> Q `[N, V, V]`.
@@ -49,10 +49,9 @@ class GramForm(NamedTuple):
 
 
 class WindowForm(NamedTuple):
-    """How block engines take the gradient: G = sum_a weights[a] grad ell(M; phi_(t-a), v_(t-a)) over the last tokens
+    """Gradient of a window in block engines: G = sum_a weights[a] grad ell(M; phi_(t-a), v_(t-a)) over the last tokens
     since the start or the last reset, a step of `inner` along it; the keys, values and marks of as many tokens are the
-    context, where `remembers`.
-    """
+    context, where `remembers`."""
 
     weights: tuple[float, ...]
     inner: Algorithm
@@ -60,8 +59,8 @@ class WindowForm(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What one token brings to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of
-    phi_k as the error is written, None where that is phi_k too."""
+    """One token's inputs to a write: phi_k `[N, P]`, v `[N, V]` and the lr gate `[N]`; phi_w `[N, P]` in place of phi_k
+    as the error is written, None where that is phi_k too."""
 
     phi_k: Tensor
     v: Tensor
@@ -113,8 +112,8 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether D is a sum of the gradients so far, with weights fixed by keys and gates; slots without the values'
-        width in their shape then hear of no value."""
+        """True if D is a sum of the gradients so far, with weights fixed by keys and gates; slots whose shape lacks the
+        values' width then do not depend on values."""
         return self.linear
 
     @property
@@ -124,7 +123,7 @@ class Algorithm(Variant, family="algorithm"):
 
     @property
     def dampens(self) -> bool:
-        """Whether lr is multiplied by (1 - momentum) token by token, ahead of everything else."""
+        """True if lr is multiplied by (1 - momentum) token by token, ahead of everything else."""
         return False
 
     @property
@@ -177,7 +176,7 @@ class Algorithm(Variant, family="algorithm"):
 
     @classmethod
     def takes_any_gradient(cls) -> bool:
-        """Whether `direction` gets the token's own gradient, unchanged and without a context."""
+        """True if `direction` gets the token's own gradient, unchanged and without a context."""
         return cls.gradient is Algorithm.gradient
 
     def window_form(self) -> WindowForm | None:
@@ -191,7 +190,7 @@ class Algorithm(Variant, family="algorithm"):
         return None
 
     def gram_form(self) -> GramForm | None:
-        """How a function of the momentum's Gram matrix gives its direction, if one does."""
+        """Direction as a function of the momentum's Gram matrix; None if it is not one."""
         return None
 
     def block(self) -> Block:

@@ -14,8 +14,8 @@ from hecate.variant import Variant
 
 
 class KernelForm(NamedTuple):
-    """How the kernels of the compiled engines compute u = grad: as `kernel`, coordinate by coordinate; as `token`, the
-    coordinates may meet.
+    """Formula of u = grad in the kernels of the compiled engines: as `kernel`, coordinate by coordinate; as `token`,
+    the coordinates may meet.
 
     With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
     e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
@@ -70,7 +70,7 @@ class Bias(Variant, family="bias"):
 
     @property
     def linear(self) -> bool:
-        """Whether grad is a pred + b target, with the same fixed numbers for every coordinate."""
+        """True if grad is a pred + b target, with the same fixed a and b for every coordinate."""
         return False
 
     def block(self) -> Block:

@@ -56,7 +56,7 @@ class CarryMemory(Memory):
 
     @property
     def shares(self) -> Shares:
-        """What it does with a piece of a sequence: levels of ages are handed on from rank to rank."""
+        """Mode of context parallelism: levels of ages are handed on from rank to rank."""
         return "turns"
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:

@@ -194,7 +194,7 @@ class CMS(nn.Module):
 
     @property
     def shares(self) -> Shares:
-        """What it does with a piece of a sequence: nested levels are cut where they commit."""
+        """Mode of context parallelism: nested levels take turns, as they are cut where they commit."""
         return "turns" if self.config.composition == "nested" else "layers"
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
@@ -338,7 +338,7 @@ class CMS(nn.Module):
         nn.init.zeros_(self.memories[at].out.weight)
 
     def health(self, x: Tensor, state: CMSState | None = None) -> list[LevelHealth]:
-        """What every level does on x `[B, T, d_model]`; a `HealthWarning` for each dead one."""
+        """Statistics of every level on x `[B, T, d_model]`; a `HealthWarning` for each dead one."""
         if x.dim() != 3 or x.numel() == 0:
             raise ShapeError(
                 f"health needs tokens: x must be [B, T, {self.d_model}] with B and T at least 1, got {list(x.shape)}"
@@ -362,7 +362,7 @@ class CMS(nn.Module):
         return found
 
     def extra_repr(self) -> str:
-        """How the levels are joined, and their periods."""
+        """The width, the composition of the levels, and their periods."""
         periods = ", ".join(f"{level.name}={level.period}" for level in self.config.levels)
         return f"{self.d_model}, composition={self.config.composition}, periods: {periods}"
 

@@ -1,4 +1,4 @@
-"""What the levels of a continuum memory are, how often each commits and how they are joined."""
+"""Config of a continuum memory: its levels, how often each commits and how they are joined."""
 
 from __future__ import annotations
 

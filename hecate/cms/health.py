@@ -1,4 +1,4 @@
-"""Whether levels do their work: faults that a layer shows before it is run, and what every level does on a sequence."""
+"""Health of levels: faults that a layer shows before it is run, and statistics of every level on a sequence."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def level_health(
     written: Tensor,
     y: Tensor,
 ) -> LevelHealth:
-    """What a level did in a run of its layer that gave y, recorded by autograd.
+    """Statistics of a level in a run of its layer that gave y, recorded by autograd.
 
     `written` tells how many tokens since the start there are after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1

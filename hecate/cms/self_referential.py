@@ -86,17 +86,17 @@ class SelfReferenceConfig(Config):
 
     @property
     def refers(self) -> bool:
-        """Whether what is written depends on what was written before."""
+        """True if what is written depends on what was written before."""
         return bool(self.moving) or self.phase == 3 or self.erase == "twice"
 
     @property
     def erases(self) -> int:
-        """How often a write takes the key's direction out of a box."""
+        """Number of times that a write erases the key's direction from a box."""
         return 2 if self.erase == "twice" else 1
 
     @property
     def anchored(self) -> bool:
-        """Whether the state keeps what boxes were at the chunk's start."""
+        """True if the state keeps the boxes as they were at the chunk's start."""
         return self.refers and self.period > 1
 
     @model_validator(mode="after")
@@ -302,7 +302,7 @@ class _SelfReferentialFields(NamedTuple):
 
 
 class SelfReferentialState(State, _SelfReferentialFields):
-    """What a `SelfReferential` layer carries between calls: a pytree of tensors. [SELF-LAYER-I1]
+    """State of a `SelfReferential` layer between calls: a pytree of tensors. [SELF-LAYER-I1]
 
     Fields:
         boxes: the boxes that are written, the memory last; box-major on the head axis.

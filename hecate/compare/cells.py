@@ -1,4 +1,4 @@
-"""What is compared: every cell of a grid as a valid experiment, and its steps under the common budget."""
+"""Cells of a comparison: each a valid experiment of a grid, and its steps under the common budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT = 1 << 31
 
 @dataclass(frozen=True)
 class Budget:
-    """What every cell may spend on a run: one of these, or, all None, the steps of the experiments themselves.
+    """Budget of each cell's run: one of these, or, all None, the steps of the experiments themselves.
 
     Fields:
         steps: optimiser steps.

@@ -1,4 +1,4 @@
-"""What a comparison is written as: tables, runs.csv, cells.csv, pairs.csv, comparison.json and a figure."""
+"""Output of a comparison: tables, runs.csv, cells.csv, pairs.csv, comparison.json and a figure."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found: a row for each run that is reported, the verdicts, what was chosen and what to know of it."""
+    """Result: a row for each reported run, those of tuning, verdicts on pairs, and notes on choices and caveats."""
 
     cells: Sequence[Cell]
     rows: Sequence[Row]
@@ -80,7 +80,7 @@ class _Work:
     running: dict[subprocess.Popen[bytes], _Job] = field(default_factory=dict)
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
-        """What every run came to; those without a result are run first, and an error ends them all."""
+        """The results of all runs; those without one are run first, and an error ends them all."""
         self._recall()
         for job in jobs:
             self._prepare(job)

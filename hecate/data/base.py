@@ -1,5 +1,5 @@
-"""What training data is: a config that loads into a source of batches, each a pure function of (seed, step), and the
-cursor over them."""
+"""Training data: a config that loads into a source of batches, each a pure function of (seed, step), and the cursor
+over them."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Source(ABC):
     fingerprint: str
     """SHA-256 of everything that decides the batches; a resumed run must find the same one."""
     carries: bool = False
-    """Whether each row of a batch goes on where that row of the batch before ended, with the state it left."""
+    """True if each row of a batch goes on where that row of the batch before ended, with the state it left."""
     ordered: bool = False
-    """Whether batches are consecutive parts of one order over the data, instead of draws of their own."""
+    """True if batches are consecutive parts of one order over the data, instead of draws of their own."""
     lengths: Tensor | None = None
     """Bytes of text that each token stands for, int64 `[vocabulary]`; None where a token is a byte or has no text."""
 
@@ -96,11 +96,11 @@ class DataConfig(Variant, family="data"):
 
     @property
     def carries(self) -> bool:
-        """Whether rows go on from batch to batch, as `Source.carries`."""
+        """True if rows go on from batch to batch, as `Source.carries`."""
         return False
 
     def tokenizer(self) -> Tokenizer | None:
-        """What turns text into token ids and back, read without the data; None of what is no text."""
+        """Tokenizer of text to token ids and back, read without the data; None where they are no text."""
         return None
 
     def length(self) -> int | None:

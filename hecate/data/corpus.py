@@ -185,7 +185,7 @@ def _limited(path: Path, text: bytes | bytearray, limits: Limits) -> bytes | byt
 
 
 def _too_long(what: str, most: int, cure: str, option: str) -> DataError:
-    """What is beyond a limit, and the option of `hecate data` that raises it."""
+    """The error for input beyond a limit, with the option of `hecate data` that raises it."""
     size = f"{most >> 20} MiB" if most >> 20 else f"{most} bytes"
     return DataError(f"{what} of more than {size}; {cure}, or raise {option}")
 

@@ -53,7 +53,7 @@ class Shard(Config):
 
 
 class Sidecar(Config):
-    """What `tokens.json` says of its folder. [DATA-SHARD-D1]
+    """Contents of a folder's `tokens.json`. [DATA-SHARD-D1]
 
     Fields:
         dtype, vocabulary: of the tokens.
@@ -221,7 +221,7 @@ class TokenStream:
 
     @property
     def has_starts(self) -> bool:
-        """Whether it is known where documents start."""
+        """True if it is known where documents start."""
         return all(file.starts is not None for file in self.files)
 
     def read(self, at: int, count: int) -> NDArray[np.int64]:
@@ -311,7 +311,7 @@ def file_sha256(path: Path) -> str:
 
 
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
-    """What the SHA-256 of every file of a folder must be."""
+    """Expected SHA-256 of every file of a folder, by path."""
     found = {}
     for shard in (*sidecar.train, *sidecar.validation):
         found[folder / shard.file] = shard.sha256

@@ -49,7 +49,7 @@ SHARD_TOKENS = 1 << 27
 
 
 class Job(Config):
-    """What decides every byte of a folder; a run that goes on must have the same."""
+    """Settings that determine every byte of a folder; a run that goes on must have the same."""
 
     inputs: Digest
     tokenizer: Digest
@@ -79,7 +79,7 @@ class Encoded(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What is done so far: documents and tokens written, of `files` input files the one that is read."""
+    """Progress so far: documents and tokens written, and the file being read, of `files` input files."""
 
     documents: int
     tokens: int

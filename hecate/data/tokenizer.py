@@ -1,4 +1,4 @@
-"""What turns text into token ids and back: bytes, which need nothing, or a file of the `tokenizers` library."""
+"""Tokenizers of text to token ids and back: bytes, which need nothing, or a file of the `tokenizers` library."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class TokenSource(Source):
         return found
 
     def _windows(self, name: str, stream: TokenStream, seq_len: int) -> int:
-        """How many windows stand side by side; the one token more is the last label."""
+        """Number of windows side by side; the one token more is the last label."""
         found = (len(stream) - 1) // seq_len
         if found < 1:
             raise DataError(

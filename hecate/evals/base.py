@@ -1,4 +1,4 @@
-"""What an evaluation is: a config that gives rows with labelled answers, and how a model is asked for them."""
+"""Evaluations: a config that gives rows with labelled answers, and how a model is asked for them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Part(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What tasks are built from: the encoder of texts, a text to hide things in, and how many ids the model knows."""
+    """Inputs to tasks: the encoder of texts, a text to hide things in, the number of ids that the model knows, and the
+    most tokens that it reads."""
 
     encoder: Encoder | None = None
     text: str | None = None
@@ -134,7 +135,7 @@ class Reader:
 
 @dataclass
 class Result:
-    """What a model scored in a part: `score` in its metric beside `chance`, and all that was counted.
+    """Score of a model in a part: `score` in its metric beside `chance`, and all that was counted.
 
     `exact` is the share of answers right as a whole, `accuracy` that of right labels, `loss` the mean of labels in
     nats; `error` is sqrt(p (1 - p) / n), the standard error of n independent answers or labels, which those of one row

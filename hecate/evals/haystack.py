@@ -24,7 +24,7 @@ Ids = NDArray[np.int64]
 
 
 class Encoder(Protocol):
-    """What turns texts into ids."""
+    """Encoder of texts into ids."""
 
     start: tuple[int, ...]
     """Ids that every row begins with."""

@@ -1,4 +1,4 @@
-"""What an evaluation found, as tables, files and a figure."""
+"""Reports of an evaluation: tables, files and a figure."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ AT_ONCE = 1 << 14
 
 
 def task_names() -> list[str]:
-    """What can be asked by name: the evaluations in text, then the synthetic tasks."""
+    """Names of all tasks: the evaluations in text, then the synthetic tasks."""
     text = [name for name in Evaluation.variants() if name != "synthetic"]
     own = [name for name, kind in DataConfig.variants().items() if issubclass(kind, Task)]
     return [*text, "niah_1", "niah_2", "niah_3", *own]
@@ -63,8 +63,7 @@ def evaluate_tasks(
     device: torch.device | str | None = None,
     tokens_at_once: int = AT_ONCE,
 ) -> list[Result]:
-    """What a model scores in tasks: names, `Evaluation`s, or tasks of `hecate.data` that it was trained on.
-    [EVAL-TASKS-D1]
+    """Scores a model in tasks: names, `Evaluation`s, or tasks of `hecate.data` that it was trained on. [EVAL-TASKS-D1]
 
     Args:
         model: tokens int64 `[B, T]` to logits `[B, T, V]`; also what gives an object with `.logits` (any transformers

@@ -26,8 +26,8 @@ class Sizes(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a layer asks of its memory: q `[B, T, H, D]`, k and v `[B, T, (n,) H, *]`, and the gates of
-    `hecate.rule.Gates` by name, `[B, T, (n,) H, *]`; `skip` `[B, T, H, V]` is added to what it answers."""
+    """Inputs of a layer to its memory: q `[B, T, H, D]`, k and v `[B, T, (n,) H, *]`, and the gates of
+    `hecate.rule.Gates` by name, `[B, T, (n,) H, *]`; `skip` `[B, T, H, V]` is added to the answer."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +66,7 @@ class Gating(Variant, family="gating"):
 
     @property
     def gates(self) -> tuple[str, ...]:
-        """Which of the gates erase, write, retain_value and floor it makes."""
+        """The gates that it makes among erase, write, retain_value and floor."""
         return tuple(name for name in self._makes if name not in ("lr", "retain", "momentum"))
 
     @property
@@ -84,7 +84,7 @@ class Gating(Variant, family="gating"):
         return None
 
     def pairs(self, writes: int) -> int:
-        """How many keys and values the layer projects per token, for so many writes."""
+        """Number of keys and values that the layer projects per token, for so many writes."""
         return writes
 
     def shapes(self, sizes: Sizes) -> Shapes:
@@ -102,7 +102,7 @@ class Gating(Variant, family="gating"):
     def forward(
         self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """What is written, and the state after the last token."""
+        """Inputs to the memory, and the gating's state after the last token."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
 

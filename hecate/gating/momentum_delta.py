@@ -34,7 +34,7 @@ class MomentumDeltaGates(Gating):
 
     @property
     def one_key(self) -> bool:  # type: ignore[override]
-        """Whether it looks at the one key of a token."""
+        """True if it reads the one key of a token."""
         return self.correction
 
     def refusal(self, config: Any) -> str | None:

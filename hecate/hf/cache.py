@@ -116,7 +116,7 @@ def state_layers(cache: Cache, count: int) -> list[StateLayer]:
 
 
 def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) -> Tensor | None:
-    """Which of the last `length` tokens are no padding, bool `[B, T]`; None if all are. [HF-PAD-D1]
+    """Mask of those of the last `length` tokens that are no padding, bool `[B, T]`; None if all are. [HF-PAD-D1]
 
     `mask` `[B, T]` is of these tokens, or of all so far. `ShapeError` where it is neither, `ConfigError` where it calls
     padding what a state has been written with: that cannot be taken back.

@@ -39,7 +39,7 @@ _NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.self_attn\.{BRANCH}\.(.+)")
 
 
 class GraftConfig(Config):
-    """What a graft is: all that its weights need to be found again.
+    """Config of a graft: all that is needed to load its weights again.
 
     Fields:
         layers: the layers that have a memory.

@@ -1,4 +1,4 @@
-"""What a graft changes while a model runs: the attention's class, the class of its cache layer, and one hook.
+"""Changes of a graft to a running model: the attention's class, the class of its cache layer, and one hook.
 
 An attention keeps its place and the names of its weights; its class becomes a subclass with a memory. What the memory
 carries from call to call lies in the attention's layer of the cache, whose class becomes a subclass that does to it
@@ -28,7 +28,7 @@ BRANCH = "hecate"
 
 
 class Masks(NamedTuple):
-    """What memories have to know of the tokens of a call, bool `[B, T]` each; None where it holds for none.
+    """Masks of the tokens of a call for memories, bool `[B, T]` each; None where it holds for none.
 
     Fields:
         write: False where a token is padding, which memories neither write nor count.
@@ -61,12 +61,12 @@ class Branch(nn.Module):
         return (y if self.gate is None else self.gate * y), state
 
     def extra_repr(self) -> str:
-        """Which weights of the attention it began with."""
+        """Names of the attention's weights that it began with."""
         return f"from {', '.join(self.reused)}" if self.reused else ""
 
 
 class Remembering(CacheLayerMixin):  # or a cache layer could not become one: its layout would be another
-    """What a cache layer gains: the state of the memory beside its keys and values, a pytree with a row per sequence.
+    """Mixin for a cache layer: the state of the memory beside its keys and values, a pytree with a row per sequence.
 
     States are replaced, never written in place: a copy of the cache stays what it was.
     """
@@ -128,7 +128,7 @@ def cache_layer(past: Any, index: int, read: int) -> Any:
 
 
 class Grafted(nn.Module):
-    """What an attention gains. Its memory reads the same hidden states, without positions."""
+    """Mixin for an attention: its memory reads the same hidden states, without positions."""
 
     layer_idx: int
 

@@ -43,7 +43,7 @@ def _check_room(config: HecateConfig, each: int) -> None:
 
 
 class HecatePreTrainedModel(PreTrainedModel):
-    """What both models tell transformers."""
+    """Base of both models: their settings for transformers."""
 
     config_class = HecateConfig
     base_model_prefix = "model"
@@ -184,7 +184,7 @@ class HecateModel(HecatePreTrainedModel):
         borders: Tensor | None,
         past: StateLayer | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the first block reads, which of it is no padding, and where documents begin."""
+        """Inputs of the first block, the mask of those that are no padding, and the starts of documents."""
         given: Any = tokens if rows is None else rows
         written = written_tokens(mask, given.shape[1], past)
         starts = document_starts(positions, borders, written, given.shape[:2], past)

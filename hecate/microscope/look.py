@@ -30,7 +30,7 @@ def look(
     reset_mask: Tensor | None = None,
     points: int = 64,
 ) -> View:
-    """What every memory of a model or layer does while it reads x. [SCOPE-LOOK-D1]
+    """Records what every memory of a model or layer does while it reads x. [SCOPE-LOOK-D1]
 
         view = look(model, tokens)
         view["blocks.0.memory"].attention.map   # [B, H, T, T]
@@ -187,7 +187,7 @@ def _scans_of(calls: list[Call]) -> list[Asked]:
 
 
 def _goes_on(last: Call, call: Call) -> bool:
-    """Whether a call starts in the very state in which the last one ended."""
+    """True if a call has the last one's config and starts in the very state in which that ended."""
     state = call.asked.state
     if state is None or call.asked.config != last.asked.config:
         return False

@@ -24,7 +24,7 @@ LONGEST = 256  # tokens looked at unless told otherwise: maps of more are finer 
 
 
 class Reported(NamedTuple):
-    """What was written."""
+    """Files that were written, the run's step, and the number of tokens read."""
 
     report: Path
     figures: list[Path]

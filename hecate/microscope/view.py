@@ -1,4 +1,4 @@
-"""What the microscope shows of a memory: its map, and over time its norms, ranks, gates and what it recalls."""
+"""View of a memory in the microscope: its map, and over time its norms, ranks, gates and recall."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Recall(NamedTuple):
     chance: Tensor
 
     def known(self, row: int = 0) -> bool:
-        """Whether a sequence left anything to recall: no memory of a head that never fires does."""
+        """True if a sequence left anything to recall: no memory of a head that never fires does."""
         return not bool(self.cosine[row].isnan().all())
 
     def by_age(self, name: str = "cosine", row: int = 0) -> AgeCurve:
@@ -129,7 +129,7 @@ class MemoryView:
     @cached_property
     @torch.no_grad()
     def answers(self) -> Tensor:
-        """What the memory answered, `[B, T, H, V]`."""
+        """Answers of the memory, `[B, T, H, V]`."""
         return torch.cat([asked.scan()[0] for asked in self.scans], 1)
 
     @cached_property
@@ -147,7 +147,7 @@ class MemoryView:
 
     @property
     def recall(self) -> Recall:
-        """What is recalled against age."""
+        """Recall against age."""
         return self._over_time[0]
 
     @property
@@ -167,8 +167,8 @@ class MemoryView:
 
     @cached_property
     def strength(self) -> Strength | None:
-        """What single writes of its longest scan change, at once and 32 tokens on; None where none can be followed for
-        so long. [NN-WRITE-D1]"""
+        """Effect of single writes of its longest scan, at once and 32 tokens on; None where none can be followed for so
+        long. [NN-WRITE-D1]"""
         return write_strength(max(self.scans, key=lambda asked: asked.v.shape[1]))
 
     @cached_property
@@ -244,7 +244,7 @@ def _file_names(names: list[str]) -> dict[str, str]:
 
 
 class _Written:
-    """What was written by all scans, to ask states for; `fired` `[B, T, H]` says which heads wrote a token."""
+    """Tokens written by all scans, to query states with; `fired` `[B, T, H]` says which heads wrote a token."""
 
     def __init__(self, scans: list[Asked], fired: Tensor) -> None:
         self.config = scans[0].config

@@ -157,7 +157,7 @@ class LanguageModelConfig(Config):
 
     @property
     def plain(self) -> bool:
-        """Whether blocks have the memory of `memory`."""
+        """True if blocks have the memory of `memory`: no levels, no self-reference, not attention alone."""
         return not (self.levels or self.self_reference is not None or self._attends_alone)
 
     @property
@@ -195,7 +195,7 @@ class _BlockFields(NamedTuple):
 
 
 class BlockState(State, _BlockFields):
-    """What a block with levels after its memory carries: a pytree of tensors."""
+    """State of a block with levels after its memory: a pytree of tensors."""
 
     __slots__ = ()
     whole = ()
@@ -279,7 +279,7 @@ class LanguageModel(nn.Module):
 
     shares: ClassVar[Shares] = "layers"
     block: ClassVar[type[MemoryBlock]] = MemoryBlock
-    """What its blocks are; a subclass may have its own."""
+    """Class of its blocks; a subclass may have its own."""
     config_type: ClassVar[type[LanguageModelConfig]] = LanguageModelConfig
 
     def __init__(
@@ -331,7 +331,7 @@ class LanguageModel(nn.Module):
         return self.logits(self.norm(x)), tuple(carried)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """What the first block reads `[B, T, d_model]`; `ShapeError` for tokens outside the vocabulary."""
+        """Input of the first block `[B, T, d_model]`; `ShapeError` for tokens outside the vocabulary."""
         try:
             return self.scaled(self.embedding(tokens))
         except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly

@@ -26,7 +26,7 @@ class _TransformerFields(NamedTuple):
 
 
 class TransformerState(State, _TransformerFields):
-    """What a causal `LinearTransformer` carries between calls: a pytree of tensors. [TRF-LIN-I1]
+    """State of a causal `LinearTransformer` between calls: a pytree of tensors. [TRF-LIN-I1]
 
     Fields:
         layers: the sums of every layer's attention.

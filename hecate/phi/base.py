@@ -81,7 +81,7 @@ def _checked_init(init: Callable[..., Params]) -> Callable[..., Params]:
 
 
 class MapForm(NamedTuple):
-    """How kernels compute a map of each component: `"same"`: x; `"elu"`: x + 1 for x > 0, else exp(x); `"relu"`: max(x,
+    """Formula of a componentwise map in kernels: `"same"`: x; `"elu"`: x + 1 for x > 0, else exp(x); `"relu"`: max(x,
     0) + number; `"leaky"`: x for x > 0, else number x; `"square"`: max(x, 0)^2. [ENG-TRITON-D7]"""
 
     name: Literal["same", "elu", "relu", "leaky", "square"]
@@ -171,8 +171,8 @@ class FeatureMap(Variant, family="feature_map"):
         return {name: self.start(name, (heads, *shape), generator) for name, shape in self.shapes(d).items()}
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """How a learned parameter `[H, ...]` starts, in float64 where the generator lives: a vector at 0, a matrix from
-        N(0, 1/fan_in), so that outputs keep the inputs' variance; one seed gives one matrix in every dtype."""
+        """Initial value of a learned parameter `[H, ...]`, in float64 where the generator lives: 0 for a vector, N(0,
+        1/fan_in) for a matrix, so that outputs keep the inputs' variance; one seed gives one matrix in every dtype."""
         if len(shape) == 2:
             return torch.zeros(shape, dtype=torch.float64, device=generator.device)
         if min(shape) < 1:
@@ -234,7 +234,7 @@ class FeatureMap(Variant, family="feature_map"):
         return None
 
     def power_form(self, d: int) -> PowerForm | None:
-        """How block engines work with the map on inputs of width d, where its kernel is a polynomial of their inner
+        """Form of the map for block engines on inputs of width d, where its kernel is a polynomial of their inner
         product and nothing is learned; else None."""
         return None
 

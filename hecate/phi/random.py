@@ -1,4 +1,4 @@
-"""What random feature maps share: draws, orthogonal blocks, redrawing, precise projections."""
+"""Common parts of random feature maps: draws, orthogonal blocks, redrawing, precise projections."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
     widths = [1, d, *((part.stop - part.start) * (d - part.start) for part in parts)]
 
     def factors(x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """What is multiplied in a block: own components, and these with all later ones."""
+        """The factors of a block's products: own components, and these with all later ones."""
         return second * x[..., part], torch.cat((x[..., part], math.sqrt(2) * x[..., part.stop :]), -1)
 
     def features(x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -28,7 +28,7 @@ class Asked(NamedTuple):
 
 
 class Means(NamedTuple):
-    """How a readout walks over tokens.
+    """Means by which a readout walks over tokens.
 
     Fields:
         run: executes blocks.
@@ -98,7 +98,7 @@ class Readout(Variant, family="readout"):
             yield "on_nonfinite='skip' may leave out tokens, whose keys it would hold; use 'raise'"
 
     def turned(self, asked: Asked, held: Held, means: Means) -> Turned:
-        """What the memory is asked, and written with."""
+        """Tensors that the memory is queried and written with."""
         raise NotImplementedError(f"{type(self).__name__} defines no turned")
 
 

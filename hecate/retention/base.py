@@ -22,18 +22,17 @@ class LengthForm(NamedTuple):
 
 
 class LinkForm(NamedTuple):
-    """How kernels compute the memory M of a dual state A from the numbers c: `"softmax"`: c_0 softmax of every row;
-    `"banks"`: c_0 sinh(A) / sum cosh(A) of every row; `"sigmoid"`: c_0 + c_1 sigmoid(A); `"powers"`: with B = A
-    max(|A|, c_1)^c_0, B max(|B|, c_3)^c_2, |.| the norm to the power c_4 of the whole weight. [ENG-NUM-D8]
-    """
+    """Memory M of a dual state A in kernels, from the numbers c: `"softmax"`: c_0 softmax of every row; `"banks"`: c_0
+    sinh(A) / sum cosh(A) of every row; `"sigmoid"`: c_0 + c_1 sigmoid(A); `"powers"`: with B = A max(|A|, c_1)^c_0, B
+    max(|B|, c_3)^c_2, |.| the norm to the power c_4 of the whole weight. [ENG-NUM-D8]"""
 
     name: Literal["softmax", "banks", "sigmoid", "powers"]
     numbers: tuple[float, ...]
 
 
 class StepForm(NamedTuple):
-    """How the kernels of the compiled engine take a step: retain M + D, then every cell by `threshold` towards 0, and
-    to 0 within it. [ENG-NUM-D6]
+    """Step in the kernels of the compiled engine: retain M + D, then every cell by `threshold` towards 0, and to 0
+    within it. [ENG-NUM-D6]
 
     A gradient passes where the new cell is not 0; with None, everywhere. As `token` it may also be retain (M + D)
     (`coupled`), keep the `length` of slots, take D without the mean of its rows where retain is one number (`centred`),
@@ -50,7 +49,7 @@ class StepForm(NamedTuple):
 
     @property
     def cellwise(self) -> bool:
-        """Whether no cell of a memory hears of another."""
+        """True if no cell of a memory depends on another."""
         return self.length is None and self.cap is None and (self.link is None or self.link.name == "sigmoid")
 
 
@@ -58,8 +57,8 @@ LinkAt = Literal["token", "chunk", "linear"]
 
 
 class GateForm(NamedTuple):
-    """How a layer makes the retain gate from a token: one logit per head or per phi channel, of a linear head or of one
-    of low `rank` ("head": as wide as a key), and what squashes it."""
+    """Form of a layer's retain gate from a token: one logit per head or per phi channel, of a linear head or of one of
+    low `rank` ("head": as wide as a key), and its squashing function."""
 
     channels: bool = False
     rank: int | Literal["head"] | None = None
@@ -86,7 +85,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def dual(self) -> bool:
-        """Whether a dual state is carried, of which the memory is the function `weights`."""
+        """True if a dual state is carried, of which the memory is the function `weights`."""
         return type(self).weights is not Retention.weights
 
     @property
@@ -96,19 +95,19 @@ class Retention(Variant, family="retention"):
 
     @property
     def linear(self) -> bool:
-        """Whether the step is `a M + D` with a fixed by the gates, and M itself is carried: the parallel form."""
+        """True if the step is `a M + D` with a fixed by the gates, and M itself is carried: the parallel form."""
         return False
 
     @property
     def additive(self) -> bool:
-        """Whether the step is `a X + D` of what is carried, a fixed by the gates, whatever the memory is of X; D as
+        """True if the step is `a X + D` of the carried X, a fixed by the gates, whatever the memory is of X; D as
         `centred` leaves it."""
         return self.linear
 
     @property
     def anchored(self) -> bool:
-        """Whether what is forgotten gives way to the weights that a memory started at: (1 - retain) of these are added
-        to every step. [RET-START-D2]"""
+        """True if memories decay towards the weights that they started at: (1 - retain) of these are added to every
+        step. [RET-START-D2]"""
         return False
 
     def settled(self, *, deep: bool) -> Retention:
@@ -117,7 +116,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether memories stay weighted sums of what was written, with weights fixed by the gates: what a sum of
+        """True if memories stay weighted sums of what was written, with weights fixed by the gates, which a sum of
         weights can normalise."""
         return self.linear
 
@@ -128,7 +127,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def per_head(self) -> bool:
-        """Whether heads differ in that gate: then it is that of the first."""
+        """True if the default retain differs between heads: then `default_retain` is that of the first."""
         return False
 
     def default_retains(self, heads: int) -> tuple[float, ...]:
@@ -137,16 +136,16 @@ class Retention(Variant, family="retention"):
 
     @property
     def gate_form(self) -> GateForm:
-        """How a layer makes the retain gate; a sigmoid per head by default."""
+        """Form of a layer's retain gate; a sigmoid per head by default."""
         return GateForm()
 
     @property
     def needs_weights(self) -> bool:
-        """Whether memories whose initial weights are zero would stay zero."""
+        """True if memories whose initial weights are zero would stay zero."""
         return False
 
     def start(self, weights: Tensor) -> Tensor:
-        """What is carried at first by a memory whose initial weights `[N, ...]` are these: themselves by default.
+        """State carried at first by a memory of these initial weights `[N, ...]`: themselves by default.
 
         A retention that keeps memories in a set maps every tensor into it, smoothly, and zero to a constant from which
         gradients flow. It sees initial weights, never a state that goes on. [RET-START-D1]
@@ -163,7 +162,7 @@ class Retention(Variant, family="retention"):
 
     @property
     def centring(self) -> bool:
-        """Whether `centred` changes steps under a gate that rows share."""
+        """True if `centred` changes steps under a gate that rows share."""
         return False
 
     def centred(self, direction: Tensor, retain: Tensor) -> Tensor:
@@ -174,7 +173,7 @@ class Retention(Variant, family="retention"):
         return direction
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        """What is carried on: the new memory, or its dual state."""
+        """The next carried state: the new memory, or its dual state."""
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> Tensors:

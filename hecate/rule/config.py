@@ -31,7 +31,7 @@ Named = str | Mapping[str, Any]
 
 
 class Forms(NamedTuple):
-    """What engines ask of a config at every call: what its knobs say of themselves, asked once.
+    """Forms and traits of a config's knobs that engines need at every call, computed once.
 
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
@@ -65,7 +65,7 @@ class Forms(NamedTuple):
 
     @classmethod
     def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
-        """Those of a rule's knobs and phi."""
+        """The forms of a rule's knobs and phi."""
         bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
         form = bias.kernel_form()
         return cls(
@@ -284,7 +284,7 @@ class MemoryConfig(Config):
 
     @property
     def programs(self) -> dict[Any, Any]:
-        """What `memory_step` has bound of this config, by the looks of its tensors; no copy has it."""
+        """Programs that `memory_step` has bound of this config, by the looks of its tensors; no copy has them."""
         return self._programs  # type: ignore[attr-defined]
 
     @property
@@ -350,7 +350,7 @@ class MemoryConfig(Config):
         return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
 
     def conflicts(self) -> Conflicts:
-        """What the knobs and conventions rule out together."""
+        """Combinations of knobs and conventions that are ruled out."""
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
         if self.layer_conv_kernel == 1:
             yield ("layer_conv_kernel",), "must be 0 (none) or at least 2, got 1"
@@ -441,7 +441,7 @@ class MemoryConfig(Config):
                 yield f"it makes gates.{name}, but {reason}"
 
     def gate_refusals(self) -> Iterator[tuple[str, str]]:
-        """Which of the gates beside lr, retain and momentum mean nothing to it, and why."""
+        """The gates beside lr, retain and momentum that mean nothing to it, and why."""
         structure = self.structure.named
         for name in ("erase", "write"):
             if not self.forms.linear:

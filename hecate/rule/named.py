@@ -65,7 +65,7 @@ _HAS = {
 
 
 def _differs(**by: float) -> tuple[Difference, ...]:
-    """What a default layer has unlike the published one, each with how far it moves the output of a fresh layer."""
+    """Differences of a default layer from the published one, each with how far it moves the output of a fresh layer."""
     return tuple([Difference(name, _HAS[name], number) for name, number in by.items()])
 
 

@@ -195,7 +195,7 @@ class MemoryRule(Config):
         return None if refused else _rank_one_block(self)
 
     def decayed(self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = "") -> Memory:
-        """What is carried after retention and before any step: where `before_gradient` takes the gradient.
+        """The carried state after retention and before any step: where `before_gradient` takes the gradient.
 
         `retain` is the token's gate, or in a chunk the product of its gates up to the token.
         """

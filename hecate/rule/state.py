@@ -1,4 +1,4 @@
-"""What a memory carries from token to token, and the gates that steer it."""
+"""The state that a memory carries from token to token, and the gates that steer it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hecate.tape.ops import over
 
 @named()
 class Gates(NamedTuple):
-    """What steers the write of every token: with p = phi(k) and * componentwise, for a matrix under l2
+    """Gates of the write of every token: with p = phi(k) and * componentwise, for a matrix under l2
 
         X  = diag(retain_value) M diag(retain)
         M' = X - lr (A (erase * p) - v) (write * p)^T,   A = M, or X with decay_order="before_gradient"

@@ -38,7 +38,7 @@ class Cascade(NamedTuple):
 
 
 class SlotForm(NamedTuple):
-    """How kernels predict from a matrix whose columns are divided by sqrt(|column|^2 + least^2). [ENG-NUM-D8]"""
+    """Prediction in kernels from a matrix whose columns are divided by sqrt(|column|^2 + least^2). [ENG-NUM-D8]"""
 
     least: float
 
@@ -94,34 +94,34 @@ class Structure(Variant, family="structure"):
         return {name: self.start(name, (heads, *shape), source, **place) for name, shape in shapes.items()}
 
     def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator, **place: Any) -> Tensor:
-        """How a weight `[H, ...]` starts, of the dtype and on the device of `place`."""
+        """Initial value of a weight `[H, ...]`, of the dtype and on the device of `place`."""
         draw = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         return (draw / math.sqrt(shape[-1])).to(**place)
 
     @property
     def linear(self) -> bool:
-        """Whether pred = M p with one weight `[V, P]`, or M * p with one `[P]` if diagonal, as engines compute it."""
+        """True if pred = M p with one weight `[V, P]`, or M * p with one `[P]` if diagonal, as engines compute it."""
         return False
 
     @property
     def transposed(self) -> bool:
-        """Whether it learns phi(k) from v instead, pred = M v with M `[P, V]`, and answers M^T phi(q)."""
+        """True if it learns phi(k) from v instead, pred = M v with M `[P, V]`, and answers M^T phi(q)."""
         return False
 
     @property
     def named(self) -> str:
-        """What sentences call it."""
+        """Its name in messages."""
         return f"structure {self.kind!r}"
 
     @property
     def weighted_sum(self) -> bool:
-        """Whether pred is linear in the weights whose shape has the values' width, and the inner gradient of these in
-        them too; those of the others then hear of no value."""
+        """True if pred is linear in the weights whose shape has the values' width, and the inner gradient of these in
+        them too; those of the others then do not depend on values."""
         return self.linear
 
     @property
     def diagonal(self) -> bool:
-        """Whether coordinate c of pred depends on coordinate c of the weight and of p alone."""
+        """True if coordinate c of pred depends on coordinate c of the weight and of p alone."""
         return False
 
     def cascade(self) -> Cascade | None:

@@ -173,8 +173,8 @@ def lengths(graph: Graph, blocks: int) -> Block:
 
 
 def _seen(there: Tensor, write: Tensor | None, size: int) -> Tensor:
-    """Which of the K keys, those that are `there`, and of the C tokens are weighed against each of the latter: the last
-    K that were written, and itself: `[N, C, K + C]`."""
+    """Mask `[N, C, K + C]` of the keys that each of the C tokens is weighed against, among the K that are `there` and
+    the C tokens: the last K that were written, and itself."""
     (count, earlier), device = there.shape, there.device
     number = torch.arange(-earlier, size, device=device)
     late = number[earlier:, None] >= number

@@ -198,7 +198,7 @@ class Graph(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """How many weights it uses."""
+        """Number of weights it uses."""
         return len({node.weight for node in self.nodes if isinstance(node, Linear)})
 
 
@@ -350,7 +350,7 @@ def trace(graph: Graph, weights: Sequence[Tensor], p: Tensor, *, whole: bool = T
 
 
 def traced(graph: Graph, weights: Sequence[Tensor], values: list[Tensor]) -> Trace:
-    """What the derivatives of an evaluation need, from its values."""
+    """The trace of an evaluation for its derivatives, from its values."""
     slopes = [
         node.op.slopes(values[at], *(values[of] for of in node.sources)) if isinstance(node, Apply) else None
         for at, node in enumerate(graph.nodes, 1)

@@ -26,7 +26,7 @@ class Layered(Structure):
 
     @property
     def factored(self) -> bool:  # type: ignore[override]
-        """Whether no subclass has replaced what the graph gives."""
+        """True if no subclass overrides what the graph gives."""
         names = ("predict", "predict_vjp", "pullback", "pullback_vjp", "gradient", "gradient_vjp")
         return all(getattr(type(self), name) is getattr(Layered, name) for name in names)
 

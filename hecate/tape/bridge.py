@@ -207,7 +207,7 @@ class _Function(torch.autograd.Function):
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether torch has to see every operation: tracing, transforms, forward mode, subclasses."""
+    """True if torch has to see every operation: tracing, transforms, forward mode, subclasses."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return True
     if _python_dispatch._get_current_dispatch_mode() is not None or forward_ad._current_level >= 0:
@@ -225,7 +225,7 @@ def is_traced(*tensors: Tensor | None) -> bool:
 
 
 def is_recorded(tensors: Values) -> bool:
-    """Whether autograd records what is done with these tensors."""
+    """True if autograd records operations on these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -234,8 +234,8 @@ def is_recorded(tensors: Values) -> bool:
 
 
 def can_inspect(*tensors: Tensor, free: bool = False) -> bool:
-    """Whether values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
-    transforms; `free`: nor where a look makes the host wait for a device, or torch has to see every operation."""
+    """True if values exist and may steer Python: not on the meta device, not while compiling, not inside `torch.func`
+    transforms; `free`: nor where reading makes the host wait for a device, or torch has to see every operation."""
     if torch.compiler.is_compiling():
         return False
     for tensor in tensors:
@@ -247,7 +247,7 @@ def can_inspect(*tensors: Tensor, free: bool = False) -> bool:
 
 
 def waits(tensor: Tensor) -> bool:
-    """Whether a look at numbers makes the host wait for a device."""
+    """True if reading values makes the host wait for a device."""
     return tensor.device.type not in AT_ONCE
 
 

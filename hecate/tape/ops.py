@@ -46,7 +46,7 @@ def reach(dtype: torch.dtype, share: float) -> float:
 
 
 def near_one(size: Tensor, share: float = 0.25) -> bool:
-    """Whether sizes are known to lie within `reach` of 1.
+    """True if sizes are known to lie within `reach` of 1.
 
     They are looked at on a CPU only, where it costs no waiting, and where values may steer.
     """

@@ -42,7 +42,7 @@ class Block(NamedTuple):
 
     @property
     def hand_written(self) -> bool:
-        """Whether the derivative is written by hand rather than left to `torch.func.vjp`."""
+        """True if the derivative is written by hand rather than left to `torch.func.vjp`."""
         return self.vjp is not None
 
     def apply(self, inputs: Tensors) -> Made:
@@ -52,7 +52,7 @@ class Block(NamedTuple):
         return self.checked((self.record or self.forward)(*inputs))
 
     def checked(self, returned: Made) -> Made:
-        """What a forward has returned; `ShapeError` where that is no tuple of outputs beside its residuals."""
+        """The checked result of a forward; `ShapeError` where that is no tuple of outputs beside its residuals."""
         if not isinstance(returned[0], tuple):
             raise ShapeError(
                 f"block {self.name!r} must return (outputs, residuals) with a tuple of outputs, got a "
@@ -110,7 +110,7 @@ def several(outputs: Tensors) -> tuple[Tensor, ...]:
 
 
 def differentiable(tensor: Tensor | None) -> bool:
-    """Whether gradients can flow to a tensor: floating point or complex, not None."""
+    """True if gradients can flow to a tensor: floating point or complex, not None."""
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 

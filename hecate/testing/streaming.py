@@ -1,4 +1,4 @@
-"""Whether a model gives a sequence the same outputs whole, in pieces and token by token."""
+"""Check that a model gives a sequence the same outputs whole, in pieces and token by token."""
 
 from __future__ import annotations
 
