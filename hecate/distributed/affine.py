@@ -104,7 +104,7 @@ class Scanned(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a piece does, whatever enters it.
+    """A piece as an affine map of whatever state enters it.
 
     Fields:
         y: its outputs from the state 0.

@@ -50,14 +50,14 @@ _LOG = logging.getLogger("hecate.distributed")
 
 
 class Way(NamedTuple):
-    """How a scan goes over several ranks, `algebra`, `heads` or `relay`, and why."""
+    """Way of a scan over several ranks, `algebra`, `heads` or `relay`, and the reason for it."""
 
     name: str
     reason: str
 
 
 def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None) -> Way:
-    """How pieces of a sequence are scanned: by the rule alone, whatever the sizes of pieces. [CTX-WAY-D1]"""
+    """Way in which pieces of a sequence are scanned: by the rule alone, whatever their sizes. [CTX-WAY-D1]"""
     refusal = not_affine(config, gates)
     if refusal is None:
         return Way("algebra", "a piece is an affine function of the state that enters it")
@@ -67,8 +67,8 @@ def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None
 
 
 def ways(model: nn.Module, ranks: int) -> dict[str, Way]:
-    """How `share` has each layer of a model go over so many ranks, by its path; no process but this one is asked, and
-    parameters may be on the meta device. [CTX-WAY-D2]"""
+    """Way in which `share` has each layer of a model go over so many ranks, by its path; no process but this one is
+    asked, and parameters may be on the meta device. [CTX-WAY-D2]"""
     found: dict[str, Way] = {}
     for path, layer in _layers(model):
         if _shares(layer) == "turns":
@@ -204,7 +204,7 @@ def context_scan(
 
 
 class _Asked(NamedTuple):
-    """What `context_scan` was given: masks, starts and phi's parameters in `given`."""
+    """Arguments of `context_scan`: masks, starts and phi's parameters in `given`."""
 
     config: MemoryConfig
     q: Tensor
@@ -286,7 +286,7 @@ _EACH_WRITE = ("k", "v", "lr", "erase", "write")  # what has an axis of writes a
 
 
 def _of_heads(params: Params | None, heads: int, some: slice) -> Any:
-    """Those of phi's parameters that belong to some heads; what all heads share stays whole."""
+    """The part of phi's parameters that belongs to some heads; what all heads share stays whole."""
     return pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
 
 
@@ -393,7 +393,7 @@ def _layers(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def _scans(layer: nn.Module) -> bool:
-    """Whether a layer scans by a rule."""
+    """True if a layer scans by a rule."""
     return isinstance(getattr(layer, "config", None), MemoryConfig)
 
 

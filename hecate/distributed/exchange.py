@@ -1,4 +1,4 @@
-"""What ranks that hold pieces of one sequence tell each other, with derivatives.
+"""Exchange between ranks that hold pieces of one sequence, with derivatives.
 
 Every rank has to take part in a collective, in the backward pass too: there autograd calls only what a loss depends on.
 So each result here comes with an anchor, a zero that depends on it, which the caller adds to what it returns.
@@ -31,7 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any) -> Self:
-        """Those of a group, in which this process is one."""
+        """The ranks of a group of which this process is a member."""
         import torch.distributed as dist
 
         rank = dist.get_rank(group)
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def last(self) -> bool:
-        """Whether this rank holds the last piece."""
+        """True if this rank holds the last piece."""
         return self.rank == self.size - 1
 
     def count(self, what: str, tensor: Tensor, times: int = 1) -> None:
@@ -226,7 +226,7 @@ def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None
 
 
 def _take(like: list[Tensor], ranks: Ranks, source: int, *, shaped: bool) -> list[Tensor]:
-    """What `_give` gave: as many tensors as these, of their dtypes, and unless `shaped` of their shapes."""
+    """Receives what `_give` sent: as many tensors as these, of their dtypes, and unless `shaped` of their shapes."""
     import torch.distributed as dist
 
     shapes = [list(item.shape) for item in like]

@@ -25,7 +25,7 @@ Recompute = int | Literal["none", "full"]
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a tensor is a `DTensor`: spread over processes, or at least declared to be."""
+    """True if a tensor is a `DTensor`: spread over processes, or at least declared to be."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
@@ -183,5 +183,5 @@ def settle(model: nn.Module) -> None:
 
 
 def _sharded_parts(model: nn.Module) -> Iterator[Any]:
-    """What `fully_shard` has been called on."""
+    """The modules that `fully_shard` has been called on."""
     return (m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "set_requires_all_reduce"))

@@ -42,7 +42,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 class ParallelConfig(Config):
-    """How the processes of a run share its work: replicate x data x context of them. [DIST-WORLD-D1]
+    """Division of a run's work among its processes: replicate x data x context of them. [DIST-WORLD-D1]
 
     Fields:
         data: processes that parameters are sharded over; they share the batch. `auto` takes what the others leave.
@@ -115,21 +115,21 @@ class World:
 
     @property
     def main(self) -> bool:
-        """Whether this is the rank that writes and prints."""
+        """True on the rank that writes and prints."""
         return self.rank == 0
 
     def extent(self, axis: str) -> int:
-        """How many processes an axis of the mesh has."""
+        """Number of processes along an axis of the mesh."""
         return 1 if self.mesh is None else self.mesh.size(AXES.index(axis))
 
     @property
     def batch_ranks(self) -> int:
-        """How many share a batch: replicate x data."""
+        """Number of processes that share a batch: replicate x data."""
         return self.extent("replicate") * self.extent("data")
 
     @property
     def batch_rank(self) -> int:
-        """Which of `batch_ranks` shares of a batch is this process's."""
+        """Index of this process's share of a batch among `batch_ranks`."""
         if self.mesh is None:
             return 0
         return self.mesh.get_local_rank("replicate") * self.extent("data") + self.mesh.get_local_rank("data")
@@ -163,7 +163,7 @@ class World:
         return whole
 
     def any(self, flag: bool) -> bool:
-        """Whether a flag is up on any rank: the same answer on every rank."""
+        """True if a flag is up on any rank: the same answer on every rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
     def barrier(self) -> None:
@@ -180,7 +180,7 @@ class World:
             raise ParallelError(fault)
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on rank 0, plain JSON, on every rank; a `HecateError` of it is raised on every rank."""
+        """The result of `make` on rank 0, plain JSON, on every rank; a `HecateError` of it is raised on every rank."""
         if self.size == 1:
             return make()
         own: BaseException | None = None
@@ -235,7 +235,7 @@ class World:
             _beneath(self.store).set(_out(), folder)
 
     def _ask(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """What `judge` makes on rank 0 of everyone's plain value, in the order of ranks, on every rank."""
+        """Result of `judge` on rank 0 for everyone's plain values, in the order of ranks; the same on every rank."""
         store, name = self.store, str(next(self._calls))
         if store is None:
             return judge([value])
@@ -270,7 +270,7 @@ class World:
 
     @staticmethod
     def _wait(store: Store, key: str, seconds: float, rank: int | None = None) -> str | None:
-        """What a key is set to in time; None where it is not, and as soon as the `rank` that is to set it has ended."""
+        """Value of a key set in time; None where it is not, and as soon as the `rank` that is to set it has ended."""
         from torch.distributed import DistError
 
         until = time.monotonic() + seconds
@@ -435,7 +435,7 @@ def _begun(process: int) -> str:
 
 
 def _ended(store: Store, rank: int) -> bool:
-    """Whether the process of a rank is known to be gone: only one of this machine is."""
+    """True if the process of a rank is known to be gone; it is known of this machine's processes only."""
     if not _machine() or not store.check([f"process/{rank}"]):
         return False
     machine, process, begun = json.loads(store.get(f"process/{rank}"))

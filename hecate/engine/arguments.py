@@ -1,4 +1,4 @@
-"""What a caller passes to a scan, checked: tokens, gates, masks, phi's parameters, states."""
+"""Checks of what a caller passes to a scan: tokens, gates, masks, phi's parameters, states."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Cascade(TokenEngine):
     name = "cascade"
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What is no cascade, or is not linear in the states of its memories."""
+        """Refuses configs that are no cascade, or not linear in the states of its memories."""
         if config.structure.cascade() is None:
             return f"structure {config.structure.kind!r} is no cascade of linear memories"
         if config.chunk > 1 or config.commit == "chunk":
@@ -44,7 +44,7 @@ class Cascade(TokenEngine):
         return 300.0 + 45.0 * call.length
 
     def about(self, call: Call) -> str:
-        """What is always so."""
+        """The same reason for every call."""
         return "two linear memories, each exact in blocks"
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:

@@ -96,7 +96,7 @@ def faced_states(
 
 
 def _since_resets(reset: Tensor | None, like: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """What cuts `[..., t, i]` where a reset is in i < l <= t, and `[..., t]` where one is up to and at t."""
+    """Functions that zero `[..., t, i]` where a reset is in i < l <= t, and `[..., t]` where one is up to and at t."""
     if reset is None:
         return (lambda pairs: pairs), (lambda weight: weight)
     count = reset.cumsum(-1)

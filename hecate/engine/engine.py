@@ -1,4 +1,4 @@
-"""What an engine is: a way to run calls that gives the token loop's numbers; and the choice of one. [ENG-ENGINE-D1]
+"""Engines: ways to run calls that give the token loop's numbers; and the choice of one. [ENG-ENGINE-D1]
 
     class Mine(Engine):
         name = "mine"
@@ -111,7 +111,7 @@ class Engine(ABC):
         return ""
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
-        """What `autodiff="auto"` is: autograd, which keeps what blocks make, for linear memories, else the tape."""
+        """Meaning of `autodiff="auto"`: autograd, which keeps what blocks make, for linear memories, else the tape."""
         return "torch" if config.forms.linear else "auto"
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Engine(ABC):
         executes."""
 
     def forward(self, call: Call, keeps: bool) -> tuple[Tensors, Any]:
-        """What `run` returns, and if it `keeps` one, the record for `backward`."""
+        """The results of `run`, and if it `keeps` one, the record for `backward`."""
         raise NotImplementedError
 
     def backward(self, call: Call, record: Any, cotangents: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -244,7 +244,7 @@ def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> 
 
 
 def verdicts(call: Call) -> dict[str, str]:
-    """What each engine says of a call: why it is not exact, why it cannot run it, else what it costs it."""
+    """Each engine's verdict on a call: why it is not exact, why it cannot run it, else why it costs what it costs."""
     return {name: engine.unable(call) or engine.about(call) for name, engine in Engine.registry.items()}
 
 

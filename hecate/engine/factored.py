@@ -37,7 +37,7 @@ class Factored(TokenEngine):
     name = "factored"
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What needs whole gradients, or takes them elsewhere."""
+        """Refuses configs that need whole gradients, or take them elsewhere."""
         if config.chunk > 1 or config.commit == "chunk":
             return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         if not config.forms.linear or config.structure.diagonal:
@@ -53,7 +53,7 @@ class Factored(TokenEngine):
         return 60.0 * (1 + call.length)
 
     def about(self, call: Call) -> str:
-        """What is always so."""
+        """The same reason for every call."""
         return "gradients and steps as factors, token by token"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -71,7 +71,7 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
 
 
 class _Kept(NamedTuple):
-    """What the backward pass needs of one token: the state before it and after, where its gradient was taken, its
+    """Residuals of one token for the backward pass: the state before it and after, where its gradient was taken, its
     prediction and the residuals of bias and step, and the factors."""
 
     before: State

@@ -36,7 +36,7 @@ Scan = Callable[..., Any]
 def scan_flops(
     scan: Scan, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, phi_params: Params | None
 ) -> int:
-    """Those of one forward pass of `scan` over q, k `[B, T, H, D]` and v `[B, T, H, V]`; their numbers play no part.
+    """Flops of one forward pass of `scan` over q, k `[B, T, H, D]` and v `[B, T, H, V]`; their values play no part.
 
     A delta rule of a matrix has 6 D_phi V for each token and head: the prediction, the outer product, the answer; one
     whose bias asks for no prediction 4 D_phi V. Products of phi, of readouts and of algorithms come on top.
@@ -52,7 +52,7 @@ def scan_flops(
 
 
 def _of_chunk(scan: Scan, config: MemoryConfig, length: int, *rest: Any) -> int:
-    """Those of a chunk, or of its first `length` tokens: each adds as many as the third to what the end has."""
+    """Flops of a chunk, or of its first `length` tokens: each adds as many as the third to those of the chunk's end."""
     if length <= SAMPLE + bool(config.blocks):
         return _of_tokens(scan, config, length, *rest)
     whole = length == config.chunk
@@ -126,8 +126,8 @@ def counters() -> list[Any]:
 
 
 def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **options: Any) -> Any:
-    """What `scan` returns, told to the counters as `flops`, and its backward pass as twice as many: what it runs on the
-    way is hidden from them. It is differentiable once."""
+    """The results of `scan`, told to the counters as `flops`, and its backward pass as twice as many: what it runs on
+    the way is hidden from them. It is differentiable once."""
     leaves, layout = tree_flatten((args, options))
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     made: list[Any] = []

@@ -184,7 +184,7 @@ def moved_on(held: Tensor, age: Tensor, axis: int) -> Tensor:
 
 
 def _by_blocks(call: Call, engine: str) -> bool:
-    """Whether a call runs in blocks rather than token by token."""
+    """True if a call runs in blocks rather than token by token."""
     apart = "retain_value" in call.general  # which gives every value channel a system of its own
     if apart and engine == "parallel":
         raise ConfigError("engine='parallel' cannot run levels of a tree with gates.retain_value; use 'sequential'")
@@ -357,16 +357,16 @@ def _in_blocks(
 
 
 def _empty(entering: Tensor) -> int:
-    """How many levels hold nothing at the first token of any block, from the level up to which it moves all: 7 where
-    blocks begin at multiples of 64. Looked at only where that costs nothing."""
+    """Number of levels that hold nothing at the first token of any block, from the level up to which it moves all: 7
+    where blocks begin at multiples of 64. Read only where that costs nothing, else 0."""
     if entering.device.type != "cpu" or not can_inspect(entering) or not entering.numel():
         return 0
     return int(entering.min())
 
 
 def _news(solved: Solved, v: Tensor, held: Tensor, levels: int, low: int) -> list[tuple[Tensor, ...]]:
-    """What each block's tokens add to M, and S, `[N, P, L V]`, in the levels in which they lie after it: without the
-    `low` first ones but after the last block."""
+    """Additions of each block's tokens to M, and S, `[N, P, L V]`, in the levels in which they lie after it: without
+    the `low` first levels except after the last block."""
     found = []
     for part, least in ((slice(0, -1), low), (slice(-1, None), 0)):
         own = one_hot((held[part] - least).clamp(min=0), levels - least).to(v.dtype)

@@ -132,7 +132,7 @@ def _segment(
 
 
 def blocks_of(config: MemoryConfig) -> tuple[Block, Block | None]:
-    """What every token of a scan runs: the read, and the write where that is one block, as a chunk's sum never is."""
+    """Blocks that every token runs: the read, and the write where that is one block, as a chunk's sum never is."""
     write = config.rule.write_block() if config.commit == "token" else None
     return config.structure.read_block(), write
 

@@ -45,7 +45,7 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
 
 
 def is_late(tensor: Tensor) -> bool:
-    """Whether looks at a tensor are put off."""
+    """True if looks at a tensor are put off."""
     return waits(tensor) or bool(late.HELD)
 
 

@@ -291,8 +291,8 @@ class OneToken:
         return x / (size.sqrt() if l2 else size)
 
     def is_finite(self, y: Tensor, state: MemoryState) -> bool:
-        """Whether sums, hence outputs and state, are finite; the whole way tells an overflow of the sum from one of an
-        item."""
+        """True if sums, hence outputs and state, are finite; the general path tells an overflow of the sum from one of
+        an item."""
         total = y.sum().item()
         for named in state[: self.summed]:
             for tensor in named.values():  # type: ignore[union-attr]
@@ -308,7 +308,7 @@ def expect_within(x: Tensor, low: float, high: Any) -> None:
 
 
 def _is_online(config: MemoryConfig) -> bool:
-    """Whether a linear memory takes a linear step at every token."""
+    """True if a linear memory takes a linear step at every token."""
     return (
         config.chunk == 1
         and config.commit == "token"
@@ -319,7 +319,7 @@ def _is_online(config: MemoryConfig) -> bool:
 
 
 def _is_direct(config: MemoryConfig) -> bool:
-    """Whether a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
+    """True if a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
     return _is_online(config) and not config.structure.diagonal and config.rule.write_block() is not None
 
 

@@ -73,7 +73,7 @@ class Parallel(TokenEngine):
     transposes = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What is not linear in the state, or takes gradients elsewhere."""
+        """Refuses configs that are not linear in the state, or take gradients elsewhere."""
         rule = config.rule
         if (reason := chunk_refusal(config)) is not None:
             return reason
@@ -109,7 +109,7 @@ class Parallel(TokenEngine):
         return 60.0 * (1 + call.length)
 
     def about(self, call: Call) -> str:
-        """What is always so."""
+        """The same reason for every call."""
         return "linear memory with linear retention: exact in blocks"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -152,8 +152,8 @@ def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *
 
 
 def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> Callable[..., Tensors]:
-    """What a kernel computes of (memory, *slots, initial, *tokens), in plain torch: by an engine, or by blocks where
-    they are exact."""
+    """A kernel's function of (memory, *slots, initial, *tokens), in plain torch: by an engine, or by blocks where they
+    are exact."""
     states = 1 + len(like.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:
@@ -535,8 +535,8 @@ def _by_row(
 
 
 def _settled(before: Tensor, after: Tensor) -> bool:
-    """Whether a step changed rounding only, in each memory by itself. Values may not tell while autograd records: an
-    iteration cut short has the right value, but not yet the right derivative."""
+    """True if a step changed rounding only, in each memory by itself. False while autograd records: an iteration cut
+    short has the right value, but not yet the right derivative."""
     if after.requires_grad or not can_inspect(before, after, free=True):
         return False
     change, size = (after - before).abs().amax((-2, -1)), after.abs().amax((-2, -1))

@@ -1,4 +1,4 @@
-"""Whether a kernel computes on this machine what it is to compute: random tokens, and what comes out of both ways."""
+"""Parity of kernels on this machine with what they are to compute: random tokens, and the results of both ways."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def difference(
 
 
 def both_ways(kernel: ByHand, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
-    """What a kernel makes of inputs, and the cotangents that it gives them."""
+    """Outputs of a kernel for inputs, and the cotangents that it gives them."""
     outputs, record = kernel.forward(inputs, True)
     return (*outputs, *kernel.vjp(inputs, record, cotangents))
 

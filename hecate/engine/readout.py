@@ -48,8 +48,8 @@ def read_through(
     reset_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, MemoryState]:
-    """What `memory_scan` returns of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how`
-    are engine, autodiff, tape and name."""
+    """`memory_scan` of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how` are engine,
+    autodiff, tape and name."""
     config = check_config(config)
     check_exact(config, how["engine"])
     gates = Gates() if gates is None else gates
@@ -76,7 +76,7 @@ def read_through(
 
 
 def _held(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:
-    """What the readout goes on from: zeros at the start."""
+    """State that the readout goes on from: zeros at the start."""
     batch, _, heads, width = k.shape
     shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
     if state is None:

@@ -169,7 +169,7 @@ def _scan(
 
 
 def _may_read_early(call: Call) -> bool:
-    """Whether no token may have been answered after a write of this call."""
+    """True if no token may have been answered after a write of this call."""
     short = call.length <= call.config.chunk
     if short or call.config.commit == "token":
         return short

@@ -1,4 +1,4 @@
-"""What engines run on: tokens in phi-space and the state between them, flat tensors of N = batch x heads memories."""
+"""Inputs of engines: tokens in phi-space and the state between them, flat tensors of N = batch x heads memories."""
 
 from __future__ import annotations
 

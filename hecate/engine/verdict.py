@@ -1,4 +1,4 @@
-"""What was found of kernels on this machine, kept on disk: whether each computes what it is to compute.
+"""Verdicts on kernels on this machine, kept on disk: whether each computes what it is to compute.
 
 A verdict lies in a file of its own beside what Triton has compiled, and goes with it. It holds for one rule, dtype,
 widths, card, versions and text of the kernels; any other is judged anew. [ENG-TRITON-I3]

@@ -24,7 +24,7 @@ from hecate.engine.coefficients import Matrices
 
 
 class States(NamedTuple):
-    """What is carried from block to block `[N, V, P]`, and the weights at which memories restart, None where nothing
+    """State carried from block to block `[N, V, P]`, and the weights at which memories restart, None where nothing
     resets."""
 
     memory: Tensor
@@ -117,7 +117,7 @@ def cotangents_of(
     gmemory: Tensor,
     gslot: Tensor | None,
 ) -> Matrices:
-    """Those of the matrices from those of outputs, base predictions and the states that leave every block."""
+    """Cotangents of the matrices from those of outputs, base predictions and the states that leave every block."""
     held = bases.split(matrices.keys.shape[-1], -1)
     return Matrices(
         read=gy @ bases,

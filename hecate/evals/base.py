@@ -52,8 +52,7 @@ class Part(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Inputs to tasks: the encoder of texts, a text to hide things in, the number of ids that the model knows, and the
-    most tokens that it reads."""
+    """Inputs to tasks: the encoder of texts, a text to hide things in, the model's number of ids and most tokens."""
 
     encoder: Encoder | None = None
     text: str | None = None

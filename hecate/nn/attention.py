@@ -174,7 +174,7 @@ class LinearAttention(FeatureParameters):
 
     @property
     def is_memory(self) -> bool:
-        """Whether answers come from a memory: not from sums over what comes later, nor from features that positions
+        """True if answers come from a memory: not from sums over what comes later, nor from features that positions
         have turned or a table weighs. [SCOPE-LIN-D1]"""
         return self.causal and self.positions.sums_past and not self.positions.turns_features
 
@@ -276,7 +276,7 @@ class _PerformerFields(NamedTuple):
 
 
 class PerformerState(State, _PerformerFields):
-    """What a `PerformerAttention` carries between calls: a pytree of tensors.
+    """State of a `PerformerAttention` between calls: a pytree of tensors.
 
     Fields:
         sums: of the attention.

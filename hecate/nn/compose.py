@@ -27,7 +27,7 @@ Combination = Literal["multiply", "add", "paper"]
 
 
 class AttentionConfig(Config):
-    """How attention and memory make one layer.
+    """Config of a layer made of attention and memory.
 
     Fields:
         kind: "mag" gates attention by the memory, "mal" attends to the memory's answers, "mac"
@@ -73,17 +73,17 @@ class AttentionConfig(Config):
 
     @property
     def has_memory(self) -> bool:
-        """Whether there is a memory beside the attention."""
+        """True if there is a memory beside the attention."""
         return self.kind != "attention"
 
     @property
     def by_segment(self) -> bool:
-        """Whether attention ends at segments, at whose start the memory is asked."""
+        """True if attention ends at segments, at whose start the memory is asked."""
         return self.kind == "mac"
 
     @property
     def memory_first(self) -> bool:
-        """Whether attention sees the memory's answers."""
+        """True if attention sees the memory's answers."""
         return self.kind == "mal"
 
 
@@ -131,7 +131,7 @@ class _ComposedFields(NamedTuple):
 
 
 class ComposedState(State, _ComposedFields):
-    """What a `Composed` layer carries: a pytree of tensors. [ATT-COMP-I1]
+    """State of a `Composed` layer: a pytree of tensors. [ATT-COMP-I1]
 
     Fields:
         attention: of the attention.
@@ -245,7 +245,7 @@ class Composed(nn.Module):
 
     @property
     def shares(self) -> Shares:
-        """What it does with a piece of a sequence: segments follow one another."""
+        """Mode of context parallelism: segments follow one another, so ranks take turns."""
         return "turns" if self.config.by_segment else "layers"
 
     def _by_segment(

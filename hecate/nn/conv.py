@@ -1,4 +1,4 @@
-"""What stands between a layer's projections and phi: a short causal convolution, and normalised queries and keys."""
+"""Stage between a layer's projections and phi: a short causal convolution, and normalised queries and keys."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class RetainForm(nn.Module):
         self.rate: Any = nn.Parameter(torch.empty(heads, **place)) if self.rated else None
 
     def seen(self, x: Tensor) -> Tensor:
-        """What the weights of the logits are applied to."""
+        """Input of the weights of the logits: x, or its image of low rank."""
         return linear(x, self.down.to(x.dtype)) if self.low else x
 
     def forward(self, logit: Tensor) -> Tensor:

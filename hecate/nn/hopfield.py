@@ -16,7 +16,7 @@ from hecate.tape.bridge import can_inspect, without_autocast
 
 
 class Retrieved(NamedTuple):
-    """What a `Hopfield` answers.
+    """Result of a `Hopfield` call.
 
     Fields:
         values: read with the weights of the last update, `[..., Q, V]`.

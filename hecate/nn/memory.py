@@ -80,8 +80,8 @@ def rule_repr(config: MemoryConfig) -> str:
 
 
 class MemoryLayer(nn.Module):
-    """What layers around memories have in common: a linear map in, a short convolution, a feature memory, and behind
-    the memory an RMS norm per head, an output gate silu(W x) and a linear map out."""
+    """Common base of layers around memories: a linear map in, a short convolution, a feature memory, and behind the
+    memory an RMS norm per head, an output gate silu(W x) and a linear map out."""
 
     conv: ShortConv | None
     feature_memory: FeatureMemory | None
@@ -287,7 +287,7 @@ class Memory(RuleParameters, MemoryLayer):
 
     @property
     def shares(self) -> Shares:
-        """What it does with a piece of a sequence: projections of queries go token by token."""
+        """Mode of context parallelism: projections of queries go token by token, so ranks take turns."""
         return "itself" if self.query_projection == "none" else "turns"
 
     def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
@@ -295,14 +295,14 @@ class Memory(RuleParameters, MemoryLayer):
         return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
     def seen(self, **given: Any) -> tuple[Asked, str | None]:
-        """What a call of `forward` asks of the memory, to be looked at, and why its answers are not used as they are,
+        """The scan of the memory in a call of `forward`, to be looked at, and why its answers are not used as they are,
         if so."""
         return self.asked(**given)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
     ) -> tuple[Asked, tuple[Any, ...], Tensor | None]:
-        """What `forward` asks of the memory, unchecked, what else the layer carries on, and what is added to the
+        """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
         mixed, past = self.qkv(x), state
@@ -343,7 +343,7 @@ class Memory(RuleParameters, MemoryLayer):
     def _past(
         self, context: Context, kept: int, x: Tensor, state: Any, write: Tensor | None, reset: Tensor | None
     ) -> LayerState:
-        """What the convolution of a piece sees before it, as of a state."""
+        """Inputs of the convolution before a piece, in the form of a state."""
         past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
         past, segment = context.halo(x, kept, past, segment, write, reset)
         return LayerState(None, past, segment)  # type: ignore[arg-type]
@@ -351,7 +351,7 @@ class Memory(RuleParameters, MemoryLayer):
     def _gated(
         self, gating: GatingParameters, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """What the gating makes of x, q, k, v and gates, and its state."""
+        """The gating of x, q, k, v and gates, and its state."""
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
             return gating(*made, held, masks)
         few: Any = between((made, masks.write, masks.reset), 0, 0)

@@ -55,7 +55,7 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
 
 
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
-    """Whether calls of modules, None for none, are those of their classes alone: without hooks, and unchanged."""
+    """True if calls of modules, None for none, run their classes' code alone: without hooks, and unchanged."""
     for part, kind in parts:
         own = {} if part is None else part.__dict__
         if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):

@@ -1,4 +1,4 @@
-"""How attention tells tokens at different distances apart: by rotations, and by an additive bias."""
+"""Positions in attention, which tell tokens at different distances apart: rotations, and an additive bias."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ BASE = 10_000.0
 
 
 class Position(Variant, family="position"):
-    """What the position of a token does to attention; positions count the written tokens of a document. [ATT-POS-D1]
+    """Effect of a token's position on attention; positions count the written tokens of a document. [ATT-POS-D1]
 
     A kind turns vectors (`turned`), keeps a share of the past per token (`retain`), or has a free weight per distance
     (`factors`). Every learned parameter has a leading axis of key heads.
     """
 
     needs_order: ClassVar[bool] = True
-    """Whether queries and keys have to be of the same tokens."""
+    """True if queries and keys have to be of the same tokens."""
     weighs_distance: ClassVar[bool] = False
-    """Whether a distance has a factor, by `retain` or `factors`, in the sum of values and that of weights."""
+    """True if a distance has a factor, by `retain` or `factors`, in the sum of values and that of weights."""
 
     @property
     def needs_position(self) -> bool:
-        """Whether tokens have to be counted from call to call."""
+        """True if tokens have to be counted from call to call."""
         return self.needs_order
 
     @property
     def turns_features(self) -> bool:
-        """Whether `turned` acts on phi(q) and phi(k) in the sum of values, not on q and k ahead of phi."""
+        """True if `turned` acts on phi(q) and phi(k) in the sum of values, not on q and k ahead of phi."""
         return False
 
     @property
     def sums_past(self) -> bool:
-        """Whether sums of fixed size stand for the past, so that a state can be gone on from."""
+        """True if sums of fixed size stand for the past, so that calls can go on from a state."""
         return True
 
     def init(
@@ -57,7 +57,7 @@ class Position(Variant, family="position"):
         return {name: value.to(dtype=dtype, device=device) for name, value in start.items()}
 
     def start(self, width: int, heads: int, *, causal: bool) -> Params:
-        """What `init` gives, in float64 on the CPU."""
+        """The parameters of `init`, in float64 on the CPU."""
         return {}
 
     def refusal(self, width: int) -> str | None:
@@ -80,7 +80,7 @@ class Position(Variant, family="position"):
         return self.turned(x, position, params)
 
     def retain(self, like: Tensor, params: Params) -> Tensor | None:
-        """What is kept of the past per token, `[B, S, G]` for keys `[B, S, G, *]`; None: all of it."""
+        """Kept fraction of the past per token, `[B, S, G]` for keys `[B, S, G, *]`; None: all of it."""
         return None
 
     def factors(self, like: Tensor, params: Params, *, causal: bool) -> Tensor | None:

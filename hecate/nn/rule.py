@@ -1,5 +1,5 @@
-"""What a layer holds for a rule: parameters of phi, gates, starting weights, a look at whether steps diverge; a memory
-before phi, which is all of that; and what is asked of a memory."""
+"""A layer's parts for a rule: parameters of phi, gates, starting weights, a check for diverging steps; a memory before
+phi, which is all of that; and the inputs of a memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GatingParameters(nn.Module):
     def forward(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, held: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """What the memory gets, and the state after the last token; `held` None starts at zero."""
+        """Inputs to the memory, and the state after the last token; `held` None starts at zero."""
         if held is None:
             wide, shapes = torch.promote_types(x.dtype, torch.float32), self.gating.state_shapes(self.sizes)
             held = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
@@ -254,7 +254,7 @@ class FeatureMemory(RuleParameters):
             self.draw_answering(self.initial, self.d_value, source, like)
 
     def values(self, k: Tensor) -> Tensor:
-        """What M is written with at keys `[B, T, H, D]`."""
+        """Values that M is written with at keys `[B, T, H, D]`."""
         return k if self.target is None else torch.einsum("bthd,hfd->bthf", k, self.target)
 
     def forward(

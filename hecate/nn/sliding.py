@@ -31,7 +31,7 @@ class _SlidingFields(NamedTuple):
 
 
 class SlidingState(State, _SlidingFields):
-    """What a `SlidingAttention` carries: a pytree of tensors. [ATT-SLIDE-I3]
+    """State of a `SlidingAttention`: a pytree of tensors. [ATT-SLIDE-I3]
 
     Fields:
         keys, values: of the last written tokens, `[B, N, R, G, D]`: N = window - 1 entries (without a
@@ -348,7 +348,7 @@ class Windows:
         return starts.unsqueeze(-1) + torch.arange(self.reach, device=starts.device)
 
     def visible(self) -> Tensor:
-        """Whether a query sees an entry, `[B or 1, chunks, size, reach]`."""
+        """Mask of the entries that each query sees, `[B or 1, chunks, size, reach]`."""
         entries, starts = self.entries, self.starts
         if starts is None:
             starts = torch.arange(0, self.length, self.size, device=entries.rank.device).unsqueeze(0)

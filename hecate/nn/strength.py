@@ -17,7 +17,7 @@ NOTHING = 1e-3  # a memory none of whose writes changes an answer by more writes
 
 
 class Strength(NamedTuple):
-    """What the writes of N tokens change, means over sequences and heads, `[N]`. [NN-WRITE-D1]
+    """Effect of the writes of N tokens, means over sequences and heads, `[N]`. [NN-WRITE-D1]
 
     A token's write is taken out, and the memory asked for its key either way: e and e' are the distances of its answers
     to the value without the write and with it, y and y' the answers.
@@ -72,7 +72,7 @@ def places(asked: Asked, count: int = 4, later: int = LATER) -> list[int]:
 
 @torch.no_grad()
 def write_strength(asked: Asked, tokens: Sequence[int] | None = None, *, later: int = LATER) -> Strength | None:
-    """What the writes of some tokens change; None where no write can be followed for so long.
+    """Effect of the writes of some tokens; None where no write can be followed for so long.
 
     Args:
         asked: the scan, as `Memory.asked` makes it, one write a token.

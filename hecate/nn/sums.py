@@ -43,7 +43,7 @@ LinearAttentionState = MemoryState  # what linear attention carries is the state
 
 
 class Weights(NamedTuple):
-    """What makes the weight of a query and a key: phi, what distance does, and the parameters of both."""
+    """Weights of pairs of a query and a key: phi, the effect of distance, and the parameters of both."""
 
     feature_map: FeatureMap
     params: Params
@@ -316,7 +316,7 @@ def state_of_sums(weight: Tensor, total: Tensor | None = None, seen: Tensor | No
 
 
 class Sums(NamedTuple):
-    """How the weighted sums y_t = sum_s c_(t-s) (q_t.k_s) v_s of a call are made, those of values and of weights.
+    """The weighted sums y_t = sum_s c_(t-s) (q_t.k_s) v_s of a call, those of values and of weights.
 
     Keys k `[B, S, G, P]` and values v `[B, S, G, V]` are features and what they stand for; queries `[B, T r, G, P]`
     come with the r queries of a key head's group side by side.

@@ -1,4 +1,4 @@
-"""What every optimiser here shares: what makes it a `torch.optim.Optimizer` in every respect."""
+"""Common base of all optimisers here: it makes them a `torch.optim.Optimizer` in every respect."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class MatrixOptimizer(Optimizer):
         """
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """Whether a step needs all of a sharded parameter, which then is gathered: unless a subclass knows better."""
+        """True if a step needs all of a sharded parameter, which then is gathered: unless a subclass knows better."""
         return True
 
     def check(self, group: Group) -> None:

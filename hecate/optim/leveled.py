@@ -157,7 +157,7 @@ class Leveled(torch.optim.Optimizer):
             group.setdefault("commits", 1)  # written by a version that did not count
 
     def _only_makes_state(self) -> bool:
-        """Whether this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
+        """True if this is the step of zeros at lr 0 by which torch's distributed checkpoints make state where they find
         none: it counts as no step, because `state_dict` makes it."""
         if self.state or any(group["commits"] or group.get("lr", 1) != 0 for group in self.param_groups):
             return False
@@ -228,7 +228,7 @@ class Leveled(torch.optim.Optimizer):
 
 
 def _single(group: Group) -> bool:
-    """Whether `.grad` is the whole window, so that nothing need be collected."""
+    """True if `.grad` is the whole window, so that nothing need be collected."""
     return group["period"] == 1 and group["elapsed"] == 1
 
 

@@ -34,7 +34,7 @@ MADE_OF = ("feature_map", "odd", "center", "input_scale", "lift", "ridge", "seed
 
 
 def choose(feature_map: FeatureMap) -> LiftName:
-    """What `lift="auto"` means: identity where components keep their sign, pinv where features decode linearly or
+    """Meaning of `lift="auto"`: identity where components keep their sign, pinv where features decode linearly or
     forget lengths (J_phi(x) x = 0, so that no update of vjp descends), else vjp."""
     traits = feature_map.traits()
     if traits.rising == "everywhere":
@@ -107,7 +107,7 @@ class RowMap:
         return features, residuals
 
     def target(self, g: Tensor) -> Tensor:
-        """What P phi~(g) ought to be."""
+        """Target of P phi~(g): g, or g scaled."""
         return g if self.scale == "restored" else scaled(g, self.scale)
 
     def back(self, held: Tensor, g: Tensor, residuals: Any) -> Tensor:
@@ -148,7 +148,7 @@ class RowMap:
 
 
 def by_number(group: Group) -> bool:
-    """Whether P phi~ of a number depends on that number alone."""
+    """True if P phi~ acts on each number by itself."""
     alone = group.get("lift") in ("identity", "vjp") and group["input_scale"] == "none"
     return alone and map_of(group).traits().componentwise
 
@@ -260,7 +260,7 @@ class PhiOptimizer(MatrixOptimizer):
         return super().prepared(given)
 
     def learning(self, group: Group, like: Tensor) -> State:
-        """What a lift and phi learn with; draws and calibrates now, not in a step."""
+        """State of a lift and phi that learn; draws and calibrates now, not in a step."""
         row_map, state = self.row_map(group, like), State()
         if row_map.lift == "learned":
             d_phi = row_map.feature_map.output_dim(like.shape[-1])
@@ -315,7 +315,7 @@ class PhiOptimizer(MatrixOptimizer):
             self._watches[place] = None
 
     def may_be_linear(self, group: Group) -> bool:
-        """Whether a group's phi is none that is meant to be linear, and nothing about it is learned from gradients."""
+        """True if a group's phi is none that is meant to be linear, and nothing about it is learned from gradients."""
         traits = FeatureMap.model_validate(group["feature_map"]).traits()
         meant = traits.parity == "odd" and traits.degree == 1
         learns = group.get("lift") in ("learned", "callable") or group.get("phi_lr") or group["differentiable"]

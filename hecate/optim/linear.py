@@ -1,4 +1,4 @@
-"""Whether phi acts on gradients, or is linear where they lie: watched over the first steps, and said once."""
+"""Check whether phi acts on gradients, or is linear where they lie: watched over the first steps, and said once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _sentence(group: Group, largest: float, size: float) -> str:
 
 
 def _always(group: Group) -> bool:
-    """Whether phi of a number is a multiple of it, as the odd part of relu is."""
+    """True if phi of a number is a multiple of it, as the odd part of relu is."""
     plain = FeatureMap.model_validate(group["feature_map"])
     if not plain.traits().componentwise:
         return False

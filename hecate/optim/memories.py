@@ -99,7 +99,7 @@ class DeltaMomentum(MatrixOptimizer):
         put(group, states, HELD, held)
 
     def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
-        """What the gradient takes out of the momentum."""
+        """The part of the momentum that the gradient erases."""
         m, g = (as_matrix(x, group["matrix"]) for x in (held, grad))
         stable, rows = group["form"] == "stable", group["reading"] == "rows"
         g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
@@ -214,7 +214,7 @@ class DeepMomentum(MatrixOptimizer):
 
 
 def _answers(network: Algorithm, group: Group, rows: Tensor, held: list[Tensor]) -> tuple[Tensor, ...]:
-    """What networks `[n, ...]` answer to rows `[n, r, c]` that train them, and they then."""
+    """Answers of networks `[n, ...]` to rows `[n, r, c]` that train them, and the networks after it."""
     scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
     one = rows.new_ones(len(rows))
     step, *held = network.direction(rows / scale, one, one * group["momentum"], *held)
@@ -236,7 +236,7 @@ def _length(rows: Tensor) -> Tensor:
 
 
 class Samples(NamedTuple):
-    """What a layer saw in one backward pass: inputs `[n, in]`, gradients of outputs `[n, out]`."""
+    """A layer's samples of one backward pass: inputs `[n, in]`, gradients of outputs `[n, out]`."""
 
     inputs: Tensor
     grads: Tensor

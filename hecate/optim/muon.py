@@ -118,7 +118,7 @@ def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
 
 
 def ratio(u: Tensor, group: Group) -> float:
-    """What lr is multiplied by: the root of max(1, rows / columns), or 0.2 of the longer side's, or 1."""
+    """Factor of lr: the root of max(1, rows / columns), or 0.2 of the longer side's, or 1."""
     rows, columns = as_matrix(u, group["matrix"]).shape
     if group["adjust_lr_fn"] == "original":
         return math.sqrt(max(1, rows / max(1, columns)))
@@ -274,7 +274,7 @@ class M3(SpectralOptimizer):
             put(group, ended, WINDOW, [torch.zeros_like(state[WINDOW]) for state in ended])
 
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
-        """What an average adds to the update, after its `counts`-th write."""
+        """Terms of an average in the updates, after its `counts`-th write."""
         rate = group["momentum" if key == FAST else "slow_momentum"]
         found = [state[key] for state in states]
         for i, (state, count) in enumerate(zip(states, counts, strict=True)):
@@ -295,7 +295,7 @@ class M3(SpectralOptimizer):
 
 
 def _as_vector(p: Tensor, group: Group) -> bool:
-    """Whether a parameter takes the rule for vectors."""
+    """True if a parameter takes the rule for vectors."""
     return p.ndim < 2 and group["vectors"] == "adam"
 
 

@@ -29,7 +29,7 @@ MatrixView = Literal["flatten", "last"]
 
 
 class OptimizerKind(Variant, family="optimizer"):
-    """What turns gradients into steps: a `factory` and, as fields, its arguments.
+    """Optimiser, which turns gradients into steps: a `factory` and, as fields, its arguments.
 
     A `MatrixOptimizer` has one as `Options`: the fields are arguments of its constructor and options of its groups
     too, where they may take the ends of their intervals (a momentum of 1) and tensors of one element.
@@ -52,7 +52,7 @@ class OptimizerKind(Variant, family="optimizer"):
 
 
 class Allowed(NamedTuple):
-    """What an option may be: one of `words`, or a number (`kind` float or int) from low to high."""
+    """Allowed values of an option: one of `words`, or a number (`kind` float or int) from low to high."""
 
     words: tuple[Any, ...]
     kind: type | None = None
@@ -75,7 +75,7 @@ class Allowed(NamedTuple):
 
 
 def allowed(field: FieldInfo) -> Allowed | None:
-    """What a field of words, flags and numbers may be; None if its type says something else, for a check of its own.
+    """Allowed values of a field of words, flags and numbers; None if its type is another, for a check of its own.
 
     Ends of intervals count as inside, because an experiment wants to see them.
     """

@@ -230,7 +230,7 @@ class PhiMomentum(PhiOptimizer):
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
-    """Whether the rows of p's matrix are those of its first dimension, and none is cut."""
+    """True if the rows of p's matrix are those of its first dimension, and none is cut."""
     first = p.ndim == 2 or (p.ndim > 2 and group["matrix"] == "flatten")
     return first and rows_are_whole(p, group["matrix"])
 

@@ -29,7 +29,7 @@ def local(value: Any) -> Tensor:
 
 
 def agreed(params: list[Any], bad: set[Tensor]) -> set[Tensor]:
-    """Those of params that are bad on any process with a part of them, in the same order there.
+    """The params that are bad on any process with a part of them; all processes give them in the same order.
 
     One reduction of a flag for each parameter (for a mesh of several dimensions: along each), and none where nothing is
     sharded.
@@ -59,7 +59,7 @@ def like(p: Any, mine: Tensor) -> Tensor:
 
 
 def rows_are_whole(p: Any, matrix: str) -> bool:
-    """Whether each row of p's matrix lies on one process."""
+    """True if each row of p's matrix lies on one process."""
     if not is_sharded(p):
         return True
     along = range(p.ndim - 1) if matrix == "last" else range(min(1, p.ndim - 1))

@@ -52,7 +52,7 @@ def outline(p: Tensor) -> Tensor:
 
 
 def sum_is_finite(tensors: list[Tensor]) -> bool:
-    """Whether the sum of all entries is finite: then every entry is; the converse may fail.
+    """True if the sum of all entries is finite: then every entry is; the converse may fail.
 
     The tensors are on one device.
     """
@@ -79,7 +79,7 @@ def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
 
 
 def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
-    """What f makes of each group of places, one value a place, in the order of places."""
+    """Results of f on each group of places, one value a place, in the order of places."""
     found = dict[int, Any]()
     for members in groups:
         found.update(zip(members, f(members), strict=True))

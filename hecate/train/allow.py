@@ -114,12 +114,12 @@ def _filled(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _within(outer: str, inner: str) -> bool:
-    """Whether one setting is another, or below it."""
+    """True if setting `inner` is `outer`, or below it."""
     return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
 
 
 def _at(tree: Any, path: Location) -> tuple[Any] | None:
-    """What stands at a path; None if nothing does."""
+    """The value at a path, as a tuple of one; None if there is none."""
     for part in path:
         items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
         if part not in items:

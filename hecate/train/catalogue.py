@@ -1,4 +1,4 @@
-"""What there is to choose from: every family's variants, the named rules and the presets."""
+"""Catalogue of everything there is to choose from: every family's variants, the named rules and the presets."""
 
 from __future__ import annotations
 
@@ -122,4 +122,4 @@ FAMILIES: dict[str, Callable[[], Table]] = {
     "rules": _rules,
     "presets": _presets,
 }
-"""How to list each family."""
+"""Functions that make the table of each family."""

@@ -75,7 +75,7 @@ class Skipped(NamedTuple):
 
 
 class Summary(Config):
-    """What a stored tensor must be."""
+    """Expected dtype, shape and digest of a stored tensor."""
 
     dtype: str
     shape: Annotated[tuple[int, ...], Field(max_length=MAX_AXES)]
@@ -83,7 +83,7 @@ class Summary(Config):
 
 
 class StoredFile(Config):
-    """What a file of a sharded checkpoint must be."""
+    """Expected size and digest of a file of a sharded checkpoint."""
 
     bytes: int = Field(ge=0)
     sha256: str = Field(pattern=_SHA256)
@@ -98,7 +98,7 @@ class Piece(Config):
 
 
 class Spread(Config):
-    """What a tensor must be that is stored in blocks; each of its numbers lies in one of them."""
+    """Expected dtype, shape and blocks of a tensor stored in blocks; each of its numbers lies in one of them."""
 
     dtype: str
     shape: Extents
@@ -166,7 +166,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], tensors: Mapping[str, Any]) -> None:
-    """What a manifest of either version holds true of itself."""
+    """Checks that a manifest of either version is consistent."""
     for name, base in aliases.items():
         if name in tensors or base not in tensors:
             raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
@@ -182,7 +182,7 @@ def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], te
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
-    """Whether boxes, of (offset, length) along each dimension, cover a shape without gap or overlap, cut along one
+    """True if boxes, of (offset, length) along each dimension, cover a shape without gap or overlap, cut along one
     dimension after the other."""
     if 0 in shape:
         return not boxes
@@ -209,7 +209,7 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
 def write_checkpoint(
     folder: Path, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
 ) -> Path:
-    """What `save_checkpoint` writes, of tensors on the CPU that share no storage, and their aliases."""
+    """Writes the checkpoint of `save_checkpoint`: tensors on the CPU that share no storage, and their aliases."""
     summaries = {name: summary(tensor) for name, tensor in stored.items()}
     manifest = manifest_text(VERSION, step=step, facts=facts, aliases=aliases, tensors=summaries)
     with publishing(folder, step) as (temporary, target):
@@ -397,7 +397,7 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
 
 def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
-    """What a folder is refused with all of whose checkpoints were skipped."""
+    """The error for a folder all of whose checkpoints were skipped."""
     reasons = "; ".join(item.reason for item in skipped)
     return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
 
@@ -507,7 +507,7 @@ def _age(path: Path) -> tuple[int, bool, int]:
 
 
 def bad(file: Path, reason: str) -> CheckpointError:
-    """What a damaged checkpoint is refused with."""
+    """The error for a damaged checkpoint."""
     return CheckpointError(f"{file} {reason}; delete {file.parent} and resume from an earlier checkpoint")
 
 
@@ -524,7 +524,7 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """What is stored of tensors, as it stands now, on the CPU: a `DTensor` stays one, with this process's part."""
+    """Copies of tensors to store, as they stand now, on the CPU: a `DTensor` stays one, with this process's part."""
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
     # Views of one storage that differ in shape are copied, too: safetensors refuses shared memory.
     return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}

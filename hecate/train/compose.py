@@ -43,12 +43,12 @@ def folded_presets() -> list[str]:
 
 
 def shipped_presets() -> list[str]:
-    """Those that have a file of their own."""
+    """Names of the presets that have a file of their own."""
     return list(_FILES)
 
 
 def preset_about(name: str, files: Mapping[str, Path] = _FILES) -> str:
-    """What the file of a preset, or of one of the `BACKBONES`, says it is: the first sentence of its comment."""
+    """Description of a preset, or of one of the `BACKBONES`: the first sentence of its file's comment."""
     lines = files[name].read_text(encoding="utf-8").splitlines()
     comment = " ".join(line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"(?<=\.) ", comment)[0].rstrip(".")
@@ -222,7 +222,7 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
 
 
 def _told(config: Any, value: Any) -> Any:
-    """What was written of a config without the fields that others decide and nobody set: these may be overridden."""
+    """The written values of a config without the fields that others decide and nobody set: these may be overridden."""
     if isinstance(value, list):
         return [_told(*pair) for pair in zip(config, value, strict=True)]
     if not isinstance(config, Config):

@@ -1,4 +1,4 @@
-"""What an experiment is: model, data, optimiser and budget, as one strict value."""
+"""Config of an experiment: model, data, optimiser and budget, as one strict value."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class OptimConfig(Config):
 
 
 class BudgetConfig(Config):
-    """How long, how often and on what. [DIST-STEP-D1]
+    """Budget of a run: how long, how often and on what. [DIST-STEP-D1]
 
     Fields:
         steps: of the optimiser; a run resumed with another number follows its schedule from there on.
@@ -136,7 +136,7 @@ class BudgetConfig(Config):
 
 
 class SampleConfig(Config):
-    """What a model writes into samples.txt.
+    """Samples that a model writes into samples.txt.
 
     Fields:
         prompt: the text that it continues.

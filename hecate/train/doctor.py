@@ -1,4 +1,4 @@
-"""What this machine has and which engines run here; kernels compiled ahead of their first use."""
+"""Report on this machine and the engines that run here; kernels compiled ahead of their first use."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine() -> Table:
 
 
 def engines() -> Table:
-    """How many named rules each engine runs on the devices here and for how many `auto` takes it; why it runs none."""
+    """Numbers of named rules that each engine runs on each device and `auto` takes it for, or why it runs none."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
@@ -47,7 +47,7 @@ def engines() -> Table:
 
 
 def kernels() -> Table:
-    """Which kernels for a GPU were tried on this machine, and which of them are not used and why. [TRAIN-DOCTOR-D2]"""
+    """Kernels for a GPU that were tried on this machine, and which are not used and why. [TRAIN-DOCTOR-D2]"""
 
     def shown(facts: dict[str, Any]) -> list[str]:
         rule = ", ".join(f"{name}={own}" for name, own in facts.get("rule", {}).items()) or "MemoryConfig()"

@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one process has of a run: processes that parameters are sharded over, rows that it takes in one pass,
-    tokens of each."""
+    """Share of one process in a run: processes that parameters are sharded over, rows that it takes in one pass, tokens
+    of each."""
 
     shards: int
     rows: int
@@ -54,7 +54,7 @@ def share_of(config: ExperimentConfig, processes: int = 1) -> Share:
 
 
 def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
-    """Those of the model that `train` builds, from one of its blocks, without storage.
+    """Sizes of the model that `train` builds, from one of its blocks, without storage.
 
     Parameters are sharded by their first dimension, in equal parts but for the last ones. [TRAIN-EST-D4]
     """
@@ -106,7 +106,7 @@ class _Pairs(TorchFunctionMode):
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, Way]:
-    """How each layer of a block goes over the ranks that share a sequence, by its path in the model; none of those
+    """Way in which each layer of a block goes over the ranks that share a sequence, by its path in the model; empty
     where each process has whole sequences. [CTX-WAY-D2]"""
     ranks = config.parallel.context
     if ranks == 1:
@@ -117,9 +117,9 @@ def ways_of(config: ExperimentConfig) -> dict[str, Way]:
 
 
 def training_bytes(config: ExperimentConfig, sizes: Sizes, share: Share) -> dict[str, int]:
-    """What a process takes at least, by what for: weights, gradients and two moments of its part, the parameters that
-    are gathered while a block runs, the states of its rows, and the logits and the inputs of every block that the
-    backward pass reads. [TRAIN-EST-D3]"""
+    """Least bytes of a process, by purpose: weights, gradients and two moments of its part, the parameters that are
+    gathered while a block runs, the states of its rows, and the logits and the inputs of every block that the backward
+    pass reads. [TRAIN-EST-D3]"""
     model, low = config.model, config.budget.precision == "bfloat16"
     each, tokens = FLOAT // 2 if low else FLOAT, share.rows * share.tokens
     around = sizes.parameters - (model.layers - 1) * sizes.block  # what is outside of blocks, and one of these
@@ -197,8 +197,8 @@ def _numbers(module: nn.Module) -> int:
 
 
 def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[str, str]]:
-    """What the model weighs, carries and computes, and what a process in a world of so many holds of it; nothing is
-    allocated. [TRAIN-EST-D1]
+    """Rows of the estimate: what the model weighs, carries and computes, and what a process in a world of so many holds
+    of it; nothing is allocated. [TRAIN-EST-D1]
 
     State: what one sequence carries from token to token, whatever its length without attention.
     Work: multiplications and additions of a token, forward.

@@ -1,4 +1,4 @@
-"""What a model does: its score on validation batches, its state and levels, and the text it goes on with."""
+"""Evaluation of a model: its score on validation batches, its state and levels, and the text it goes on with."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def bytes_per_label(targets: Tensor, lengths: Tensor | None) -> float:
 
 
 def resets_of(batch: Batch, device: torch.device, *, shared: bool = False) -> dict[str, Tensor]:
-    """What a model is told of documents, as keyword arguments: nothing where none starts, unless other ranks have some
-    and all are to be told alike."""
+    """Keyword arguments that tell a model of documents: none where none starts, unless other ranks have some and all
+    are to be told alike."""
     if batch.resets is None or not (shared or batch.resets.any()):
         return {}
     return {"reset_mask": batch.resets.to(device)}
@@ -164,7 +164,7 @@ def loss_by_position(
 
 
 def _places(batch: Batch) -> Tensor:
-    """How many tokens of its document, or of its row, stand before each: int64 `[B, T]`."""
+    """Number of tokens before each in its document, or in its row: int64 `[B, T]`."""
     places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     if batch.resets is None:
         return places
@@ -201,7 +201,7 @@ def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.
 
 
 def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, Tensor]:
-    """What one sequence carries from call to call, after `seq_len` validation tokens: tensors by their paths."""
+    """Tensors, by path, that one sequence carries from call to call, after `seq_len` validation tokens."""
     *_, state = _one_sequence(model, source, seq_len, device)
     found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
     return {pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}

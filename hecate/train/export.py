@@ -125,7 +125,7 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
 
 
 def _copy_tokenizer(home: Path, folder: Path) -> None:
-    """What texts are read with, so that they need no data either."""
+    """Copies the tokenizer, so that reading texts needs no data either."""
     if (home / TOKENIZER).is_file():
         write_file(folder / TOKENIZER, read_whole(home / TOKENIZER))
 

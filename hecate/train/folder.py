@@ -15,7 +15,7 @@ from hecate.errors import CheckpointError
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "logger-id.txt", TOKENIZER,
          CHECKPOINTS, "figures", "evals", "tensorboard", "wandb")  # fmt: skip
-"""What is read or written by name in a run folder."""
+"""Names that are read or written in a run folder."""
 
 
 def expect_run(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What Python code of a user may do while a run goes on."""
+"""Hooks for Python code of a user while a run goes on."""
 
 from __future__ import annotations
 

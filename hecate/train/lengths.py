@@ -18,7 +18,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 class OfLength(NamedTuple):
-    """What a model loses on sequences of a length, by how much of them it has read."""
+    """A model's loss on sequences of a length, by how much of them it has read."""
 
     length: int
     sequences: int
@@ -86,7 +86,7 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
 
 
 def tables(trained: Trained, source: Source, found: Sequence[OfLength]) -> list[Table]:
-    """What is printed: a row for each length, and the loss by position of all of them."""
+    """The printed tables: a row for each length, and the loss by position of all of them."""
     each = source.metric == "bits_per_byte" and source.lengths is None
     header: tuple[str, ...] = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
     rows: list[tuple[str, ...]] = []

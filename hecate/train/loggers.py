@@ -34,7 +34,7 @@ class Logger(ABC):
 
 
 class LoggerKind(Variant, family="logger"):
-    """How a logger is opened. A subclass with a `kind` joins the family; `loggers` of an experiment lists them.
+    """Config that opens a logger. A subclass with a `kind` joins the family; `loggers` of an experiment lists them.
 
     `package` is what has to be installed, `name` how people call it.
     """

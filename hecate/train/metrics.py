@@ -1,5 +1,5 @@
-"""What a run writes as it goes, and drops again from where it is resumed: metrics.jsonl, one JSON object per line,
-appended and locked while it trains; and samples.txt."""
+"""Records that a run writes as it goes, and drops again from where it is resumed: metrics.jsonl, one JSON object per
+line, appended and locked while it trains; and samples.txt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hecate.files import lock, read_whole, refusing, sync_open, write_file
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
-"""What of a record is another whenever it is written."""
+"""Fields of a record that differ whenever it is written."""
 NUMBERS = frozenset((
     *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
     "validation_loss", "accuracy", "bits_per_byte", "perplexity",

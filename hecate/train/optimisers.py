@@ -1,4 +1,4 @@
-"""What training adds to the optimisers by kind: torch's own, and a fallback for what a kind does not train.
+"""Additions of training to the optimisers by kind: torch's own, and a fallback for what a kind does not train.
 
 They train the parameters of a model, not its memories. Learning rate and weight decay are those of `OptimConfig`,
 whatever the kind.
@@ -115,7 +115,7 @@ class MatrixKind(PartialKind):
     about = "matrices between the embedding and the output layer"
 
     def trains(self, model: nn.Module) -> Named:
-        """What is neither a vector nor an outer layer."""
+        """The parameters that are neither vectors nor of outer layers, by name."""
         named, outer = super().trains(model), outer_layers(model)
         return [(n, p) for n, p in named if not (is_vector(n, p) or id(p) in outer)]
 
@@ -146,7 +146,7 @@ class Muon(MatrixKind, optim.Muon.Options):
 
 
 def is_vector(name: str, p: Tensor) -> bool:
-    """Whether a parameter is one by shape, or by name: norms and biases per head are matrices."""
+    """True if a parameter is one by shape, or by name: norms and biases per head are matrices."""
     return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
 
 

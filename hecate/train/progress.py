@@ -1,4 +1,4 @@
-"""How far a run is and how fast it goes: tokens, speed, time left, memory, and the share of a GPU's peak it uses."""
+"""Progress and speed of a run: tokens, speed, time left, memory, and the share of a GPU's peak it uses."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ WARMING = 20
 
 
 class _Mark(NamedTuple):
-    """How far a process is: seconds since it began, and steps, tokens and seconds of computing them; how long the
-    latest step took."""
+    """Progress of a process: seconds since it began, and steps, tokens and seconds of computing them; duration of the
+    latest step."""
 
     at: float = 0.0
     steps: int = 0

@@ -100,7 +100,7 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
 
 
 def _optimiser(trainer: Trainer) -> str:
-    """Which optimiser trained how much, what steps seldom, and the settings."""
+    """The optimisers, with the parameters that each trained, those that step seldom, and the settings."""
     lines = []
     for kind, optimizer in trainer.optimizers.items():
         groups = optimizer.param_groups

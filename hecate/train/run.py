@@ -50,7 +50,7 @@ Status = Literal["finished", "interrupted", "out of time"]
 
 
 class RunResult(NamedTuple):
-    """How a run ended; `signal` is the number that interrupted it, maybe before it had a score."""
+    """Result of a run; `signal` is the number of the one that interrupted it, maybe before it had a score."""
 
     status: Status
     step: int
@@ -385,7 +385,7 @@ class _Run:
                 add_sample(self.folder / "samples.txt", self.trainer.step, text)
 
     def _finish(self, status: Status) -> dict[str, float]:
-        """What the end of the budget brings; the baselines."""
+        """Ends a run at the end of its budget: validates, saves, samples and reports; returns the baselines."""
         self._evaluate()
         self._save()
         self._sample()

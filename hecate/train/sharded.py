@@ -66,7 +66,7 @@ class LeftAloneError(CheckpointError):
 
 
 class Restorable(Protocol):
-    """What a checkpoint is loaded into: a `Trainer`."""
+    """Target that a checkpoint is loaded into: a `Trainer`."""
 
     model: nn.Module
     optimizers: dict[str, Optimizer]
@@ -93,7 +93,7 @@ class Team:
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 
     def all(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """What `act` gives, plain JSON, on every rank; where it fails on one, all raise what the first of them did.
+        """Results of `act`, plain JSON, on every rank; where it fails on one, all raise what the first of them did.
 
         Raises `CheckpointError` as well where another rank has ended or does not answer in the group's time.
         """
@@ -125,7 +125,7 @@ class Team:
 
 
 def lost(what: str, error: BaseException) -> LeftAloneError:
-    """What a process raises that the others have left alone."""
+    """The error of a process that the others have left alone."""
     first = str(error).strip().partition("\n")[0]
     return LeftAloneError(
         f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
@@ -192,7 +192,7 @@ def write_sharded(
     facts: Mapping[str, Any],
     team: Team,
 ) -> Path:
-    """What `save_sharded` writes, of what is `staged`; together."""
+    """Writes the checkpoint of `save_sharded`, of what is `staged`; all processes together."""
     what, first = f"write checkpoint {folder / f'step_{step:08d}'}", team.rank == 0
     with ExitStack() as held:
 
@@ -249,7 +249,7 @@ def _cure(error: Any) -> str:
 
 
 def _reasons(error: Any) -> str:
-    """What failed on which rank, of an error of DCP."""
+    """Failures in an error of DCP, by rank."""
     found = sorted((rank, pair[0]) for rank, pair in error.failures.items())
     return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in found)
 

@@ -26,7 +26,7 @@ _SHOWN = 8
 
 
 class OptimizerFacts(Config):
-    """What of optimisers is no tensor: their names, groups, and plain state by parameter."""
+    """Facts of the optimisers that are no tensors: their names, groups, and plain state by parameter."""
 
     optimizer: str
     groups: tuple[dict[str, Any], ...]
@@ -234,8 +234,7 @@ def _check_entries(name: str, saved: Mapping[str, Any], own: Mapping[str, Any] |
 
 
 def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """What a first step leaves as the state of each parameter, without storage; None where only the step itself could
-    tell."""
+    """State of each parameter after a first step, without storage; None where only the step itself could tell."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
@@ -255,7 +254,7 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
 
 
 def _kind(value: Any) -> str:
-    """What of a state's entry must not differ; counts follow torch's default dtype."""
+    """The features of a state's entry that must not differ; counts follow torch's default dtype."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if not value.dim():

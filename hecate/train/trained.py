@@ -54,7 +54,7 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
 
 def numbers_of(checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    """How many numbers each tensor has, by name."""
+    """Number of elements of each tensor, by name."""
     return [(name, tensor.numel()) for name, tensor in checkpoint.tensors.items()]
 
 
@@ -80,7 +80,7 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
-    """What turns texts into a model's tokens."""
+    """The tokenizer of a model; `ConfigError` where it has none."""
     if trained.tokenizer is not None:
         return trained.tokenizer
     what = f"trained on task {trained.config.data.kind!r}, which has no text to continue"

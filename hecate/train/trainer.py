@@ -36,7 +36,7 @@ from hecate.train.state import pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):
-    """What one optimiser step saw; `bytes_per_label` are those of text that a label of this process stands for."""
+    """Numbers of one optimiser step; `bytes_per_label` are those of text that a label of this process stands for."""
 
     loss: float
     grad_norm: float
@@ -54,7 +54,7 @@ def build_model(config: ExperimentConfig, device: str | None = None) -> nn.Modul
 
 
 def seeded(config: ExperimentConfig) -> torch.Generator:
-    """What a model's parameters are drawn from."""
+    """Generator that a model's parameters are drawn from."""
     return torch.Generator().manual_seed(config.seed)
 
 
@@ -248,7 +248,7 @@ class Trainer:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What turns text into tokens and back: bytes, where the data do not say otherwise; None of what is no text."""
+        """Tokenizer of text, both ways: bytes, where the data do not say otherwise; None where they are no text."""
         if self.source.metric == "bits_per_byte":
             return self.config.data.tokenizer() or Bytes()
         return self.config.data.tokenizer()
@@ -394,7 +394,7 @@ def lay_out(
 
 
 def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
-    """Whether parameters stay without a gradient, by one sequence of the length of training."""
+    """True if parameters stay without a gradient, by one sequence of the length of training."""
     tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
     with holding():
         loss, _ = objective(tokens, tokens)

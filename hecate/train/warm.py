@@ -43,7 +43,7 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
 
 
 def _fitting(path: Path, own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """What a model takes of what is stored, and what there is to tell of it."""
+    """The stored tensors that a model takes, and notes on these and on the rest."""
     given = read_weights(path)
     found = {name: value for name, value in given.items() if name in own}
     if not found:

@@ -29,8 +29,8 @@ Plus = Callable[..., Tensor]
 
 
 class Row(NamedTuple):
-    """What a step is given beside the states. `seen[t, i]` is K[t, i] lr_i; a, `end` and the like are None where they
-    are 1 or belong to no slot.
+    """Inputs of a step beside the states. `seen[t, i]` is K[t, i] lr_i; a, `end` and the like are None where they are 1
+    or belong to no slot.
 
     The t-th query meets `a M + s S - seen d h^T`; after the chunk M is `end M + slot_end S - (into d) h^T` and S
     `slot_kept S - (slot_into d) h^T`.

@@ -49,7 +49,7 @@ class Chunk(TokenEngine):
     takes = ("floor", RATES)
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What has no chunks, or chooses gradients token by token."""
+        """Refuses configs without chunks, or whose gradients are chosen token by token."""
         if config.chunk == 1:
             return "chunk=1 takes each gradient at the state before its token, not at a chunk's start"
         if not config.algorithm.takes_any_gradient():
@@ -75,7 +75,7 @@ class Chunk(TokenEngine):
         return math.inf if call.config.chunk == 1 else 200.0 * max(1, steps_of(call))
 
     def about(self, call: Call) -> str:
-        """How many steps, if that is too many."""
+        """Tells the number of steps, if that is too many."""
         steps = steps_of(call)
         if 2 * steps > call.length:
             return f"{steps} chunks for {call.length} tokens: resets leave too little in each"
@@ -87,7 +87,7 @@ class Chunk(TokenEngine):
 
 
 def steps_of(call: Call, longest: int | None = None) -> int:
-    """How many steps a call takes, of `longest` tokens at most where that is given; 0 without tokens."""
+    """Number of steps of a call, of `longest` tokens at most where that is given; 0 without tokens."""
     if call.steps is not None:
         return call.steps
     config, (_, _, _, lr, retain, _, write, reset, *_) = call.config, call.inputs
@@ -103,7 +103,7 @@ def steps_of(call: Call, longest: int | None = None) -> int:
 
 
 def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
-    """Whether all memories stand at one known place of their chunk and stay together."""
+    """True if all memories stand at one known place of their chunk and stay together."""
     return write is None and reset is None and position is not None and position < config.chunk
 
 

@@ -44,7 +44,7 @@ class Fused(Chunk):
         return super().unfit(call)
 
     def about(self, call: Call) -> str:
-        """How often it runs what it compiles."""
+        """Tells how often it runs the step that it compiles."""
         return f"runs one compiled step {steps_of(call)} times, if asked for"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:

@@ -80,8 +80,8 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
 def _of_steps(
     name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
 ) -> list[Tensors]:
-    """What a formula makes of the gates of every step `[N, c, C, ...]`; steps of equal size share one call. Where it is
-    small it is made once, for the backward pass too."""
+    """Results of a formula on the gates of every step `[N, c, C, ...]`; steps of equal size share one call. Where they
+    are small they are made once, for the backward pass too."""
     small = (first := tensors[0]) is not None and first.numel() * max(sizes) * first.element_size() <= KEPT
     groups = [list(equal) for _, equal in groupby(sizes)]
     rows: list[Tensors] = []

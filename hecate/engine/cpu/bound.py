@@ -1,4 +1,4 @@
-"""What a step is normalised by, for one token in the kernels of layers: `hecate.structure.bound` on a row of values.
+"""Normaliser of a step for one token in the kernels of layers: `hecate.structure.bound` on a row of values.
 
 `v` holds bounds of the squared columns of d prediction / d value where the value itself lies in its row, and `t` at its
 first place their bound in all. [STR-BOUND-D1]

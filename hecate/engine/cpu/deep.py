@@ -47,7 +47,7 @@ class CompiledLayers(TokenEngine):
     anchors = bounds = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What has no kernel."""
+        """Refuses configs without a kernel."""
         rule = config.rule
         structure, retention, algorithm = rule.structure, rule.retention, config.forms.algorithm
         if (reason := chunk_refusal(config)) is not None:
@@ -84,7 +84,7 @@ class CompiledLayers(TokenEngine):
         return math.inf if call.length < TOKENS else 70.0 * call.length
 
     def about(self, call: Call) -> str:
-        """Whether the call is long enough."""
+        """Tells whether the call is long enough for its kernels."""
         if call.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel walks the layers, the state in cache"
@@ -102,7 +102,7 @@ class CompiledLayers(TokenEngine):
 
 
 def _unwalked(graph: Graph) -> str | None:
-    """What of a graph the kernels cannot walk; None if nothing."""
+    """The part of a graph that the kernels cannot walk; None if there is none."""
     layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
     ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
     unknown = [op.name for op in ops if type(op) not in OPS]
@@ -130,7 +130,7 @@ def _link(step: StepForm) -> tuple[int, float, float] | None:
 
 
 def by_loop(config: MemoryConfig, like: Carry) -> Any:
-    """What the kernels compute of (*memory, *slots, *initial, *tokens), in plain torch."""
+    """The kernels' function of (*memory, *slots, *initial, *tokens), in plain torch."""
     count = len(like.memory)
     states = count + len(like.slots)
 

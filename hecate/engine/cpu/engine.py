@@ -52,7 +52,7 @@ class Compiled(TokenEngine):
     takes = GENERAL
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What has no kernel."""
+        """Refuses configs without a kernel."""
         return _unlike(config) and refusal(config)
 
     def unfit(self, call: Call) -> str | None:
@@ -71,7 +71,7 @@ class Compiled(TokenEngine):
         return (80.0 if large else 30.0) * call.length
 
     def about(self, call: Call) -> str:
-        """Whether the call is long enough."""
+        """Tells whether the call is long enough for its kernels."""
         if call.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel keeps the state in cache"

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a memory brings to the walk, in the order in which it takes them."""
+    """A memory's parts of the walk, in the order in which it takes them."""
 
     learn: Part
     predict: Part
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
 
 
 def refusal(config: MemoryConfig) -> str | None:
-    """What has no form, or no kernel for its forms together."""
+    """Reason for no kernel: a knob without a form, or forms without a kernel together; None if there is one."""
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason

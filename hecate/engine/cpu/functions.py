@@ -125,7 +125,7 @@ def _parts(_: Any, x: Any) -> Any:
 
 @intrinsic
 def _single(_: Any, x: Any) -> Any:
-    """Whether numbers are float32."""
+    """True if numbers are float32."""
     vector = x if isinstance(x, Vector) else x.dtype
     single = vector.scalar.bitwidth == 32
     return types.boolean(x), lambda context, *_: context.get_constant(types.boolean, single)

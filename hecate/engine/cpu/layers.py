@@ -69,7 +69,7 @@ def _evaluated(plan, eps, nodes, W, wo, x, xo):
 
 @helper
 def _spread(node, x, xo, g, go, row):
-    """What an operation hands down of the cotangent of its value."""
+    """Adds the cotangent of an operation's value to those of its inputs."""
     out_of_line()
     op, _, _, _, _, _, a, b, at, size, wide, _ = node
     if op == 1:
@@ -189,7 +189,7 @@ def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, f
 
 @helper
 def _looked_at(x, at, width, P, centre, row):
-    """What a weight is written with, and where it starts: its input, centred or as it is."""
+    """The input that a weight is written with, centred or as it is, and the place where it starts."""
     if not centre:
         return x, at
     centred(x, at, width, row, at - at)
@@ -321,7 +321,7 @@ def _replayed(
 
 @helper
 def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden):
-    """What the read of a token sends to its query and, added to M, to the weights."""
+    """VJP of a token's read: the cotangent of its query and, added to M, those of the weights."""
     out_of_line()
     nil = P - P
     copy(q, qo, x, nil, P)
@@ -372,8 +372,8 @@ def _write_back(
     plan, nodes, size, L, P, V, last, width, hidden, l, r, m, initial, g_initial, G, H, go, Z, A, S, ao, Q, mo, gk, ko,
     gv, vo, form, centre, order, anchor, floor, x, f, xo, u, uo, row, g, up, X, bv, bt, gbv, gbt,
 ):  # fmt: skip
-    """What the write of a token sends to its key, value and gates (returned), to G and H of the token before, and to
-    the weights at which its gradient was taken, added to M."""
+    """VJP of a token's write: cotangents of its key, value and gates (returned), of G and H of the token before, and,
+    added to M, of the weights at which its gradient was taken."""
     out_of_line()
     Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
     short, back, lost = number(l, 1), number(r, 1) - r, number(r, 0)

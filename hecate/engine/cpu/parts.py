@@ -1,4 +1,4 @@
-"""What a token does to a memory, part by part: functions that `walk` is given, each with its derivative.
+"""Parts of a token's step on a memory: functions that `walk` is given, each with its derivative.
 
 A part is compiled by itself and called by its address, so that a rule of known parts compiles nothing that another has
 compiled before it. States, weights M, directions D and cotangents are flat arrays `[V, P]` in whole fours and vectors

@@ -1,4 +1,4 @@
-"""What kernels of layers are made of: passes over a weight, a few arrays each, in vectors.
+"""Building blocks of the kernels of layers: passes over a weight, a few arrays each, in vectors.
 
 Weights are flat, rows in fours and in vectors of 64 bytes, padded with zeros that no pass moves; `o`, `to` and the like
 say where a row or a number begins. [ENG-LAYERS-D1]

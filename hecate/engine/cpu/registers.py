@@ -215,7 +215,7 @@ def _slopes(form, a, b, preds, v, u):
 
 @inline
 def _retain_back(gr, row, c, sums, i, channels, G4, M4):
-    """What the cotangents of four rows that retain has scaled tell it."""
+    """Adds to the cotangent of retain the share of four rows that it has scaled."""
     if channels is not None:
         _accumulate(gr, row, _combined(G4, M4), c)
     else:

@@ -1,4 +1,4 @@
-"""What the kernels are made of: vectors with explicit SIMD, as numba has none, and the formulas of the biases.
+"""Building blocks of the kernels: vectors with explicit SIMD, as numba has none, and the formulas of the biases.
 
 `Vector` is one of 64 bytes of one float type, or some of them side by side: a whole row of a state. LLVM splits what is
 wider than its registers. Rows of a state go in fours, so that what they share is loaded once: `mul`, `add`, `mad`,

@@ -45,7 +45,7 @@ class Fla(TokenEngine):
     name = "fla"
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What has no kernel."""
+        """Refuses configs without a kernel."""
         if config.on_nonfinite == "skip":
             return "its kernels take no masks, and on_nonfinite='skip' leaves tokens out by one"
         if config.dtype == torch.float64:
@@ -87,7 +87,7 @@ class Fla(TokenEngine):
         return math.inf if call.values == torch.float32 or call.traced else 90.0 + 20.0 * call.length
 
     def about(self, call: Call) -> str:
-        """What its rounding is like, or its operators."""
+        """Tells of its rounding of float32, or of its second forward pass under torch.compile."""
         if call.values == torch.float32:
             return "its products of float32 are rounded more than ours"
         if call.traced:
@@ -129,7 +129,7 @@ class Fla(TokenEngine):
 
 
 def _by_documents(call: Call) -> bool:
-    """Whether the masks of a call are the borders of documents and nothing else."""
+    """True if the masks of a call are the borders of documents and nothing else."""
     if not hasattr(call, "flat"):  # a sketch does not tell
         return False
     reset = call.inputs.reset

@@ -1,5 +1,5 @@
-"""Which kernel of flash-linear-attention computes a config, as a block with a backward pass, and whether it is trusted:
-each has to reproduce float64 before it is used. [ENG-FLA-I2]"""
+"""Kernels of flash-linear-attention: the one that computes a config, as a block with a backward pass, and whether it is
+trusted: each has to reproduce float64 before it is used. [ENG-FLA-I2]"""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_kernel(kernel: Kernel) -> Callable[..., tuple[Tensor, Tensor]] | None:
 
 
 def by_kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype, borders: tuple[int, ...] | None = None) -> ByHand:
-    """What a kernel computes of (memory, initial, *tokens), with its own derivatives."""
+    """A kernel's function of (memory, initial, *tokens), with its own derivatives."""
     plain = by_torch(config, carry)
 
     def wide(*inputs: Tensor | None) -> Tensors:

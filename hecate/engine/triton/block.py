@@ -227,8 +227,8 @@ def block_at(
     MOVES: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
     PHI: tl.constexpr,
 ):  # fmt: skip
-    """What a block's values do not change: (w, born, q, p, A, L, a q, z q, a p, z p, sq, sf, b; its factors in M and S
-    of the end; a, s, e, z of the end)."""
+    """Parts of a block that do not depend on its values: (w, born, q, p, A, L, a q, z q, a p, z p, sq, sf, b; its
+    factors in M and S of the end; a, s, e, z of the end)."""
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     if CHANNELS:
         w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)

@@ -43,15 +43,15 @@ FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop
 
 
 def _raw(call: Call) -> bool:
-    """Whether kernels read keys and queries as they lie, and make their features."""
+    """True if kernels read keys and queries as they lie, and make the features themselves."""
     config = call.config
     plain = config.step == "raw" and config.normalizer == "none" and config.forms.phi is not None
     return plain and not call.general and not _loops(call)
 
 
 def _borders(call: Call) -> tuple[int, ...] | None:
-    """Those of documents packed into one row, where the host knows them and they are few or long: they are walked side
-    by side. The room for their states grows with their number, in the loop by a whole segment of them."""
+    """Borders of documents packed into one row, where the host knows them and they are few or long: they are walked
+    side by side. The room for their states grows with their number, in the loop by a whole segment of them."""
     if not hasattr(call, "flat") or call.inputs.reset is None:  # a sketch does not tell
         return None
     found: tuple[int, ...] | None = BORDERS.get(call.inputs.reset)
@@ -67,7 +67,7 @@ class Triton(TokenEngine):
     l2_norm = NORM.block()
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What has no kernel."""
+        """Refuses configs without a kernel."""
         rule = config.rule
         if (reason := chunk_refusal(config)) is not None:
             return reason
@@ -153,8 +153,8 @@ def _unfit(call: Call, loops: bool) -> str | None:
 
 
 def _loops(call: Call) -> bool:
-    """Whether a call is for the loop kernels: blocks know none and decay, under gradient descent of each phi channel
-    too, and momentum."""
+    """True if a call is for the loop kernels: blocks know retention none and decay, under gradient descent of each phi
+    channel too, and momentum."""
     forms, channels = call.config.forms, call.retain is not None and call.retain.dim() == 4
     if "retain_value" in call.general or forms.retention != StepForm():
         return True

@@ -31,7 +31,7 @@ Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel o
 
 
 def interpreting() -> bool:
-    """Whether Triton runs kernels on a CPU, as it is told before it is loaded."""
+    """True if Triton interprets kernels on a CPU, as it is told before it is loaded."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -1,4 +1,4 @@
-"""What keys and queries become where they are read: phi of each number, rows over their size; and the way back.
+"""Maps of keys and queries as kernels read them: phi of each number, rows over their size; and their derivatives.
 
 Kernels of blocks do it as they load a row, in any dtype as it lies, so that features are never stored; where something
 comes between features and kernel, rows come to unit length in a launch of their own. [ENG-TRITON-D7]

@@ -21,7 +21,7 @@ from hecate.tape import ByHand, Tensors, is_recorded, one
 
 
 def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
-    """What of a config the kernels compute, as text; raw: features too."""
+    """The part of a config that the kernels compute, as text; raw: features too."""
     bias, retention, algorithm, phi = config.forms.texts
     if exact is not None:  # what blocks know of them
         retention = '"decay"' if config.retention.uses_retain else '"none"'
@@ -146,7 +146,7 @@ def recorded() -> Iterator[None]:
 
 
 def _moved(rule: str, own: Sequence[Tensor | None]) -> list[bool]:
-    """Which inputs have a cotangent."""
+    """Flags of the inputs that have a cotangent."""
     config, reset = config_of(rule), own[10] is not None
     uses = (True, True, reset, True, True, True, True, config.retention.uses_retain, bool(config.algorithm.slots))
     return [has and item is not None for has, item in zip((*uses, False, False, True, True), own, strict=True)]

@@ -1,4 +1,4 @@
-"""What a token does to a memory, as functions of its whole state in registers: steps of retention, links from dual
+"""Parts of a token's step, as functions of a memory's whole state in registers: steps of retention, links from dual
 states to memories, a ball around either, and the algorithm's direction; each with its pullback.
 
 A tile is `[P, V]`: phi channels down, values along, padded with zeros, where `whole` says which cells are true and
@@ -101,7 +101,7 @@ def in_ball_vjp(M, cap, G):
 
 @triton.jit
 def moved(X, D, r, c, cap, in_p, P: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr, CAP: tl.constexpr):
-    """What is carried on."""
+    """The next carried state."""
     Y = free(X, D, r, c, in_p, P, STEP, COLUMN)
     if CAP == "state":
         Y = in_ball(Y, cap)
@@ -193,7 +193,7 @@ def linked_vjp(A, n0, n1, n2, n3, n4, in_p, whole, G, LINK: tl.constexpr):
 
 @triton.jit
 def weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK: tl.constexpr, CAP: tl.constexpr):
-    """What predicts and is read."""
+    """The memory of a carried state, which predicts and is read."""
     M = linked(A, n0, n1, n2, n3, n4, in_p, whole, LINK)
     if CAP == "memory":
         M = in_ball(M, cap)

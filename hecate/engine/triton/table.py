@@ -1,4 +1,4 @@
-"""How the kernels are launched: no launch tries several ways, so that a first call costs what the others do."""
+"""Launch settings of the kernels: no launch tries several ways, so that a first call costs what the others do."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def launched(card: int, height: int, width: int, *, momentum: bool, whole: bool)
 
 
 class Documents(NamedTuple):
-    """What the kernels of a row are told of its documents: how many programs there are for a memory, kept states in
-    all, and tables on the device, of documents (first token, tokens, first kept state) and of what stands between kept
-    states (first token, end of the document); a row of one document has none."""
+    """Documents of a row for its kernels: the number of programs for a memory, of kept states in all, and tables on the
+    device, of documents (first token, tokens, first kept state) and of spans between kept states (first token, end of
+    the document); a row of one document has none."""
 
     programs: int
     segments: int
@@ -81,8 +81,8 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, borders: tuple[int, ...] | None, length: int, segment: int, memory: Tensor) -> Documents:
-        """Those of a row of some tokens, with a state kept every `segment` of them, on the device of `memory`, which
-        stands for tables that are not read: a token decoded in place makes no tensor anew."""
+        """Documents of a row of `length` tokens, with a state kept every `segment` of them, on the device of `memory`,
+        which stands for tables that are not read: a token decoded in place makes no tensor anew."""
         if borders is None:
             return cls(1, -(-length // segment), memory, memory)
         tables = _tables(borders, segment)

@@ -66,8 +66,8 @@ def _steps(
 
 
 class _Inputs(NamedTuple):
-    """What a span is made of: keys and queries `[N, n, d]`, values, gates `[N, n]`, what is left of the anchor, the
-    mask, and the context's keys over features, values and marks, where there is such a thing."""
+    """Inputs of a span: keys and queries `[N, n, d]`, values, gates `[N, n]`, what is left of the anchor, the mask, and
+    the context's keys over features, values and marks; None where there is no such thing."""
 
     x_k: Tensor
     x_q: Tensor
@@ -83,7 +83,7 @@ class _Inputs(NamedTuple):
 
 
 class _Spans:
-    """What the spans of a plan run, as one block by hand: two products with features, in a room that every span uses
+    """Runner of the spans of a plan, as one block by hand: two products with features, in a room that every span uses
     again since pages of fresh tensors cost as much as what is done with them, and between them what autograd
     records."""
 
@@ -205,7 +205,7 @@ class _Spans:
     # What lies between.
 
     def named(self, found: Tensors) -> tuple[Any, ...]:
-        """What `between` returns: y, a, what M' has of S across, the combinations O, the context's values and marks."""
+        """Outputs of `between`: y, a, what M' has of S across, the combinations O, the context's values and marks."""
         y, weights, *rest = several(found)
         across = rest.pop(0) if self.mixes and not self.waits else None
         count = len(rest) - 2 * (self.plan.kept > 0)
@@ -304,7 +304,7 @@ class _Spans:
         return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
 
     def asked(self, x: Tensor, memory: Tensor) -> Tensors:
-        """What a memory answers to queries."""
+        """Answers of a memory to queries."""
         plan = self.plan
         read = (inverse_length(plan, x) if plan.normed else 1.0) * (plan.lift.features(x) @ memory.mT)
         return (plan.query * read,)

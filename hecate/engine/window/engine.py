@@ -57,7 +57,7 @@ class Window(Engine):
     name = "window"
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """What is not a window of gradients at the present memory, or is stepped otherwise."""
+        """Refuses configs without a window of gradients at the present memory, or stepped otherwise."""
         structure, retention, algorithm = config.structure, config.retention, config.algorithm
         if config.commit == "chunk" and config.chunk == 1:
             return f"commit={config.commit!r} with chunk=1 is a step at each token; set commit='token'"
@@ -102,7 +102,7 @@ class Window(Engine):
         return 300.0 + (40.0 * call.length if call.config.chunk == 1 else 150.0 * max(1, steps_of(call, SIZE)))
 
     def about(self, call: Call) -> str:
-        """How gradients and steps are taken."""
+        """Tells how gradients and steps are taken."""
         if call.config.chunk == 1:
             return "linear memory, window or Gram matrix: exact in blocks"
         when = "one step per chunk" if call.config.commit == "chunk" else "a step per token"
@@ -157,8 +157,8 @@ def _in_blocks(
 
 
 class _Held(NamedTuple):
-    """What goes from block to block, over features of the lift: M, S, initial M and context keys `[N, *, F]`, the
-    context's values and marks; None where there is no such thing."""
+    """State between blocks, over features of the lift: M, S, initial M and context keys `[N, *, F]`, the context's
+    values and marks; None where there is no such thing."""
 
     memory: Tensor
     slot: Tensor | None
@@ -259,7 +259,7 @@ class _Walk:
         return rows_of(self.plan, held.filled, part.v.shape[1], part.write, part.reset)
 
     def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
-        """What an outcome is made of."""
+        """Inputs of an outcome."""
         return Leaves(products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
 
     def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:

@@ -310,7 +310,7 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _tokens(given: _Given) -> list[_Given]:
-    """What each token brings."""
+    """Inputs of each token."""
     columns = [[None] * given.lr.shape[1] if item is None else item.unbind(1) for item in given[:-1]]
     return [_Given(*token, given.gram) for token in zip(*columns, strict=True)]  # type: ignore[call-arg]
 

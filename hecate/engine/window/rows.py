@@ -1,4 +1,4 @@
-"""What a block of tokens needs before any state is known: the rows of keys that its writes move, and their kernels.
+"""Parts of a block of tokens that no state is needed for: the rows of keys that its writes move, and their kernels.
 
 A block's rows are the c keys of the context, oldest first, then its own n keys. Write (t, a) of token t moves the row
 of the token a writes before t; with masks each memory has rows of its own.
@@ -18,8 +18,8 @@ from hecate.rule import MemoryConfig
 
 
 class Leaves(NamedTuple):
-    """What a block is made of: products of features with states, keys and queries `[N, n, d]`, values, the context's
-    values or None, gates `[N, n]`."""
+    """Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values
+    or None, gates `[N, n]`."""
 
     products: Tensor
     x_k: Tensor
@@ -32,7 +32,7 @@ class Leaves(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a config runs in blocks.
+    """Settings of a config's run in blocks.
 
     Fields:
         config: the memory's.
@@ -118,8 +118,8 @@ def _at(x: Tensor, index: Tensor) -> Tensor:
 
 
 class Kernels(NamedTuple):
-    """What the rows and queries of a block are to each other and to its base states (first M, first S, initial M, where
-    they exist), all of unit length where the features are to be."""
+    """Products of the rows and queries of a block with one another and with its base states (first M, first S, initial
+    M, where they exist), all of unit length where the features are to be."""
 
     pairs: Tensor  # [N, L, L]: rows with rows
     asked: Tensor  # [N, n, L]: queries with rows
@@ -156,7 +156,7 @@ def inverse_length(plan: Plan, x: Tensor) -> Tensor:
 
 
 class Outcome(NamedTuple):
-    """What a block makes: outputs, and the states after it as combinations.
+    """Results of a block: outputs, and the states after it as combinations.
 
     Fields:
         y: `[N, n, V]`.
