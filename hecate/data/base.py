@@ -100,7 +100,7 @@ class DataConfig(Variant, family="data"):
         return False
 
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of text to token ids and back, read without the data; None where they are no text."""
+        """Tokenizer of text to token ids and back, read without the data; None for data that are no text."""
         return None
 
     def length(self) -> int | None:

@@ -351,7 +351,7 @@ class Memory(RuleParameters, MemoryLayer):
     def _gated(
         self, gating: GatingParameters, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """The gating of x, q, k, v and gates, and its state."""
+        """Outputs of the gating for x, q, k, v and gates, and its state."""
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
             return gating(*made, held, masks)
         few: Any = between((made, masks.write, masks.reset), 0, 0)

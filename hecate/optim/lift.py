@@ -315,7 +315,7 @@ class PhiOptimizer(MatrixOptimizer):
             self._watches[place] = None
 
     def may_be_linear(self, group: Group) -> bool:
-        """True if a group's phi is none that is meant to be linear, and nothing about it is learned from gradients."""
+        """True if a group's phi is not meant to be linear, and nothing about it is learned from gradients."""
         traits = FeatureMap.model_validate(group["feature_map"]).traits()
         meant = traits.parity == "odd" and traits.degree == 1
         learns = group.get("lift") in ("learned", "callable") or group.get("phi_lr") or group["differentiable"]

@@ -295,7 +295,7 @@ class M3(SpectralOptimizer):
 
 
 def _as_vector(p: Tensor, group: Group) -> bool:
-    """True if a parameter takes the rule for vectors."""
+    """True if a parameter takes the update rule for vectors."""
     return p.ndim < 2 and group["vectors"] == "adam"
 
 

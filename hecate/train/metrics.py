@@ -16,7 +16,7 @@ from hecate.files import lock, read_whole, refusing, sync_open, write_file
 from hecate.train.loggers import Logger, Record, telling
 
 CLOCK = ("time", "elapsed")
-"""Fields of a record that differ whenever it is written."""
+"""Fields of a record that differ from one writing to the next."""
 NUMBERS = frozenset((
     *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
     "validation_loss", "accuracy", "bits_per_byte", "perplexity",

@@ -146,7 +146,7 @@ class Muon(MatrixKind, optim.Muon.Options):
 
 
 def is_vector(name: str, p: Tensor) -> bool:
-    """True if a parameter is one by shape, or by name: norms and biases per head are matrices."""
+    """True if a parameter is a vector by shape, or by name: norms and biases per head are matrices."""
     return p.dim() < 2 or name.rsplit(".", 1)[-1] in ("norm", "bias")
 
 

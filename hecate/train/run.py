@@ -50,7 +50,7 @@ Status = Literal["finished", "interrupted", "out of time"]
 
 
 class RunResult(NamedTuple):
-    """Result of a run; `signal` is the number of the one that interrupted it, maybe before it had a score."""
+    """Result of a run; `signal` is the number of the signal that interrupted it, maybe before it had a score."""
 
     status: Status
     step: int

@@ -254,7 +254,7 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
 
 
 def _kind(value: Any) -> str:
-    """The features of a state's entry that must not differ; counts follow torch's default dtype."""
+    """Type, or shape and dtype, of a state's entry, to be compared; counts follow torch's default dtype."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     if not value.dim():

@@ -248,7 +248,7 @@ class Trainer:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of text, both ways: bytes, where the data do not say otherwise; None where they are no text."""
+        """Tokenizer of text, both ways: bytes, where the data do not say otherwise; None for what is no text."""
         if self.source.metric == "bits_per_byte":
             return self.config.data.tokenizer() or Bytes()
         return self.config.data.tokenizer()
