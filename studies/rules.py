@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from functools import cache, partial
@@ -94,10 +95,11 @@ def widths(rule: str, d_value: int) -> dict[str, int]:
 
 @cache
 def width(rule: str) -> int:
-    """The width of heads whose state is closest to `STATE_BYTES`, the smaller of two."""
+    """The width of heads whose state is closest to `STATE_BYTES`, the smaller of two; states grow with it."""
     config = Job(rule, "mqar", 1).of_width(WIDTHS[0]).model_for_data()
-    sizes = {d: _bytes(config.model_copy(update=widths(rule, d))) for d in WIDTHS}
-    return min(sizes, key=lambda d: abs(sizes[d] - STATE_BYTES))
+    size = cache(lambda d: _bytes(config.model_copy(update=widths(rule, d))))
+    above = bisect_left(WIDTHS, STATE_BYTES, key=size)
+    return min(WIDTHS[max(above - 1, 0) : above + 1], key=lambda d: abs(size(d) - STATE_BYTES))
 
 
 @torch.no_grad()

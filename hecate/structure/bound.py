@@ -108,30 +108,34 @@ def spread_vjp(
 
 
 class _Rows(NamedTuple):
-    """sqrt(b + `ROOT`) h of every layer, and what their derivative needs."""
+    """sqrt(b + `ROOT`) h of every layer, where b is 1 over the root of `scales`, and what their derivative needs."""
 
     past: Trace
     bounds: list[Tensor | None]
     layers: list[tuple[int, int, int]]  # weight, value, source
-    roots: list[Tensor]
+    roots: list[Tensor | None]
     rows: list[Tensor]
+    scales: list[float]
 
     @classmethod
     def of(cls, graph: Graph, weights: Sequence[Tensor], p: Tensor) -> _Rows:
         past = trace(graph, weights, p, whole=False)
         bounds, nodes = spread(past), enumerate(graph.nodes, 1)
         layers = [(n.weight, at, n.source) for at, n in nodes if isinstance(n, Linear) and bounds[at] is not None]
-        roots = [(bounds[at].sum(-1, keepdim=True) + ROOT).sqrt() for _, at, _ in layers]  # type: ignore[union-attr]
-        rows = [root * source(past.values, of) for root, (_, _, of) in zip(roots, layers, strict=True)]
-        return cls(past, bounds, layers, roots, rows)
+        found = [None if bounds[at] is bounds[-1] else bounds[at] for _, at, _ in layers]
+        roots = [None if b is None else (b.sum(-1, keepdim=True) + ROOT).sqrt() for b in found]
+        inputs = [source(past.values, of) for _, _, of in layers]
+        rows = [h if root is None else root * h for root, h in zip(roots, inputs, strict=True)]
+        return cls(past, bounds, layers, roots, rows, [1 + ROOT if root is None else 1.0 for root in roots])
 
     def vjp(self, cotangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Cotangents of the weights and of p from those of the rows."""
         values = Cotangents(self.past.values)
         of_bounds: list[Tensor | None] = [None] * len(self.past.weights)
         for (weight, _, of), root, g in zip(self.layers, self.roots, cotangents, strict=True):
-            values.add(of, root * g)
-            of_bounds[weight] = (g * source(self.past.values, of)).sum(-1, keepdim=True) / (2 * root)
+            values.add(of, g if root is None else root * g)
+            if root is not None:
+                of_bounds[weight] = (g * source(self.past.values, of)).sum(-1, keepdim=True) / (2 * root)
         known = spread_vjp(self.past, self.bounds, of_bounds, values)
         return self.past.through(values, known)
 
@@ -148,23 +152,23 @@ def lengths(graph: Graph, blocks: int) -> Block:
         every = _Rows.of(graph, weights, torch.cat([keys[..., :-1], p], 1) if earlier else p)
         if not earlier:
             grams: list[Tensor] = []
-            total = reduce(add, [row.square().sum(-1) for row in every.rows])
+            sums = [row.square().sum(-1) for row in every.rows]
         else:
             seen = _seen(keys[..., -1] > 0, write, size)
             grams = [torch.where(seen, torch.bmm(row[:, earlier:], row.mT), 0.0) for row in every.rows]
-            total = reduce(add, [torch.linalg.vector_norm(gram, 1, -1) for gram in grams])
+            sums = [torch.linalg.vector_norm(gram, 1, -1) for gram in grams]
+        total = reduce(add, [item * scale for item, scale in zip(sums, every.scales, strict=True)])
         c = 1 / (blocks * (FLOOR + total))
         return (c,), (every, grams, c, earlier)
 
     def vjp(residuals: Any, g: Tensor) -> Tensors:
         every, grams, c, earlier = residuals
         gtotal = (-blocks * c.square() * g).unsqueeze(-1)
-        grows = [] if grams else [2 * gtotal * row for row in every.rows]
-        for row, gram in zip(every.rows, grams, strict=False):
-            ggram = gram.sign() * gtotal
-            grow = torch.bmm(ggram.mT, row[:, earlier:])
-            late = grow[:, earlier:] + torch.bmm(ggram, row)
-            grows.append(torch.cat([grow[:, :earlier], late], 1))
+        gsums = [gtotal * scale for scale in every.scales]
+        grows = [] if grams else [2 * gsum * row for row, gsum in zip(every.rows, gsums, strict=True)]
+        for row, gram, gsum in zip(every.rows, grams, gsums, strict=False):
+            pairs = torch.nn.functional.pad(gram.sign() * gsum, (0, 0, earlier, 0))  # of all with all
+            grows.append(torch.bmm(pairs + pairs.mT, row))
         gweights, gp = every.vjp(grows)
         gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1)) if earlier else gp[:, :0]
         return gp[:, earlier:], None, gkeys, *gweights

@@ -192,7 +192,7 @@ def test_rows_of_a_named_rule(name):
 def test_rows_of_a_layer(name):
     """Zero embeddings, as of padding, in layers without what hides them: an output gate of silu(0)."""
     x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(1))
-    for fields in ({}, {"output_gate": False}, {"output_gate": False, "conv_kernel": 0}):
+    for fields in ({}, {"output_gate": False, "conv_kernel": 0}):
         layer = Memory(16, 2, name, generator=torch.Generator().manual_seed(0), engine="sequential", **fields)
 
         def largest(x: Tensor, layer: Memory = layer) -> float:

@@ -24,6 +24,7 @@ RULES: dict[str, dict[str, Any]] = {
     },
     "dot, decayed": {"bias": "dot", "retention": "decay", "read": "before", "feature_map": "elu"},
 }  # fmt: skip
+FEW = ("delta", "loop: kl, nesterov")
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def grads(outputs: tuple[torch.Tensor, ...], leaves: list[torch.Tensor]) -> tupl
 
 
 @pytest.mark.spec("ENG-TRITON-D8")
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in RULES])
 def test_one_graph_for_every_length_with_the_same_bits(name: str) -> None:
     config = MemoryConfig.model_validate({**RULES[name], "on_nonfinite": "propagate"})
     counter = CompileCounterWithBackend("aot_eager")
@@ -110,7 +111,11 @@ def arguments(momentum: bool, masked: bool, grad: bool, loop: bool = False) -> t
 @pytest.mark.spec("ENG-TRITON-D8")
 @pytest.mark.parametrize(
     ("momentum", "masked", "grad", "loop"),
-    [(False, False, True, False), (True, True, True, False), (True, False, False, False), (True, True, True, True)],
+    [
+        (True, False, False, False),
+        (True, True, True, True),
+        *(pytest.param(*which, True, False, marks=pytest.mark.slow) for which in ((False, False), (True, True))),
+    ],
 )
 def test_operators_keep_what_torch_asks_of_them(momentum: bool, masked: bool, grad: bool, loop: bool) -> None:
     found = torch.library.opcheck(ops.matrix_scan, arguments(momentum, masked, grad, loop))
