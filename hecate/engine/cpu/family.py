@@ -24,11 +24,11 @@ from torch import Tensor
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
+from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
-COORDINATES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as `parts.coordinates` knows them
-TOGETHER = {"softmax": "distributions", "ball": "ball", "jump": "jump", "pull": "pull"}
+LEARN = "learn_"  # and a digest: the name of a part that is printed
 LEAST = 16  # tokens between kept states, and their square root where that is more
 
 
@@ -59,7 +59,9 @@ def refusal(config: MemoryConfig) -> str | None:
     structure = rule.structure
     if not structure.linear and structure.token_form() is None:
         return f"structure {structure.kind!r} has no kernel"
-    for name, variant in (("algorithm", rule.algorithm), ("bias", rule.bias), ("retention", rule.retention)):
+    if isinstance(bias := formula_of(rule.bias), str):
+        return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
+    for name, variant in (("algorithm", rule.algorithm), ("retention", rule.retention)):
         if variant.token_form() is None:
             return f"{name} {variant.kind!r} as configured has no kernel"
     form = rule.algorithm.token_form()
@@ -73,7 +75,7 @@ def refusal(config: MemoryConfig) -> str | None:
     if structure.diagonal:
         for name, variant, apart in (
             ("algorithm", rule.algorithm, form.plain),
-            ("bias", rule.bias, config.forms.bias is not None),
+            ("bias", rule.bias, bias.coordinatewise),
             ("retention", rule.retention, rule.retention.token_form().cellwise),
         ):
             if not apart:
@@ -87,12 +89,9 @@ def refusal(config: MemoryConfig) -> str | None:
 def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     """The parts of a memory whose retain is per phi channel, per value channel, both or one number."""
     rule = config.rule
-    bias, step, algorithm = rule.bias.token_form(), rule.retention.token_form(), rule.algorithm.token_form()
+    step, algorithm = rule.retention.token_form(), rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    if bias.name in COORDINATES:
-        learn = Part("coordinates", (COORDINATES[bias.name], bias.a, bias.b))
-    else:
-        learn = Part(TOGETHER[bias.name], (bias.a, bias.b))
+    learn = Part(*importlib.import_module("hecate.engine.cpu.rows").part(rule.bias))
     if step.length is not None:
         length = step.length
         own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
@@ -132,7 +131,7 @@ _ARGUMENTS = {
 @cache
 def _digest() -> str:
     """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("functions", "parts", "steps", "vectors", "walk")
+    names = ("lanes", "parts", "rows", "steps", "vectors", "walk")
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 
@@ -141,6 +140,8 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
     if name == "walk":
         name = "backward" if back else "forward"
         return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)
+    if name.startswith(LEARN):
+        return importlib.import_module("hecate.engine.cpu.rows").function(name, back)  # type: ignore[no-any-return]
     modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
     found = next(module for module in modules if hasattr(module, name))
     if options:

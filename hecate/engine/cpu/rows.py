@@ -1,0 +1,144 @@
+"""Formulas as parts of the walk: a row of values, four at a time, in as many loops as sums wait for one another.
+
+`learn(p, v, u, n, c)` and `learn_back(p, v, u, gu, gp, gv, n, c)`, as `parts` says. A sum or a maximum of the row, and
+what is made of such alone, is four equal numbers, so that the names of `lanes` serve it, too. [ENG-NUM-D8]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from hecate.bias import Bias
+from hecate.engine.cpu import lanes
+from hecate.engine.cpu.vectors import filled, store
+from hecate.formula import bias_formula
+from hecate.formula.nodes import ROWS, Node
+from hecate.formula.printer import literal, said
+
+SIGNATURES = "p, v, u, n, c", "p, v, u, gu, gp, gv, n, c"
+
+
+@intrinsic
+def places(_: Any, like: Any) -> Any:
+    """0, 1, 2, 3."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(context.get_value_type(like), [float(i) for i in range(like.count)])
+
+    return like(like), code
+
+
+class Row(NamedTuple):
+    """Functions of a bias there and back, as text, and the numbers of c."""
+
+    there: str
+    back: str
+    numbers: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """A name by which equal texts are one part."""
+        return f"learn_{hashlib.sha256((self.there + self.back).encode()).hexdigest()[:16]}"
+
+
+def row_of(bias: Bias) -> Row:
+    """The functions of a bias. Raises Unprintable."""
+    formula = bias_formula(bias)
+    u, (gp, gv) = formula.u, formula.pulled
+    numbers: list[float] = []
+    known = {} if u.op in ("in", "const") else {u: "u"}
+    there = printed("learn", SIGNATURES[0], {"p": "p", "v": "v"}, {"u": u}, {}, numbers)
+    inputs = {"p": "p", "v": "v", "g": "gu"}
+    back = printed("learn_back", SIGNATURES[1], inputs, {"gp": gp, "gv": gv}, known, numbers)
+    return Row(there, back, tuple(numbers))
+
+
+def printed(
+    name: str, signature: str, inputs: Mapping[str, str], results: Mapping[str, Node], known: Mapping[Node, str],
+    numbers: list[float],
+) -> str:  # fmt: skip
+    """A function that writes nodes into arrays; `inputs` are the arrays of a formula's inputs, `known` those of nodes
+    that are there already. The config's own numbers are added to `numbers`."""
+    stages: dict[Node, int] = {}  # loops that have to be over before a node is known
+    for node in results.values():
+        _stage(node, known, stages)
+    text = {node: f"s{at}" for at, node in enumerate(item for item in stages if item.op in ROWS)}
+    sums = list(text)
+    arrays = dict.fromkeys([*inputs.values(), *known.values()])
+    text |= {node: f"{array}4" for node, array in known.items()}
+    first, count = next(iter(arrays)), 0
+    lines = [f"def {name}({signature}):", f"    zero = filled(four({first}, 0), 0.0)", "    place = places(zero)"]
+    for stage in range(max(stages.values()) + 1):
+        here = [node for node in sums if stages[node] == stage + 1]
+        lines += [f"    {text[node]} = {'zero' if node.op == 'total' else 'zero - INF'}" for node in here]
+        lines += ["    for i in range(0, n, 4):", *(f"        {array}4 = four({array}, i)" for array in arrays)]
+        inside = dict(text)
+        wanted = [node.args[0] for node in here] if here else list(results.values())
+        for node in _order(wanted, {**inside, **dict.fromkeys(sums, "")}):
+            if node.op == "in":
+                inside[node] = "(zero + n)" if node.args[0] == "N" else f"{inputs[node.args[0]]}4"
+            elif node.op == "const":
+                if not node.literal():
+                    numbers.append(node.args[0])
+                inside[node] = literal(node.args[0]) if node.literal() else f"c[{len(numbers) - 1}]"
+            else:
+                inside[node], count = f"t{count}", count + 1
+                lines.append(f"        {inside[node]} = {said(node, inside)}")
+        for node in here:
+            item, own = inside[node.args[0]], text[node]
+            kept = f"where(place + i < n, {item}, {'0.0' if node.op == 'total' else '-INF'})"
+            lines.append(f"        {own} = {own} + {kept}" if node.op == "total" else f"        {own} = larger({own}, {kept})")
+        if not here:
+            lines += [f"        store({array}, i, like({inside[node]}, zero))" for array, node in results.items()]
+        lines += [f"    {text[node]} = {node.op}({text[node]})" for node in here]
+    return "\n".join([*lines, ""])
+
+
+def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> int:
+    if node not in stages:
+        own = node.op in ROWS
+        below = 0 if node in known or node.op in ("in", "const") else max(_stage(x, known, stages) for x in node.args)
+        stages[node] = below + own
+    return stages[node]
+
+
+def _order(wanted: list[Node], known: Mapping[Node, str]) -> list[Node]:
+    """Nodes that are not known, arguments before what is made of them."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node not in known and node not in found:
+            for item in node.args if node.op not in ("in", "const") else ():
+                visit(item)
+            found[node] = None
+
+    for node in wanted:
+        visit(node)
+    return list(found)
+
+
+_KNOWN: dict[str, Row] = {}
+
+
+def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
+    """The name of a bias's part, and its numbers."""
+    row = row_of(bias)
+    _KNOWN[row.name] = row
+    return row.name, row.numbers or (0.0,)
+
+
+def function(name: str, back: bool) -> Callable[..., Any]:
+    """A part by its name, for numba to compile."""
+    space = {
+        **lanes.NAMES, "larger": lanes.larger, "four": lanes.four, "like": lanes.like, "filled": filled, "store": store,
+        "places": places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
+    }  # fmt: skip
+    # numba keeps on disk what comes from a file, and the next process imports the module that it names.
+    exec(compile(_KNOWN[name].back if back else _KNOWN[name].there, __file__, "exec"), space)
+    return space["learn_back" if back else "learn"]  # type: ignore[no-any-return]

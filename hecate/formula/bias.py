@@ -1,0 +1,74 @@
+"""Biases as formulas: u = grad(pred, target) and its derivative, printed from the variant's own methods."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+from hecate.bias import Bias
+from hecate.errors import shorten
+from hecate.formula.nodes import ROWS, Node, Nodes, Unprintable
+from hecate.formula.printer import Text, both_ways, printed
+
+KEPT = 4096  # formulas that are remembered
+
+
+class Formula(NamedTuple):
+    """A bias as nodes and text: `psi(p, v, c)` is u = grad(p, v), `pull(p, v, u, g, c)` the cotangents of p and v from
+    that of u.
+
+    The traits are read off the nodes: `coordinatewise`, no number of a row needs another; `target`, u = -v; `error`,
+    u = p - v; `linear`, a Jacobian without p, v and u.
+    """
+
+    u: Node
+    pulled: tuple[Node, Node]
+    psi: Text
+    pull: Text
+    coordinatewise: bool
+    target: bool
+    error: bool
+    linear: bool
+
+    @property
+    def source(self) -> str:
+        """Both functions."""
+        return f"{self.psi.source}\n{self.pull.source}"
+
+    @property
+    def digest(self) -> str:
+        """A name by which equal texts are equal."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:24]
+
+
+def bias_formula(bias: Bias) -> Formula:
+    """The formula of a bias. Raises Unprintable, which says why it has none."""
+    found = formula_of(bias)
+    if isinstance(found, str):
+        raise Unprintable(found)
+    return found
+
+
+def formula_of(bias: Bias) -> Formula | str:
+    """The formula of a bias, or why it has none."""
+    return _formula_of(type(bias), bias)
+
+
+@lru_cache(KEPT)
+def _formula_of(kind: type[Bias], bias: Bias) -> Formula | str:  # equal variants of two classes are two
+    nodes = Nodes()
+    p, v = nodes.input("p"), nodes.input("v")
+    try:
+        (u,) = both_ways(bias, lambda own: own.grad, "pv", nodes)
+        gp, gv = both_ways(bias, lambda own: own.grad_vjp, "pvg", nodes)
+        known = {} if u.op in ("in", "const") else {u: "u"}
+        psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
+    except Unprintable as reason:
+        return str(reason)
+    except Exception as error:  # of the user's own formula, which may run in the token loop all the same
+        return f"tracing it ended in {type(error).__name__}: {shorten(str(error))}"
+    whole = psi.operations | pull.operations
+    apart = not whole & {*ROWS, "in N"}
+    linear = apart and not pull.operations & {"in p", "in v", "in u"}
+    return Formula(u, (gp, gv), psi, pull, apart, target=u is -v, error=u is p - v, linear=linear)

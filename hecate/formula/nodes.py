@@ -1,0 +1,219 @@
+"""Expressions of a traced formula: nodes that are made once for each value, and the names a text is made of.
+
+A text has `+ - * /`, comparisons, `&`, `|` and `NAMES`; everything else is made of these when it is traced, with
+torch's results for NaN and infinity. Nothing is dropped that could be NaN: there is no rule for 0 x or x + 0.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from hecate.errors import ConfigError
+
+NAMES = tuple("where abs sqrt exp log log1p expm1 tanh sin cos erf floor power total top".split())
+"""Functions of a text: `total` and `top` are the sum and the maximum of a row, the others are componentwise."""
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
+    "ne": "!=", "and": "&", "or": "|",
+}  # fmt: skip
+ROWS = ("total", "top")
+TRUTHS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or")
+_FOLDED: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in "add sub mul neg abs lt le gt ge eq ne".split()},
+    "div": operator.truediv, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+}  # fmt: skip
+
+
+class Unprintable(ConfigError):
+    """The reason why a formula stays in torch: no kernel can be printed from it."""
+
+
+class Node:
+    """An operation on other nodes, an input (`in`, its name) or a constant (`const`, its value in each of two traces).
+
+    `row` says that it is one number per row. Nodes of one `Nodes` are equal only if they are the same object.
+    """
+
+    __slots__ = ("args", "nodes", "op", "row")
+
+    def __init__(self, nodes: Nodes, op: str, args: tuple[Any, ...], row: bool) -> None:
+        self.nodes, self.op, self.args, self.row = nodes, op, args, row
+
+    def literal(self, *values: float) -> bool:
+        """True of a constant that is the same in both traces, and one of the values if there are any."""
+        return self.op == "const" and self.args[0] == self.args[1] and (not values or self.args[0] in values)
+
+    @property
+    def truth(self) -> bool:
+        """True of an answer: a comparison, or answers joined."""
+        return self.op in TRUTHS
+
+    def __neg__(self) -> Node:
+        return call("neg", self)
+
+    def __add__(self, other: Number) -> Node:
+        return call("add", self, other)
+
+    def __radd__(self, other: Number) -> Node:
+        return call("add", other, self)
+
+    def __sub__(self, other: Number) -> Node:
+        return call("sub", self, other)
+
+    def __rsub__(self, other: Number) -> Node:
+        return call("sub", other, self)
+
+    def __mul__(self, other: Number) -> Node:
+        return call("mul", self, other)
+
+    def __rmul__(self, other: Number) -> Node:
+        return call("mul", other, self)
+
+    def __truediv__(self, other: Number) -> Node:
+        return call("div", self, other)
+
+    def __rtruediv__(self, other: Number) -> Node:
+        return call("div", other, self)
+
+    def __lt__(self, other: Number) -> Node:
+        return call("lt", self, other)
+
+    def __le__(self, other: Number) -> Node:
+        return call("le", self, other)
+
+    def __gt__(self, other: Number) -> Node:
+        return call("gt", self, other)
+
+    def __ge__(self, other: Number) -> Node:
+        return call("ge", self, other)
+
+
+Number = Node | float
+
+
+class Nodes:
+    """The nodes of one formula: common subexpressions are found as they are made."""
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Node] = {}
+
+    def same(self, op: str, *args: Any, row: bool = False) -> Node:
+        """The node of an operation and its arguments."""
+        found = self._made.get((op, *args))
+        if found is None:
+            found = self._made[op, *args] = Node(self, op, args, row)
+        return found
+
+    def input(self, name: str, *, row: bool = False) -> Node:
+        """An input by its name; `row` for one number per row."""
+        return self.same("in", name, row=row)
+
+    def const(self, value: float, other: float | None = None) -> Node:
+        """A number, and what it is in the other trace."""
+        other = value if other is None else other
+        found = self._made.get(("const", repr(value), repr(other)))  # 0.0 and -0.0 are two, NaN is one
+        if found is None:
+            found = self._made["const", repr(value), repr(other)] = Node(self, "const", (value, other), True)
+        return found
+
+
+def call(op: str, *arguments: Number) -> Node:
+    """An operation, simplified where that changes no result."""
+    nodes = next(item.nodes for item in arguments if isinstance(item, Node))
+    args = [item if isinstance(item, Node) else nodes.const(float(item)) for item in arguments]
+    if op in _FOLDED and all(item.op == "const" for item in args):
+        try:
+            return nodes.const(*(float(_FOLDED[op](*(item.args[at] for item in args))) for at in (0, 1)))
+        except (ValueError, ZeroDivisionError, OverflowError):
+            pass  # a number that Python refuses is left to the kernel
+    first, last = args[0], args[-1]
+    if op == "mul":
+        for one, other in ((first, last), (last, first)):
+            if one.literal(1, -1):
+                return other if one.args[0] == 1 else -other
+    if (op == "div" and last.literal(1)) or (op == "sub" and last.literal(0) and math.copysign(1, last.args[0]) > 0):
+        return first
+    if op == "add" and last.op == "neg":
+        return first - last.args[0]
+    if op == "neg" and first.op == "neg":
+        return first.args[0]
+    if op == "where" and (args[1] is args[2] or first.literal()):
+        return args[1] if args[1] is args[2] or first.args[0] else args[2]
+    return nodes.same(op, *args, row=op in ROWS or all(item.row for item in args))
+
+
+def where(condition: Node, x: Number, y: Number) -> Node:
+    """x where the condition holds, else y."""
+    return call("where", condition, x, y)
+
+
+def named(op: str) -> Callable[[Node], Node]:
+    """A function of one argument by its name."""
+    return lambda x: call(op, x)
+
+
+exp, log, log1p, expm1, sqrt, absolute, tanh, erf, total, top = map(
+    named, ("exp", "log", "log1p", "expm1", "sqrt", "abs", "tanh", "erf", "total", "top")
+)
+
+
+def isnan(x: Node) -> Node:
+    """True of NaN."""
+    return call("ne", x, x)
+
+
+def sigmoid(x: Node) -> Node:
+    """1 / (1 + e^-x)."""
+    return 1 / (1 + exp(-x))
+
+
+def smaller(x: Node, y: Number) -> Node:
+    """min(x, y), NaN if either is."""
+    return where(call("or", x < y, isnan(x)), x, y)
+
+
+def larger(x: Node, y: Number) -> Node:
+    """max(x, y), NaN if either is."""
+    return where(call("or", x > y, isnan(x)), x, y)
+
+
+def sign(x: Node) -> Node:
+    """1, 0 or -1; 0 of NaN, as torch has it."""
+    return where(x > 0, 1, where(x < 0, -1, 0))
+
+
+def clamp(x: Node, low: Number | None = None, high: Number | None = None) -> Node:
+    """x between low and high."""
+    y = x if low is None else where(x < low, low, x)
+    return y if high is None else where(y > high, high, y)
+
+
+def power(x: Number, n: Number) -> Node:
+    """x^n; by products and roots for the exponents that torch treats so."""
+    if isinstance(x, Node) and isinstance(n, Node) and n.literal():
+        nice: dict[float, Callable[[], Node]] = {
+            0: lambda: x.nodes.const(1.0), 1: lambda: x, 2: lambda: x * x, 3: lambda: x * x * x, 0.5: lambda: sqrt(x),
+            -0.5: lambda: 1 / sqrt(x), -1: lambda: 1 / x, -2: lambda: 1 / (x * x),
+        }  # fmt: skip
+        if n.args[0] in nice:
+            return nice[n.args[0]]()
+    return call("power", x, n)
+
+
+def log_add_exp(x: Node, y: Node) -> Node:
+    """log(e^x + e^y)."""
+    return where(call("eq", x, y), x + math.log(2), larger(x, y) + log1p(exp(-absolute(x - y))))
+
+
+def log_sigmoid(x: Node) -> Node:
+    """log(1 / (1 + e^-x))."""
+    return smaller(x, 0.0) - log1p(exp(-absolute(x)))
+
+
+def softmax(x: Node) -> Node:
+    """e^x over its sum along the row."""
+    shifted = exp(x - top(x))
+    return shifted / total(shifted)

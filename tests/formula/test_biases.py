@@ -1,0 +1,201 @@
+"""The printed text of every bias against its own methods: no kernel may differ from what torch computes."""
+
+from __future__ import annotations
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hecate.bias import Bias
+from hecate.errors import ConfigError
+from hecate.formula import Unprintable, bias_formula
+from hecate.formula.printer import in_torch
+
+SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
+IEEE = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "where", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "top"}
+SHIPPED = {kind: cls for kind, cls in Bias.variants().items() if cls.__module__.startswith("hecate.")}
+
+
+def drawn(count: int) -> Iterator[Bias]:
+    """Biases of any settings that their fields allow."""
+    source = random.Random(0)
+    while count:
+        cls = SHIPPED[source.choice(sorted(SHIPPED))]
+        fields: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            if field.annotation is float and source.random() < 0.7:
+                fields[name] = round(math.exp(source.uniform(-3, 1.5)), 4)
+            elif field.annotation is bool:
+                fields[name] = source.random() < 0.5
+            elif name == "target":
+                fields[name] = source.choice(["softmax", "distribution"])
+        try:
+            yield cls(**fields)
+        except ConfigError:
+            continue
+        count -= 1
+
+
+def close(found: Any, expected: Tensor, operations: frozenset[str], size: Tensor) -> None:
+    """Equal to the bit where operations are IEEE's alone, in the same order; else within rounding of the largest number
+    of a row, of the result or of what cancels in it, which has that `size`."""
+    found = found if isinstance(found, Tensor) else torch.full_like(expected, found)
+    found = found.expand_as(expected)
+    assert torch.equal(found.isnan(), expected.isnan())
+    size = size.nan_to_num(0.0, 0.0, 0.0)
+    if {item for item in operations if not item.startswith("in ")} <= IEEE:
+        assert torch.equal(found.nan_to_num(5.0), expected.nan_to_num(5.0))
+    else:
+        scale = torch.maximum(expected.nan_to_num(0.0, 0.0, 0.0).abs(), size).amax(-1, keepdim=True).clamp(min=1e-300)
+        bound = 64 * torch.finfo(expected.dtype).eps * scale
+        same = (found == expected) | expected.isnan()
+        assert bool((same | ((found - expected).abs() <= bound)).all())
+
+
+def check(bias: Bias, dtype: torch.dtype) -> None:
+    formula = bias_formula(bias)
+    source = torch.Generator().manual_seed(0)
+    p, v, g = (2 * torch.randn(30, 7, generator=source, dtype=dtype) for _ in range(3))
+    p[:4] = v[:4]  # errors of 0
+    cases = [(p, v, g)]
+    if formula.coordinatewise:
+        special = torch.tensor(SPECIAL, dtype=dtype)
+        x, y = (item.flatten().repeat(32)[None] for item in torch.meshgrid(special, special, indexing="ij"))
+        cases.append((x, y, y.roll(3)))
+    for p, v, g in cases:
+        u = bias.grad(p, v)
+        psi, pull = (in_torch(text, dtype, p.shape[-1]) for text in (formula.psi, formula.pull))
+        # g - <s, g> cancels under a softmax s near one-hot
+        size = 0 * p if formula.coordinatewise else g.abs() / min(1.0, getattr(bias, "temperature", 1.0))
+        close(psi(p, v, formula.psi.numbers), u, formula.psi.operations, 0 * p)
+        pulled = pull(p, v, u, g, formula.pull.numbers)
+        for found, expected in zip(pulled, bias.grad_vjp(p, v, g), strict=True):
+            close(found, expected, formula.pull.operations | formula.psi.operations, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", SHIPPED)
+def test_a_shipped_bias(kind, dtype):
+    check(SHIPPED[kind](), dtype)
+
+
+@pytest.mark.parametrize("bias", list(drawn(200)), ids=str)
+def test_a_drawn_bias(bias):
+    check(bias, torch.float64)
+
+
+class LossAlone(Bias):
+    """loss_alone: ell = scale sum log cosh(e / scale)."""
+
+    kind: Literal["loss_alone"] = "loss_alone"
+    scale: float = Field(1.5, gt=0)
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        e = (pred - target) / self.scale
+        return self.scale * (e + torch.nn.functional.softplus(-2 * e)).sum(-1)
+
+
+class Pinball(Bias):
+    """pinball: ell = sum max(a e, (a - 1) e)."""
+
+    kind: Literal["pinball"] = "pinball"
+    a: float = 0.3
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        e = pred - target
+        return torch.maximum(self.a * e, (self.a - 1) * e).sum(-1)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return torch.where(pred > target, self.a, self.a - 1).to(pred.dtype)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(g), torch.zeros_like(g)
+
+
+class Sorted(Bias):
+    """sorted: order statistics of the error."""
+
+    kind: Literal["sorted"] = "sorted"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return (pred - target).sort(-1).values[..., 0]
+
+
+def test_a_loss_and_nothing_else_has_a_text():
+    formula = bias_formula(LossAlone())
+    assert formula.coordinatewise
+    check(LossAlone(scale=0.7), torch.float64)
+    # tanh(e / scale), by another path than the one that is printed
+    e = torch.linspace(-3, 3, 32, dtype=torch.float64)[None]
+    found = in_torch(formula.psi, e.dtype, 32)(e, 0 * e, formula.psi.numbers)
+    torch.testing.assert_close(found, torch.tanh(e / 1.5), rtol=1e-14, atol=1e-14)
+
+
+def test_numbers_of_a_config_are_arguments():
+    one, other = bias_formula(LossAlone(scale=0.7)), bias_formula(LossAlone(scale=2.5))
+    assert one.digest == other.digest
+    assert one.psi.numbers != other.psi.numbers
+    # a number that steers which way is taken has a text each
+    assert bias_formula(SHIPPED["lp"](p=1.5)).digest != bias_formula(SHIPPED["lp"](p=3.0)).digest
+    assert bias_formula(SHIPPED["lp"](p=2.5)).digest == bias_formula(SHIPPED["lp"](p=3.5)).digest
+
+
+def test_traits_are_those_that_are_declared():
+    found = {kind: bias_formula(cls()) for kind, cls in SHIPPED.items()}
+    assert {kind for kind, item in found.items() if item.target} == {"dot"}
+    assert {kind for kind, item in found.items() if item.error} == {"l2"}
+    assert {kind for kind, item in found.items() if item.linear} == {kind for kind, c in SHIPPED.items() if c().linear}
+    assert {kind for kind, item in found.items() if not item.coordinatewise} == {"kl", "robust", "yaad"}
+    assert not bias_formula(SHIPPED["huber"](norm=True)).coordinatewise
+
+
+def test_a_choice_between_two_numbers_is_of_the_inputs_type():
+    formula = bias_formula(Pinball(a=0.3))
+    p = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    assert in_torch(formula.psi, p.dtype, 2)(p, 0 * p, formula.psi.numbers).tolist() == [[0.3, -0.7]]
+
+
+def test_a_class_that_is_defined_anew_has_its_own_text():
+    def of(factor: float) -> type[Bias]:
+        class Own(Bias):
+            kind: Literal["own_again"] = "own_again"
+
+            def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+                return factor * (pred - target).square().sum(-1)
+
+        return Own
+
+    first = of(1.0)
+    before = bias_formula(first())
+    del Bias._registry["own_again"]
+    assert bias_formula(of(2.0)()).source != before.source
+    assert bias_formula(first()).source == before.source
+    del Bias._registry["own_again"]
+
+
+def test_what_has_no_text_says_why():
+    with pytest.raises(Unprintable, match=r"aten\.sort has no kernel form"):
+        bias_formula(Sorted())
+
+
+def test_tracing_leaves_torch_as_it_was():
+    """No import of dynamo, no hidden random numbers, and inside of whatever traces already."""
+    state = torch.get_rng_state()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(bias_formula(LossAlone(scale=3.25))) or x)(torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seen[0].digest == bias_formula(LossAlone(scale=0.7)).digest
+    code = (
+        "import sys; from hecate.bias import Huber; from hecate.formula import bias_formula; bias_formula(Huber());"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
