@@ -132,7 +132,7 @@ _ARGUMENTS = {
 @cache
 def _digest() -> str:
     """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("functions", "parts", "steps", "vectors", "walk")
+    names = ("lanes", "parts", "steps", "vectors", "walk")
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 
