@@ -19,7 +19,7 @@ def shipped() -> list[type[Variant]]:
     """Every concrete variant that the package defines."""
     for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
         # These import packages that are optional, and define no variants.
-        names = ("formulas", "functions", "layers", "parts", "passes", "registers", "steps", "vectors", "walk", "wide")
+        names = ("formulas", "lanes", "layers", "parts", "passes", "registers", "steps", "vectors", "walk", "wide")
         kernels = (f"hecate.engine.cpu.{name}" for name in names)
         if not module.name.startswith(("hecate.interop", "hecate.__main__", "hecate.engine.triton.", *kernels)):
             importlib.import_module(module.name)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hecate.engine.cpu.functions import div, root
+from hecate.engine.cpu.lanes import sqrt
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, psi, put, scores, slope, store,
     store_rows, sums, times, total, zeros,
@@ -111,7 +111,7 @@ def _lengths(M, u, y, seen, V, P, floor):
         for r in range(0, V, ROWS):
             a = load_rows(M, r * P + j, P, ONE)
             square, along = add(square, total(a, a)), add(along, total(get(u, r), a))
-        store(y, j, div(1.0, root(add(square, floor * floor))))
+        store(y, j, 1.0 / sqrt(square + floor * floor))
         store(seen, j, along)
 
 
@@ -122,7 +122,7 @@ def directions(M, k, p, V, P, x, c):
         for r in range(0, V, ROWS):
             a = load_rows(M, r * P + j, P, ONE)
             square = add(square, total(a, a))
-        store(x, j, div(load(k, j, ONE), root(add(square, c[0] * c[0]))))
+        store(x, j, load(k, j, ONE) / sqrt(square + c[0] * c[0]))
     dots(M, x, p, V, P)
 
 
@@ -311,7 +311,7 @@ def filtering(C, k, g, C2, P, p, x, c):
     """g = C k / (discount + k.C k), C' = (C - g (C k)^T) / discount, where C is held without its start."""
     whole = _mapped(C, k, x, P, c)
     for j in range(0, P, per_vector(k)):
-        store(g, j, div(load(x, j, ONE), whole))
+        store(g, j, load(x, j, ONE) / whole)
     back = 1 / c[1]
     for r in range(0, P, ROWS):
         f = times(-back, get(g, r))

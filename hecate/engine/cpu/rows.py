@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from hecate.bias import Bias
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.vectors import filled, store
+from hecate.engine.cpu.vectors import filled, inline, store
 from hecate.formula import bias_formula
 from hecate.formula.nodes import ROWS, Node
 from hecate.formula.printer import literal, said
@@ -32,6 +32,12 @@ def places(_: Any, like: Any) -> Any:
         return ir.Constant(context.get_value_type(like), [float(i) for i in range(like.count)])
 
     return like(like), code
+
+
+@inline
+def larger(x, y):
+    """The larger of two, NaN if one of them is."""
+    return lanes.where((y > x) | (y != y), y, x)
 
 
 class Row(NamedTuple):
@@ -136,7 +142,7 @@ def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
 def function(name: str, back: bool) -> Callable[..., Any]:
     """A part by its name, for numba to compile."""
     space = {
-        **lanes.NAMES, "larger": lanes.larger, "four": lanes.four, "like": lanes.like, "filled": filled, "store": store,
+        **lanes.NAMES, "larger": larger, "four": lanes.four, "like": lanes._like, "filled": filled, "store": store,
         "places": places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
     }  # fmt: skip
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.

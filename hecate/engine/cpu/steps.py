@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hecate.engine.cpu.functions import div, exp, larger, log, reaching, signed, size
+from hecate.engine.cpu.lanes import normal_exp, normal_log, where
 from hecate.engine.cpu.parts import columns, inner, plus, rows
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, alive, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, shrunk, store,
@@ -319,12 +319,12 @@ def _tops(A, x, V, P, p, both):
         if whole > 0:
             row = load(A, r * P, ONE)
             if both:
-                row = size(row)
+                row = abs(row)
             for j in range(wide, whole, wide):
                 more = load(A, r * P + j, ONE)
                 if both:
-                    more = size(more)
-                row = larger(row, more)
+                    more = abs(more)
+                row = where(row < more, more, row)
             store(x, V, row)
             for j in range(wide):
                 top = max(top, x[V + j])
@@ -367,7 +367,7 @@ def _opposite(u):
 @inline
 def _exp4(four):
     a, b, c, d = four
-    return exp(a), exp(b), exp(c), exp(d)
+    return normal_exp(a), normal_exp(b), normal_exp(c), normal_exp(d)
 
 
 def softmax_back(A, M, G, H, V, P, v, p, x, c):
@@ -431,15 +431,15 @@ def banks_back(A, M, G, H, V, P, v, p, x, c):
 def sigmoid(A, M, V, P, v, p, x, c):
     """c_0 + c_1 sigmoid(A)."""
     for o in range(0, V * P, per_vector(A)):
-        share = div(1.0, add(exp(mul(-1.0, load(A, o, ONE))), 1.0))
+        share = 1.0 / (normal_exp(-load(A, o, ONE)) + 1.0)
         store(M, o, mad(share, c[1], add(mul(share, 0.0), c[0])))
     _trim(M, V, P, v, p)
 
 
 def sigmoid_back(A, M, G, H, V, P, v, p, x, c):
     for o in range(0, V * P, per_vector(A)):
-        small = exp(mul(-1.0, size(load(A, o, ONE))))
-        share = div(1.0, add(small, 1.0))
+        small = normal_exp(-abs(load(A, o, ONE)))
+        share = 1.0 / (small + 1.0)
         g = mul(mul(mul(share, share), mul(small, c[1])), load(G, o, ONE))
         store(H, o, add(load(H, o, ONE), g))
 
@@ -448,9 +448,15 @@ def sigmoid_back(A, M, G, H, V, P, v, p, x, c):
 
 
 @inline
+def _least(a, floor):
+    """max(a, floor), NaN where a is."""
+    return where(a < floor, floor, a)
+
+
+@inline
 def _power(a, m, floor):
     """a max(|a|, floor)^m."""
-    return mul(a, exp(mul(m, log(larger(size(a), floor)))))
+    return a * normal_exp(m * normal_log(_least(abs(a), floor)))
 
 
 @helper
@@ -460,16 +466,16 @@ def _powers(A, x, V, P, c):
     for o in range(0, V * P, per_vector(A)):
         b = _power(load(A, o, ONE), c[0], c[1])
         store(x, o, b)
-        top = larger(top, size(b))
+        top = _least(abs(b), top)
     store(x, V * P, top)
     largest = c[3]
     for i in range(per_vector(A)):
         largest = max(largest, x[V * P + i])
     whole = filled(A, 0.0)
     for o in range(0, V * P, per_vector(A)):
-        unit = size(div(load(x, o, ONE), largest))
+        unit = abs(load(x, o, ONE) / largest)
         # A number below the least that log takes adds nothing.
-        whole = add(whole, reaching(unit, TINY, exp(mul(q, log(larger(unit, TINY))))))
+        whole = whole + where(unit >= TINY, normal_exp(q * normal_log(_least(unit, TINY))), 0.0)
     norm = largest * sums((whole, whole, whole, whole))[0] ** (1 / q)
     return (norm, True) if norm >= c[3] else (c[3], False)
 
@@ -487,13 +493,13 @@ def powers_back(A, M, G, H, V, P, v, p, x, c):
     f = length ** c[2]
     along = c[2] * inner(G, x, V * P) / length if beyond else f * 0
     for o in range(0, V * P, per_vector(A)):
-        a, unit = load(A, o, ONE), div(load(x, o, ONE), length)
-        near = size(unit)
-        near = reaching(near, TINY, exp(mul(c[4] - 1, log(larger(near, TINY)))))
-        g = mul(f, mad(along, signed(near, unit), load(G, o, ONE)))
-        whole = size(a)
-        bend = add(reaching(whole, c[1], add(mul(whole, 0.0), c[0])), 1.0)
-        g = mul(g, mul(bend, exp(mul(c[0], log(larger(whole, c[1]))))))
+        a, unit = load(A, o, ONE), load(x, o, ONE) / length
+        near = abs(unit)
+        near = where(near >= TINY, normal_exp((c[4] - 1) * normal_log(_least(near, TINY))), 0.0)
+        g = f * mad(along, where(unit < 0.0, -near, near), load(G, o, ONE))
+        whole = abs(a)
+        bend = where(whole >= c[1], c[0] + 1, 1.0)
+        g = g * (bend * normal_exp(c[0] * normal_log(_least(whole, c[1]))))
         store(H, o, add(load(H, o, ONE), g))
 
 

@@ -165,7 +165,7 @@ def each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
     """An operation of vectors of these types; of fours of them row by row, of numbers in every place."""
     kinds = [item.dtype if isinstance(item, types.UniTuple) else item for item in given]
     fours = [isinstance(item, types.UniTuple) for item in given]
-    vector = next(kind for kind in kinds if isinstance(kind, Vector))
+    vector = next(kind for kind in (getattr(kind, "of", kind) for kind in kinds) if isinstance(kind, Vector))
     own = result(vector) if result else vector
     whole = types.UniTuple(own, ROWS) if any(fours) else own
 
@@ -174,7 +174,7 @@ def each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
             inputs = []
             for value, kind, four in zip(args, kinds, fours, strict=True):
                 value = builder.extract_value(value, index) if four else value
-                if not isinstance(kind, Vector):
+                if isinstance(kind, types.Number):
                     wide = context.get_value_type(vector)
                     value = _spread(builder, wide, context.cast(builder, value, kind, vector.scalar))
                 inputs.append(value)

@@ -1,0 +1,416 @@
+"""Operators of vectors, and the names that printed formulas are made of: polynomials that stay in registers, where libm
+goes number by number.
+
+`+ - * /`, comparisons, `& |` and `abs` take vectors and numbers, which count in every place; a comparison makes a
+`Mask`, which `where` chooses by. NaN and infinities are torch's: comparisons with NaN are false but for `!=`, and
+nothing is contracted outside polynomials. In either float type and over its whole range `abs`, `sqrt` and `floor` are
+exact, sin, cos, erf and log are within 1 unit in the last place, the others within 1.5. [ENG-NUM-D8]
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from itertools import product, zip_longest
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+
+from hecate.engine.cpu.vectors import ROWS, Vector, _pointer, _product, _sum, _VectorModel, each, filled, inline, mad
+
+
+class Four(Vector):
+    """Four numbers of one float type."""
+
+    count = ROWS
+
+    def __init__(self, scalar: Any) -> None:
+        super().__init__(scalar)
+        self.name = f"Four({scalar})"
+
+
+register_model(Four)(_VectorModel)
+
+
+class Mask(types.Type):
+    """An answer for each number of a vector."""
+
+    def __init__(self, of: Vector) -> None:
+        self.of = of  # choosing between two mere numbers makes one, too
+        super().__init__(name=f"Mask({of})")
+
+
+@register_model(Mask)
+class _MaskModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, mask: Mask) -> None:
+        super().__init__(manager, mask, ir.VectorType(ir.IntType(1), mask.of.count))
+
+
+# Operations, `(builder, *vectors)`, and how they join: as operators of Python, or as names.
+
+
+def _operator(of: Any, operation: Callable[..., Any], count: int = 2, result: Any = None) -> None:
+    def typed(*kinds: Any) -> Any:
+        rest = {kind for kind in kinds if not isinstance(kind, types.Number)}
+        known = len(rest) == 1 and all(isinstance(kind, Vector | Mask) for kind in rest)
+        return each(operation, *kinds, result=result)[0].return_type if known else None
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return each(operation, *signature.args, result=result)[1](context, builder, signature, args)
+
+    type_callable(of)(lambda context: (lambda a: typed(a)) if count == 1 else (lambda a, b: typed(a, b)))
+    for kinds in product((Vector, Mask, types.Number), repeat=count):
+        if set(kinds) != {types.Number}:
+            lower_builtin(of, *kinds)(code)
+
+
+def _named(operation: Callable[..., Any], count: int = 1) -> Any:
+    forms = (
+        lambda _, a: each(operation, a),
+        lambda _, a, b: each(operation, a, b),
+        lambda _, a, b, c: each(operation, a, b, c),
+    )
+    return intrinsic(forms[count - 1])
+
+
+def _called(name: str) -> Callable[..., Any]:
+    """What LLVM has for vectors."""
+
+    def operation(builder: Any, *args: Any) -> Any:
+        kind = args[0].type
+        bits = 32 if kind.element == ir.FloatType() else 64
+        form = ir.FunctionType(kind, [kind] * len(args))
+        return builder.call(builder.module.declare_intrinsic(f"llvm.{name}.v{kind.count}f{bits}", fnty=form), args)
+
+    return operation
+
+
+def _number_by_number(name: str) -> Callable[..., Any]:
+    """What libm has."""
+
+    def operation(builder: Any, x: Any) -> Any:
+        kind, y = x.type.element, ir.Constant(x.type, ir.Undefined)
+        own = f"{name}f" if kind == ir.FloatType() else name
+        of = builder.module.globals.get(own) or ir.Function(builder.module, ir.FunctionType(kind, [kind]), own)
+        for i in range(x.type.count):
+            place = ir.Constant(ir.IntType(32), i)
+            y = builder.insert_element(y, builder.call(of, [builder.extract_element(x, place)]), place)
+        return y
+
+    return operation
+
+
+def _folded(combined: Callable[..., Any]) -> Callable[..., Any]:
+    """All numbers of a vector combined, in every place of it."""
+
+    def operation(builder: Any, x: Any) -> Any:
+        size = count = x.type.count
+        while count := count // 2:  # each number with the one that lies so many places on
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), size), [(i + count) % size for i in range(size)])
+            x = combined(builder, x, builder.shuffle_vector(x, x, mask))
+        return x
+
+    return operation
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger of two, NaN if one of them is."""
+    second = builder.or_(builder.fcmp_ordered("<", a, b), builder.fcmp_unordered("uno", b, b))
+    return builder.select(second, b, a)
+
+
+def _polynomial(single: Any, double: Any) -> Any:
+    """With these coefficients, from the constant one on, in float32 and float64: in pairs, a shorter chain than one."""
+
+    def operation(builder: Any, x: Any) -> Any:
+        terms = [_all(x.type, c) for c in (single if x.type.element == ir.FloatType() else double)]
+        square, y = builder.fmul(x, x), None
+        for a, b in reversed([*zip_longest(terms[::2], terms[1::2])]):
+            pair = a if b is None else _sum(builder, _product(builder, b, x), a)
+            y = pair if y is None else _sum(builder, _product(builder, y, square), pair)
+        return y
+
+    return _named(operation)
+
+
+for _of, _code in {"add": "fadd", "sub": "fsub", "mul": "fmul", "truediv": "fdiv"}.items():
+    _operator(getattr(operator, _of), lambda builder, a, b, code=_code: getattr(builder, code)(a, b))
+for _of, _code in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}.items():
+    _operator(getattr(operator, _of), lambda builder, a, b, code=_code: builder.fcmp_ordered(code, a, b), result=Mask)
+_operator(operator.ne, lambda builder, a, b: builder.fcmp_unordered("!=", a, b), result=Mask)
+_operator(operator.and_, lambda builder, a, b: builder.and_(a, b), result=Mask)
+_operator(operator.or_, lambda builder, a, b: builder.or_(a, b), result=Mask)
+_operator(operator.neg, lambda builder, a: builder.fneg(a), count=1)
+_operator(abs, _called("fabs"), count=1)
+
+where = _named(lambda builder, mask, a, b: builder.select(mask, a, b), 3)
+sqrt, floor = _named(_called("sqrt")), _named(_called("floor"))
+sin, cos, erf = (_named(_number_by_number(name)) for name in ("sin", "cos", "erf"))
+total = _named(_folded(lambda builder, a, b: builder.fadd(a, b)))
+top = _named(_folded(_larger))
+_fma, _signed = _named(_called("fma"), 3), _named(_called("copysign"), 2)
+_like = _named(lambda builder, x, other: x, 2)  # x, a vector where the other is one
+
+
+# Bits of floats.
+
+
+def _layout(vector: Any) -> tuple[Any, int, int]:
+    """Integers as wide as its numbers, bits of a mantissa, and the bias of exponents."""
+    single = vector.element == ir.FloatType()
+    whole = ir.VectorType(ir.IntType(32 if single else 64), vector.count)
+    return whole, 23 if single else 52, 127 if single else 1023
+
+
+def _all(kind: Any, value: Any) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+# x 2^n, given t = n + 1.5 2^(bits of a mantissa), whose last bits are n: where x and the product are normal numbers by
+# adding to the exponent, else by two factors that are normal numbers, so that the product is rounded once.
+
+
+def _shift(builder: Any, x: Any, t: Any) -> Any:
+    whole, bits, _ = _layout(x.type)
+    n = builder.shl(builder.bitcast(t, whole), _all(whole, bits))
+    return builder.bitcast(builder.add(builder.bitcast(x, whole), n), x.type)
+
+
+def _scale(builder: Any, x: Any, t: Any) -> Any:
+    whole, bits, bias = _layout(x.type)
+    start = (bias + bits << bits) + (1 << bits - 1)
+    n = builder.sub(builder.bitcast(t, whole), _all(whole, start - 2 * bias))
+    half = builder.lshr(n, _all(whole, 1))
+    for power in (half, builder.sub(n, half)):
+        x = builder.fmul(x, builder.bitcast(builder.shl(power, _all(whole, bits)), x.type))
+    return x
+
+
+_shifted, _scaled = _named(_shift, 2), _named(_scale, 2)
+
+
+@intrinsic
+def _parts(_: Any, x: Any) -> Any:
+    """n and m with x = m 2^n, m from sqrt(1/2) to sqrt(2), of a positive normal number."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind, (whole, bits, bias) = args[0].type, _layout(args[0].type)
+        root = (bias - 1 << bits) + int((math.sqrt(2) - 1) * 2**bits)
+        raw = builder.add(builder.bitcast(args[0], whole), _all(whole, (bias << bits) - root))
+        m = builder.add(builder.and_(raw, _all(whole, (1 << bits) - 1)), _all(whole, root))
+        # As the last bits of the mantissa of 2^bits, a whole number is a float at once.
+        n = builder.or_(builder.lshr(raw, _all(whole, bits)), _all(whole, bias + bits << bits))
+        n = builder.fsub(builder.bitcast(n, kind), _all(kind, float(2**bits + bias)))
+        return context.make_tuple(builder, signature.return_type, [n, builder.bitcast(m, kind)])
+
+    return types.UniTuple(x, 2)(x), code
+
+
+@intrinsic
+def _single(_: Any, x: Any) -> Any:
+    """Whether numbers are float32."""
+    return types.boolean(x), lambda context, *_: context.get_constant(types.boolean, x.scalar.bitwidth == 32)
+
+
+@intrinsic
+def _cast(_: Any, x: Any, like: Any) -> Any:
+    """x in the type of another vector, or in float64."""
+    double = Four(types.float64) if isinstance(x, Four) else Vector(types.float64, x.count // 8)
+    kind = like if isinstance(like, Vector) else double
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        turned = builder.fpext if kind == double else builder.fptrunc
+        return args[0] if kind == x else turned(args[0], context.get_value_type(kind))
+
+    return kind(x, like), code
+
+
+# Exponentials and logarithms. The polynomials: (e^r - 1 - r) / r^2 by r; (log(1 + s) - log(1 - s) - 2 s) / s^3 by s^2;
+# half of that, its first term gone, over s^2; and (tanh x / x - 1) / x^2 by x^2, of the least error below 0.625.
+
+_grown = _polynomial([1 / math.factorial(n) for n in range(2, 8)], [1 / math.factorial(n) for n in range(2, 14)])
+_bent = _polynomial([2 / n for n in (3, 5, 7, 9)], [2 / n for n in range(3, 24, 2)])
+_bent_further = _polynomial([], [1 / n for n in range(5, 26, 2)])
+_flattened = _polynomial(
+    [-0.33333281942, 0.133314422, -0.05373971518, 0.02063908746, -0.005704987158],
+    [
+        -0.33333333333332855, 0.13333333333262091, -0.053968253931267707, 0.021869487576094674, -0.0088632210026308462,
+        0.0035919891738098884, -0.0014549588779203056, 0.00058631653999073041, -0.00022856421017816242,
+        7.7144365330290745e-5, -1.6072568924956317e-5,
+    ],
+)  # fmt: skip
+
+
+@inline
+def _log2(x):
+    """log 2 in two parts, of which whole numbers times the first are exact."""
+    return (0.693138122558594, 9.0580006144e-06) if _single(x) else (0.6931471803691238, 1.9082149292705877e-10)
+
+
+@inline
+def _reduced(x, low, high):
+    """Of x within these bounds t, as above, and r with x = n log 2 + r, and what r has lost."""
+    x = where(x > high, high, where(x < low, low, x))
+    (first, second), start = _log2(x), 12582912.0 if _single(x) else 6755399441055744.0
+    t = mad(x, 1.4426950408889634, start)
+    n = t - start
+    near = mad(n, -first, x)
+    r = mad(n, -second, near)
+    return t, r, mad(n, -second, near - r)
+
+
+@inline
+def exp(x):
+    """e^x."""
+    single = _single(x)
+    t, r, _ = _reduced(x, -104.0 if single else -746.0, 89.0 if single else 710.0)
+    return _scaled(mad(r * r, _grown(r), r) + 1.0, t)
+
+
+@inline
+def normal_exp(x):
+    """e^x, within [e^-87, e^88] in float32 and [e^-708, e^709] in float64: numbers that no processor is slow on."""
+    single = _single(x)
+    t, r, _ = _reduced(x, -87.0 if single else -708.0, 88.0 if single else 709.0)
+    return _shifted(mad(r * r, _grown(r), r) + 1.0, t)
+
+
+@inline
+def expm1(x):
+    """e^x - 1, twice the half of it, which does not overflow."""
+    t, r, lost = _reduced(x, -40.0, 89.0 if _single(x) else 710.0)
+    half = _scaled(filled(x, 0.5), t)
+    y = mad(half, mad(r * r, _grown(r), lost), mad(half, r, half - 0.5))
+    return where(abs(x) < 1e-30, x, y + y)
+
+
+@inline
+def tanh(x):
+    """tanh x, 1 - 2 / (e^2x + 1) from where that loses nothing."""
+    a, z = abs(x), x * x
+    far = 1.0 - 2.0 / (normal_exp(a + a) + 1.0)
+    return where(a < 0.625, x * mad(z, _flattened(z), 1.0), _signed(far, x))
+
+
+@inline
+def _all_parts(x):
+    """n and m of any positive number."""
+    least, up = (1.1754943508222875e-38, 24.0) if _single(x) else (2.2250738585072014e-308, 54.0)
+    n, m = _parts(where(x < least, x * 2.0**up, x))
+    return where(x < least, n - up, n), m
+
+
+@inline
+def _ends(x, y):
+    """y where x is a positive number, else the logarithm of x."""
+    return where(x == math.inf, x, where(x > 0.0, y, where(x == 0.0, -math.inf, math.nan)))
+
+
+@inline
+def _log(parts, rest):
+    """log x + rest from n and m of x: with f = m - 1 and s = f/(2 + f), n log 2 + f - f^2/2 + s (f^2/2 + ..)."""
+    (n, m), (high, low) = parts, _log2(parts[0])
+    f = m - 1.0
+    s, half = f / (f + 2.0), f * f * 0.5
+    z = s * s
+    bend = mad(s, mad(z, _bent(z), half), mad(n, low, rest))
+    return mad(n, high, f - (half - bend))
+
+
+@inline
+def log(x):
+    """log x."""
+    return _ends(x, _log(_all_parts(x), 0.0))
+
+
+@inline
+def normal_log(x):
+    """log x of a positive normal number."""
+    return _log(_parts(x), 0.0)
+
+
+@inline
+def log1p(x):
+    """log(1 + x), with what 1 + x loses by rounding."""
+    u = x + 1.0
+    v = u - x
+    lost = (x - (u - v)) + (1.0 - v)
+    return where(x == 0.0, x, _ends(u, _log(_parts(u), lost / u)))
+
+
+@inline
+def _after(a, b):
+    """a + b rounded, and what that loses where |b| <= |a|, a is 0, or a + b - a is exact."""
+    c = a + b
+    return c, b - (c - a)
+
+
+@inline
+def _log_in_two(x):
+    """log x = n log 2 + 2 (s + s u), z = s^2, u = z (1/3 + z (1/5 + ..)), in float64 as a sum of two, to 2^-64."""
+    (n, m), (high, low) = _all_parts(x), _log2(x)
+    g, g_low = _after(1.0, m)
+    f = m - 1.0
+    s = f / g
+    s_low = (_fma(-s, g, f) - s * g_low) / g
+    z = s * s
+    z_low = _fma(s, s, -z) + 2.0 * s * s_low
+    t, t_low = _after(1 / 3, z * _bent_further(z))
+    u = z * t
+    u_low = _fma(z, t, -u) + (z * (t_low + 1.850371707708594e-17) + z_low * t)  # with what 1/3 has lost
+    v = s * u
+    a, a_low = _after(s, v)
+    a_low = a_low + (s_low + (_fma(s, u, -v) + s * u_low + s_low * u))
+    b, b_low = _after(n * high, a + a)
+    return b, b_low + (2.0 * a_low + n * low)
+
+
+@inline
+def power(x, n):
+    """x^n of vectors or numbers, in float64; there the logarithm is in two parts."""
+    base, n = _like(x, n), _cast(_like(n, x), 0.0)
+    x = _cast(base, 0.0)
+    a = abs(x)
+    if _single(base):
+        y = exp(n * log(a))
+    else:
+        high, low = _log_in_two(a)
+        high = _ends(a, high)
+        p = n * high
+        t, r, _ = _reduced(p, -750.0, 750.0)
+        r = r + where(abs(p) < 750.0, _fma(n, high, -p) + n * low, 0.0)
+        y = _scaled(mad(r * r, _grown(r), r) + 1.0, t)
+    half, whole = n * 0.5, floor(n) == n
+    y = where(whole & (floor(half) != half), _signed(y, x), where(whole | (x >= 0.0) | (a == math.inf), y, math.nan))
+    return _cast(where((n == 0.0) | (x == 1.0) | (a == 1.0) & (abs(n) == math.inf), 1.0, y), base)
+
+
+NAMES = {
+    "where": where, "abs": abs, "sqrt": sqrt, "exp": exp, "log": log, "log1p": log1p, "expm1": expm1, "tanh": tanh,
+    "sin": sin, "cos": cos, "erf": erf, "floor": floor, "power": power, "total": total, "top": top,
+}  # fmt: skip
+
+
+@intrinsic
+def four(_: Any, x: Any, at: Any) -> Any:
+    """Four numbers of an array."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, x, signature.return_type, *args)
+        return builder.load(pointer, align=x.dtype.bitwidth // 8)
+
+    return Four(x.dtype)(x, types.intp), code
+
+
+@intrinsic
+def unpack(_: Any, x: Any) -> Any:
+    """The numbers of four."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        picked = [builder.extract_element(args[0], ir.Constant(ir.IntType(32), i)) for i in range(ROWS)]
+        return context.make_tuple(builder, signature.return_type, picked)
+
+    return types.UniTuple(x.scalar, ROWS)(x), code

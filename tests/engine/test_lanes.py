@@ -1,0 +1,255 @@
+"""The names of kernels for vectors of numbers: how far each is off, and what it makes of zeros, infinities and NaN."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from itertools import product
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+numba = pytest.importorskip("numba")
+lanes = pytest.importorskip("hecate.engine.cpu.lanes")
+from hecate.engine.cpu.vectors import inline, load, per_vector, store  # noqa: E402
+
+DTYPES = [np.float32, np.float64]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, np.inf, -np.inf, np.nan]
+# Units in the last place that a name may be off, at most and on average: (float32, float64).
+EXACT = {"abs": np.abs, "sqrt": np.sqrt, "floor": np.floor}
+WORST = {
+    "exp": (2.0, 2.0),
+    "expm1": (2.0, 2.0),
+    "log": (2.0, 2.0),
+    "log1p": (2.0, 2.0),
+    "tanh": (2.0, 2.0),
+    "sin": (2.0, 2.0),
+    "cos": (2.0, 2.0),
+    "erf": (2.0, 2.0),
+}
+POWER = lanes.power
+POWERS = [1.3, 3.7, 0.1, -0.1, -2.5, 5.0, -3.0, 2.0, 1e-3, 40.7, -171.3, 1e4, 1.0, -1.0]
+
+
+@cache
+def compiled(function: Any) -> tuple[Any, Any]:
+    """A function of three over arrays, in vectors of 64 bytes and in fours."""
+    function = inline(function)
+
+    @numba.njit(error_model="numpy")
+    def whole(a, b, c, y):
+        for i in range(0, y.size, per_vector(y)):
+            store(y, i, function(load(a, i, (0,)), load(b, i, (0,)), load(c, i, (0,))))
+
+    @numba.njit(error_model="numpy")
+    def fours(a, b, c, y):
+        for i in range(0, y.size, 4):
+            store(y, i, function(lanes.four(a, i), lanes.four(b, i), lanes.four(c, i)))
+
+    return whole, fours
+
+
+def applied(function: Any, *inputs: Any) -> Any:
+    """To arrays in whole vectors; the same in fours."""
+    a, b, c = (*inputs, *inputs[:1] * 2)[:3]
+    found = [np.empty_like(a) for _ in range(2)]
+    for run, y in zip(compiled(function), found, strict=True):
+        run(a, b, c, y)
+    np.testing.assert_array_equal(*found)
+    return found[0]
+
+
+@cache
+def unary(name: str) -> Any:
+    function = lanes.NAMES[name]
+    return lambda a, b, c: function(a)
+
+
+def power(a: Any, b: Any, c: Any) -> Any:
+    return POWER(a, b)
+
+
+def padded(x: Any) -> Any:
+    return np.concatenate([x, np.ones(-x.size % 16, x.dtype)])
+
+
+def samples(dtype: Any) -> Any:
+    """Every exponent and sign, numbers of everyday size, and both sides of where formulas change."""
+    rng, whole = np.random.default_rng(0), np.uint32 if dtype == np.float32 else np.uint64
+    bits = rng.integers(0, np.iinfo(whole).max, 60000, whole).view(dtype)
+    near = [rng.normal(size=20000) * scale for scale in (1e-6, 1e-3, 0.1, 1, 10, 40)]
+    edges = np.array([*[k * np.log(2) / 2 for k in range(1, 12)], 0.625, 0.5**0.5, 2**0.5, 1.0, 2.0, 20.0, 1e-30])
+    edges = np.concatenate([edges, [40.0, 87.3, 88.7, 89.0, 103.3, 104.0, 708.4, 709.8, 710.0, 744.5, 745.2, 746.0]])
+    edges = (edges[:, None] * (1 + np.finfo(dtype).eps * np.arange(-40, 41))).ravel()
+    around = 1 + rng.normal(size=20000) * 10.0 ** -rng.uniform(0, 8, 20000)
+    tiny = np.finfo(dtype).tiny * rng.uniform(0, 4, 5000)
+    return np.concatenate(
+        [
+            y.astype(dtype)
+            for y in (np.where(np.isnan(bits), dtype(np.nan), bits), *near, edges, -edges, around, -around, tiny, -tiny)
+        ]
+    )
+
+
+def off(found: Any, exact: Any) -> Any:
+    """Distances in units in the last place; infinities are one step beyond the largest number."""
+    dtype, top = found.dtype, np.finfo(found.dtype).max
+    with np.errstate(all="ignore"):
+        nearest = exact.astype(dtype)
+        assert np.array_equal(np.isnan(found), np.isnan(nearest))
+        there = np.isfinite(nearest) | np.isfinite(found)
+        step = np.spacing(np.minimum(np.abs(nearest), top)).astype(exact.dtype)
+        ends = [np.where(np.isinf(x), np.sign(x) * (top + np.spacing(top).astype(exact.dtype)), x)
+                for x in (found.astype(exact.dtype), np.where(np.isinf(nearest), nearest, exact))]  # fmt: skip
+        return (np.abs(ends[0] - ends[1]) / step)[there]
+
+
+def wider(dtype: Any) -> Any:
+    if dtype == np.float32:
+        return np.float64
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("no float wider than 64 bits here")
+    return np.longdouble
+
+
+def judged(name: str, dtype: Any, errors: Any, worst: float) -> None:
+    print(f"{name} {dtype.__name__}: worst {float(errors.max()):.3f} mean {float(errors.mean()):.3f}")
+    assert errors.max() <= worst
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*WORST, *EXACT])
+def test_names_are_near(name, dtype):
+    x = samples(dtype)
+    if name == "erf" and dtype == np.float64:
+        x = x[:: x.size // 6000]
+    x = padded(x)
+    found = applied(unary(name), x)
+    with np.errstate(all="ignore"):
+        if name in EXACT:
+            np.testing.assert_array_equal(found, EXACT[name](x))
+            return
+        if name == "erf":
+            exact = erf(x)
+        else:
+            exact = getattr(np, name)(x.astype(wider(dtype)))
+    judged(name, dtype, off(found, exact), WORST[name][dtype == np.float64])
+
+
+def erf(x: Any) -> Any:
+    if x.dtype == np.float32:
+        return torch.erf(torch.from_numpy(x.astype(np.float64))).numpy()
+    with mpmath.workprec(80):
+        return np.array([wider(x.dtype)(str(mpmath.erf(float(value)))) for value in x])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_powers_are_near(dtype):
+    x, rng = padded(samples(dtype)), np.random.default_rng(1)
+    with np.errstate(all="ignore"):
+        reach = np.log(np.finfo(dtype).max) / np.abs(np.log(np.abs(x)))
+        to_the_ends = (reach * rng.uniform(-1.1, 1.1, x.size)).astype(dtype)
+    for n in [*(np.full(x.size, n, dtype) for n in POWERS), to_the_ends]:
+        with np.errstate(all="ignore"):
+            exact = np.power(x.astype(wider(dtype)), n.astype(wider(dtype)))
+        judged(f"power {n[0]}", dtype, off(applied(power, x, n), exact), 2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*WORST, *EXACT])
+def test_ends_are_those_of_torch(name, dtype):
+    info = np.finfo(dtype)
+    ends = [info.max, info.tiny, 1e-40, 3e-39, 100.0, 1e4]
+    x = padded(np.array([*SPECIAL, *ends, *(-end for end in ends)], dtype))
+    found = applied(unary(name), x)
+    expected = getattr(torch, name)(torch.from_numpy(x)).numpy()
+    same(found, expected, worst=2 * info.eps)
+
+
+def same(found: Any, expected: Any, worst: float = 0.0) -> None:
+    """To a relative error, the signs of zeros among what has to be equal."""
+    np.testing.assert_allclose(found, expected, rtol=worst, atol=0)
+    there = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(found)[there], np.signbit(expected)[there])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_powers_end_as_those_of_torch(dtype):
+    ends = [1e-40, 1e30, -1e30, 3.0, -3.0, 1.3, -1.3]
+    pairs = np.array([*product([*SPECIAL, *ends], repeat=2)], dtype).T
+    x, n = (padded(np.ascontiguousarray(row)) for row in pairs)
+    found = applied(power, x, n)
+    same(found, torch.pow(torch.from_numpy(x), torch.from_numpy(n)).numpy(), worst=4 * np.finfo(dtype).eps)
+
+
+def test_powers_take_numbers():
+    x = np.linspace(0.1, 3, 16)
+    np.testing.assert_allclose(applied(lambda a, b, c: POWER(a, 1.5), x), x**1.5, rtol=1e-15)
+    np.testing.assert_allclose(applied(lambda a, b, c: POWER(2, a), x), 2**x, rtol=1e-15)
+
+
+PAIRS = np.array([*product([*SPECIAL, 3.0, 1e-40, 1e30], repeat=2)]).T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of", ["add", "sub", "mul", "truediv"])
+def test_operators_round_once(of, dtype):
+    x, y = (padded(row.astype(dtype)) for row in PAIRS)
+    on = getattr(operator, of)
+    with np.errstate(all="ignore"):
+        same(applied(lambda a, b, c: on(a, b), x, y), on(x, y))
+        same(applied(lambda a, b, c: on(a, 3), x), on(x, dtype(3)))
+        same(applied(lambda a, b, c: on(0.1, a), x), on(dtype(0.1), x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of", ["lt", "le", "gt", "ge", "eq", "ne"])
+def test_comparisons_are_those_of_torch(of, dtype):
+    x, y = (padded(row.astype(dtype)) for row in PAIRS)
+    on, where = getattr(operator, of), lanes.where
+    expected = on(torch.from_numpy(x), torch.from_numpy(y)).numpy()
+    np.testing.assert_array_equal(applied(lambda a, b, c: where(on(a, b), 3, 0.5), x, y) == 3, expected)
+    same(applied(lambda a, b, c: where(on(a, b), a, b), x, y), np.where(expected, x, y))
+    same(applied(lambda a, b, c: where(on(a, 1), a, -a), x), np.where(on(x, 1), x, -x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_answers_are_joined(dtype):
+    x, y = (padded(row.astype(dtype)) for row in PAIRS)
+    where = lanes.where
+    both = applied(lambda a, b, c: where((a < b) & (a != 1), 1, 0), x, y)
+    np.testing.assert_array_equal(both, (x < y) & (x != 1))
+    either = applied(lambda a, b, c: where((a < b) | (a == 1), 1, 0), x, y)
+    np.testing.assert_array_equal(either, (x < y) | (x == 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_contracted(dtype):
+    x, y, z = np.random.default_rng(0).normal(size=(3, 1024)).astype(dtype)
+    np.testing.assert_array_equal(applied(lambda a, b, c: a * b + c, x, y, z), x * y + z)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lanes_of_a_vector_meet(dtype):
+    x = np.random.default_rng(0).normal(size=64).astype(dtype)
+    x[8], x[33], x[48:52] = np.nan, np.inf, -np.inf
+    total, top = lanes.total, lanes.top
+
+    @numba.njit(error_model="numpy")
+    def run(x, y, z):
+        for i in range(0, x.size, 4):
+            store(y, i, total(lanes.four(x, i)))
+            store(z, i, top(lanes.four(x, i)))
+
+    y, z, rows = np.empty_like(x), np.empty_like(x), torch.from_numpy(x).view(-1, 4)
+    run(x, y, z)
+    np.testing.assert_allclose(y, rows.sum(-1, keepdim=True).expand(-1, 4).numpy().ravel(), rtol=1e-5)
+    np.testing.assert_array_equal(z, rows.amax(-1, keepdim=True).expand(-1, 4).numpy().ravel())
+
+
+def test_every_name_is_there():
+    names = "where abs sqrt exp log log1p expm1 tanh sin cos erf floor power total top"
+    assert set(lanes.NAMES) == set(names.split())
