@@ -36,10 +36,13 @@ from hecate.formula.nodes import (
 )  # fmt: skip
 
 ALIASES = frozenset(
-    "view reshape unsqueeze squeeze expand clone detach alias contiguous _to_copy _unsafe_view positive".split()
+    "view reshape unsqueeze squeeze expand clone detach alias contiguous to _to_copy _unsafe_view positive".split()
 )
 """Operations whose result has the numbers of their input."""
-CONSTANTS = {"zeros_like": 0.0, "ones_like": 1.0, "new_zeros": 0.0, "new_ones": 1.0, "zeros": 0.0, "ones": 1.0}
+CONSTANTS = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "_efficientzerotensor"), 0.0),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), 1.0),
+}
 """Operations whose result is a number everywhere."""
 ON_HOST = frozenset(("_local_scalar_dense", "equal", "is_nonzero", "_is_all_true", "_is_any_true"))
 """Operations that read a number of a tensor on the host."""

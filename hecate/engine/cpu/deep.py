@@ -22,7 +22,6 @@ from torch.nn.functional import pad
 from hecate.engine.call import Call
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat
 from hecate.engine.cpu.engine import load_kernels, no_kernels
-from hecate.engine.cpu.family import COORDINATES
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
@@ -36,7 +35,7 @@ from hecate.tape import ByHand, Run, Tensors, execute, several
 TOKENS = 32  # from this length on kernels are worth loading
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
-BIASES = {**COORDINATES, "jump": 5}  # as `formulas.errors` knows them
+BIASES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4, "jump": 5}  # as `formulas.errors` knows them
 NO_LINK, SOFTMAX, CUBE_ROOT = 0, 1, 2  # as `layers` knows them
 
 

@@ -57,20 +57,20 @@ def row_of(bias: Bias) -> Row:
     """The functions of a bias. Raises Unprintable."""
     formula = bias_formula(bias)
     u, (gp, gv) = formula.u, formula.pulled
-    numbers: list[float] = []
+    numbers: dict[Node, int] = {}
     known = {} if u.op in ("in", "const") else {u: "u"}
     there = printed("learn", SIGNATURES[0], {"p": "p", "v": "v"}, {"u": u}, {}, numbers)
     inputs = {"p": "p", "v": "v", "g": "gu"}
     back = printed("learn_back", SIGNATURES[1], inputs, {"gp": gp, "gv": gv}, known, numbers)
-    return Row(there, back, tuple(numbers))
+    return Row(there, back, tuple(node.args[0] for node in numbers))
 
 
 def printed(
     name: str, signature: str, inputs: Mapping[str, str], results: Mapping[str, Node], known: Mapping[Node, str],
-    numbers: list[float],
+    numbers: dict[Node, int],
 ) -> str:  # fmt: skip
     """A function that writes nodes into arrays; `inputs` are the arrays of a formula's inputs, `known` those of nodes
-    that are there already. The config's own numbers are added to `numbers`."""
+    that are there already. The config's own numbers are added to `numbers`, with their places in c."""
     stages: dict[Node, int] = {}  # loops that have to be over before a node is known
     for node in results.values():
         _stage(node, known, stages)
@@ -90,18 +90,18 @@ def printed(
             if node.op == "in":
                 inside[node] = "(zero + n)" if node.args[0] == "N" else f"{inputs[node.args[0]]}4"
             elif node.op == "const":
-                if not node.literal():
-                    numbers.append(node.args[0])
-                inside[node] = literal(node.args[0]) if node.literal() else f"c[{len(numbers) - 1}]"
+                own = literal(node.args[0])
+                inside[node] = own if node.literal() else f"c[{numbers.setdefault(node, len(numbers))}]"
             else:
                 inside[node], count = f"t{count}", count + 1
                 lines.append(f"        {inside[node]} = {said(node, inside)}")
         for node in here:
-            item, own = inside[node.args[0]], text[node]
-            kept = f"where(place + i < n, {item}, {'0.0' if node.op == 'total' else '-INF'})"
-            lines.append(f"        {own} = {own} + {kept}" if node.op == "total" else f"        {own} = larger({own}, {kept})")
-        if not here:
-            lines += [f"        store({array}, i, like({inside[node]}, zero))" for array, node in results.items()]
+            own, adds = text[node], node.op == "total"
+            kept = f"where(place + i < n, {inside[node.args[0]]}, {'0.0' if adds else '-INF'})"
+            lines.append(f"        {own} = {own} + {kept}" if adds else f"        {own} = larger({own}, {kept})")
+        if not here:  # what lies behind the row stays 0
+            kept = "where(place + i < n, {}, 0.0)"
+            lines += [f"        store({array}, i, {kept.format(inside[node])})" for array, node in results.items()]
         lines += [f"    {text[node]} = {node.op}({text[node]})" for node in here]
     return "\n".join([*lines, ""])
 
@@ -142,7 +142,7 @@ def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
 def function(name: str, back: bool) -> Callable[..., Any]:
     """A part by its name, for numba to compile."""
     space = {
-        **lanes.NAMES, "larger": larger, "four": lanes.four, "like": lanes._like, "filled": filled, "store": store,
+        **lanes.NAMES, "larger": larger, "four": lanes.four, "filled": filled, "store": store,
         "places": places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
     }  # fmt: skip
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.
