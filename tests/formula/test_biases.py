@@ -20,7 +20,25 @@ from hecate.formula import Unprintable, bias_formula
 from hecate.formula.printer import in_torch
 
 SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
-IEEE = {"add", "sub", "mul", "div", "neg", "abs", "sqrt", "where", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "top"}
+IEEE = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "abs",
+    "sqrt",
+    "where",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "and",
+    "or",
+    "top",
+}
 SHIPPED = {kind: cls for kind, cls in Bias.variants().items() if cls.__module__.startswith("hecate.")}
 
 

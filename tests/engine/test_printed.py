@@ -1,0 +1,123 @@
+"""A bias of one's own in the kernels of the compiled engine: printed from its torch formula, with the token loop's
+numbers, derivatives by hand or not."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from hecate import Gates, MemoryConfig, memory_scan
+from hecate.bias import Bias
+from hecate.engine import Call, choose, explain
+from hecate.errors import ConfigError
+
+pytest.importorskip("numba")
+rows = pytest.importorskip("hecate.engine.cpu.rows")
+
+
+class LossAlone(Bias):
+    """printed_loss: ell = scale sum log cosh(e / scale), and nothing else."""
+
+    kind: Literal["printed_loss"] = "printed_loss"
+    scale: float = Field(1.5, gt=0)
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        size = (pred - target).abs() / self.scale
+        return self.scale * (size + softplus(-2 * size)).sum(-1)
+
+
+class Pinball(Bias):
+    """printed_pinball: u = a above v and a - 1 at and below it, of padding, too."""
+
+    kind: Literal["printed_pinball"] = "printed_pinball"
+    a: float = 0.3
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        error = pred - target
+        return torch.maximum(self.a * error, (self.a - 1) * error).sum(-1)
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return torch.where(pred > target, self.a + 0 * pred, self.a - 1)
+
+    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(g), torch.zeros_like(g)
+
+
+class Together(Bias):
+    """printed_together: ell = log(1 + |e|^2 / 2) + log sum exp(pred): no coordinate without the others."""
+
+    kind: Literal["printed_together"] = "printed_together"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return torch.log1p(0.5 * (pred - target).square().sum(-1)) + torch.logsumexp(pred, -1)
+
+
+class Sorted(Bias):
+    """printed_sorted: the largest error alone, found by sorting."""
+
+    kind: Literal["printed_sorted"] = "printed_sorted"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return (pred - target).sort(-1).values[..., -1].square()
+
+
+# They are passed as values: tests of all known kinds need not know them.
+for own in (LossAlone, Pinball, Together, Sorted):
+    del Bias._registry[own.model_fields["kind"].default]
+
+
+def scanned(config: MemoryConfig, engine: str, width: int = 5, keys: int = 3) -> list[Tensor]:
+    """Outputs, final weights and gradients, with masks and resets."""
+    source = torch.Generator().manual_seed(0)
+    shape = (2, 70, 2)
+    leaves = [torch.randn(*shape, size, generator=source, dtype=torch.float64) for size in (keys, keys, width)]
+    leaves += [0.6 * torch.rand(shape, generator=source, dtype=torch.float64) for _ in range(2)]
+    leaves = [item.requires_grad_() for item in leaves]
+    q, k, v, lr, retain = leaves
+    momentum = {"momentum": torch.full(shape, 0.4, dtype=torch.float64)} if config.algorithm.uses_momentum else {}
+    masks = {
+        name: torch.rand(2, 70, generator=source) < share for name, share in (("write_mask", 0.8), ("reset_mask", 0.05))
+    }
+    y, state = memory_scan(config, q, k, v, Gates(lr, 0.6 + 0.6 * retain, **momentum), engine=engine, **masks)
+    outputs = [y, *state.memory.values()]
+    total = sum((item * torch.randn(item.shape, generator=source, dtype=item.dtype)).sum() for item in outputs)
+    return [*outputs, *torch.autograd.grad(total, leaves)]
+
+
+def config_of(bias: Bias, **fields: Any) -> MemoryConfig:
+    return MemoryConfig(bias=bias, retention="decay", key_norm="l2", state_dtype="float64", **fields)
+
+
+@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
+@pytest.mark.parametrize("bias", [LossAlone(), LossAlone(scale=0.2), Pinball(), Together()], ids=str)
+@pytest.mark.spec("ENG-FORMULA-D1")
+def test_an_own_bias_has_the_numbers_of_the_token_loop(bias, algorithm):
+    config = config_of(bias, algorithm=algorithm)
+    assert choose(Call.sketch(config, length=64)).name == "compiled"
+    for found, expected in zip(scanned(config, "compiled"), scanned(config, "sequential"), strict=True):
+        # 70 tokens, each of which may amplify a rounding a few times
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.spec("ENG-FORMULA-D1")
+def test_what_cannot_be_printed_is_refused_in_a_sentence_and_runs_in_torch():
+    config = config_of(Sorted())
+    with pytest.raises(
+        ConfigError, match=r"'printed_sorted' as configured has no kernel: aten\.sort has no kernel form"
+    ):
+        choose(Call.sketch(config, length=64), "compiled")
+    assert explain(Call.sketch(config, length=64))[0] != "compiled"
+    assert all(bool(item.isfinite().all()) for item in scanned(config, "auto"))
+
+
+@pytest.mark.spec("ENG-FORMULA-D2")
+def test_another_number_is_the_same_part():
+    (one, first), (other, second) = rows.part(LossAlone(scale=0.2)), rows.part(LossAlone(scale=3.0))
+    assert one == other
+    assert first != second
+    assert rows.part(Pinball())[0] != one
