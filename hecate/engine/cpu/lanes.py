@@ -3,7 +3,7 @@ goes number by number.
 
 `+ - * /`, comparisons, `& |` and `abs` take vectors and numbers, which count in every place; a comparison makes a
 `Mask`, which `where` chooses by. NaN and infinities are torch's: comparisons with NaN are false but for `!=`, and
-nothing is contracted outside polynomials. In either float type and over its whole range `abs`, `sqrt` and `floor` are
+no operator is contracted with another. In either float type and over its whole range `abs`, `sqrt` and `floor` are
 exact, `log` and `log1p` within 1 unit in the last place, `exp`, `expm1`, `tanh`, `power` and libm's `sin`, `cos` and
 `erf` within 1.5. [ENG-NUM-D8]
 """
@@ -134,6 +134,7 @@ _operator(operator.or_, lambda builder, a, b: builder.or_(a, b), result=Mask)
 _operator(operator.neg, lambda builder, a: builder.fneg(a), count=1)
 _operator(abs, _called("fabs"), count=1)
 
+# a where the mask says so, else b; sums and the largest number, or NaN, come in every place.
 where = _named(lambda builder, mask, a, b: builder.select(mask, a, b), 3)
 sqrt, floor = _named(_called("sqrt")), _named(_called("floor"))
 sin, cos, erf = (_named(_number_by_number(name)) for name in ("sin", "cos", "erf"))
@@ -321,8 +322,7 @@ def normal_log(x):
 def log1p(x):
     """log(1 + x), with what 1 + x loses by rounding."""
     u = x + 1.0
-    v = u - x
-    lost = (x - (u - v)) + (1.0 - v)
+    lost = x - (u - 1.0)
     return where(x == 0.0, x, _ends(u, _log(_parts(u), lost / u)))
 
 
