@@ -3,8 +3,9 @@ goes number by number.
 
 `+ - * /`, comparisons, `& |` and `abs` take vectors and numbers, which count in every place; a comparison makes a
 `Mask`, which `where` chooses by. NaN and infinities are torch's: comparisons with NaN are false but for `!=`, and
-nothing is contracted outside polynomials. In either float type and over its whole range `abs`, `sqrt` and `floor` are
-exact, sin, cos, erf and log are within 1 unit in the last place, the others within 1.5. [ENG-NUM-D8]
+no operator is contracted with another. In either float type and over its whole range `abs`, `sqrt` and `floor` are
+exact, `log` and `log1p` within 1 unit in the last place, `exp`, `expm1`, `tanh`, `power` and libm's `sin`, `cos` and
+`erf` within 1.5. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -19,20 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-from hecate.engine.cpu.vectors import ROWS, Vector, _pointer, _product, _sum, _VectorModel, each, filled, inline, mad
-
-
-class Four(Vector):
-    """Four numbers of one float type."""
-
-    count = ROWS
-
-    def __init__(self, scalar: Any) -> None:
-        super().__init__(scalar)
-        self.name = f"Four({scalar})"
-
-
-register_model(Four)(_VectorModel)
+from hecate.engine.cpu.vectors import Vector, _product, _sum, each, filled, inline, mad
 
 
 class Mask(types.Type):
@@ -80,10 +68,10 @@ def _called(name: str) -> Callable[..., Any]:
     """What LLVM has for vectors."""
 
     def operation(builder: Any, *args: Any) -> Any:
-        kind = args[0].type
-        bits = 32 if kind.element == ir.FloatType() else 64
-        form = ir.FunctionType(kind, [kind] * len(args))
-        return builder.call(builder.module.declare_intrinsic(f"llvm.{name}.v{kind.count}f{bits}", fnty=form), args)
+        wide = args[0].type
+        own = f"llvm.{name}.v{wide.count}f{32 if wide.element == ir.FloatType() else 64}"
+        form = ir.FunctionType(wide, [wide] * len(args))
+        return builder.call(builder.module.declare_intrinsic(own, fnty=form), args)
 
     return operation
 
@@ -92,9 +80,9 @@ def _number_by_number(name: str) -> Callable[..., Any]:
     """What libm has."""
 
     def operation(builder: Any, x: Any) -> Any:
-        kind, y = x.type.element, ir.Constant(x.type, ir.Undefined)
-        own = f"{name}f" if kind == ir.FloatType() else name
-        of = builder.module.globals.get(own) or ir.Function(builder.module, ir.FunctionType(kind, [kind]), own)
+        one, y = x.type.element, ir.Constant(x.type, ir.Undefined)
+        own = f"{name}f" if one == ir.FloatType() else name
+        of = builder.module.globals.get(own) or ir.Function(builder.module, ir.FunctionType(one, [one]), own)
         for i in range(x.type.count):
             place = ir.Constant(ir.IntType(32), i)
             y = builder.insert_element(y, builder.call(of, [builder.extract_element(x, place)]), place)
@@ -146,6 +134,7 @@ _operator(operator.or_, lambda builder, a, b: builder.or_(a, b), result=Mask)
 _operator(operator.neg, lambda builder, a: builder.fneg(a), count=1)
 _operator(abs, _called("fabs"), count=1)
 
+# a where the mask says so, else b; sums and the largest number, or NaN, come in every place.
 where = _named(lambda builder, mask, a, b: builder.select(mask, a, b), 3)
 sqrt, floor = _named(_called("sqrt")), _named(_called("floor"))
 sin, cos, erf = (_named(_number_by_number(name)) for name in ("sin", "cos", "erf"))
@@ -218,14 +207,13 @@ def _single(_: Any, x: Any) -> Any:
 @intrinsic
 def _cast(_: Any, x: Any, like: Any) -> Any:
     """x in the type of another vector, or in float64."""
-    double = Four(types.float64) if isinstance(x, Four) else Vector(types.float64, x.count // 8)
-    kind = like if isinstance(like, Vector) else double
+    new = like if isinstance(like, Vector) else Vector(types.float64, x.vectors * 64 // x.scalar.bitwidth)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        turned = builder.fpext if kind == double else builder.fptrunc
-        return args[0] if kind == x else turned(args[0], context.get_value_type(kind))
+        turned = builder.fptrunc if new.scalar == types.float32 else builder.fpext
+        return args[0] if new == x else turned(args[0], context.get_value_type(new))
 
-    return kind(x, like), code
+    return new(x, like), code
 
 
 # Exponentials and logarithms. The polynomials: (e^r - 1 - r) / r^2 by r; (log(1 + s) - log(1 - s) - 2 s) / s^3 by s^2;
@@ -236,11 +224,9 @@ _bent = _polynomial([2 / n for n in (3, 5, 7, 9)], [2 / n for n in range(3, 24, 
 _bent_further = _polynomial([], [1 / n for n in range(5, 26, 2)])
 _flattened = _polynomial(
     [-0.33333281942, 0.133314422, -0.05373971518, 0.02063908746, -0.005704987158],
-    [
-        -0.33333333333332855, 0.13333333333262091, -0.053968253931267707, 0.021869487576094674, -0.0088632210026308462,
-        0.0035919891738098884, -0.0014549588779203056, 0.00058631653999073041, -0.00022856421017816242,
-        7.7144365330290745e-5, -1.6072568924956317e-5,
-    ],
+    [-0.33333333333332855, 0.13333333333262091, -0.053968253931267707, 0.021869487576094674, -0.0088632210026308462,
+     0.0035919891738098884, -0.0014549588779203056, 0.00058631653999073041, -0.00022856421017816242,
+     7.7144365330290745e-5, -1.6072568924956317e-5],
 )  # fmt: skip
 
 
@@ -282,7 +268,7 @@ def normal_exp(x):
 def expm1(x):
     """e^x - 1, twice the half of it, which does not overflow."""
     t, r, lost = _reduced(x, -40.0, 89.0 if _single(x) else 710.0)
-    half = _scaled(filled(x, 0.5), t)
+    half = _shifted(filled(x, 0.5), t)
     y = mad(half, mad(r * r, _grown(r), lost), mad(half, r, half - 0.5))
     return where(abs(x) < 1e-30, x, y + y)
 
@@ -336,8 +322,7 @@ def normal_log(x):
 def log1p(x):
     """log(1 + x), with what 1 + x loses by rounding."""
     u = x + 1.0
-    v = u - x
-    lost = (x - (u - v)) + (1.0 - v)
+    lost = x - (u - 1.0)
     return where(x == 0.0, x, _ends(u, _log(_parts(u), lost / u)))
 
 
@@ -392,25 +377,3 @@ NAMES = {
     "where": where, "abs": abs, "sqrt": sqrt, "exp": exp, "log": log, "log1p": log1p, "expm1": expm1, "tanh": tanh,
     "sin": sin, "cos": cos, "erf": erf, "floor": floor, "power": power, "total": total, "top": top,
 }  # fmt: skip
-
-
-@intrinsic
-def four(_: Any, x: Any, at: Any) -> Any:
-    """Four numbers of an array."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _pointer(context, builder, x, signature.return_type, *args)
-        return builder.load(pointer, align=x.dtype.bitwidth // 8)
-
-    return Four(x.dtype)(x, types.intp), code
-
-
-@intrinsic
-def unpack(_: Any, x: Any) -> Any:
-    """The numbers of four."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        picked = [builder.extract_element(args[0], ir.Constant(ir.IntType(32), i)) for i in range(ROWS)]
-        return context.make_tuple(builder, signature.return_type, picked)
-
-    return types.UniTuple(x.scalar, ROWS)(x), code

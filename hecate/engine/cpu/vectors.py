@@ -24,6 +24,7 @@ from numba.np.arrayobj import populate_array
 BYTES = 64
 ROWS = 4
 ONE = (0,)  # the width of a single vector
+FOUR = ()  # and of one of four numbers alone
 
 # numba's cache on disk watches the file of a function alone, hence a name after all of them.
 _DIGEST = hashlib.sha256(
@@ -45,7 +46,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 class Vector(types.Type):
-    """Vectors of 64 bytes of one float type, side by side."""
+    """Vectors of 64 bytes of one float type, side by side; of none of them, four numbers."""
 
     def __init__(self, scalar: Any, vectors: int = 1) -> None:
         self.scalar = scalar
@@ -55,7 +56,7 @@ class Vector(types.Type):
     @property
     def count(self) -> int:
         """Numbers in it."""
-        return self.vectors * BYTES * 8 // int(self.scalar.bitwidth)
+        return self.vectors * BYTES * 8 // int(self.scalar.bitwidth) or ROWS
 
 
 @register_model(Vector)
