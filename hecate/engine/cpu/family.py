@@ -61,9 +61,9 @@ def refusal(config: MemoryConfig) -> str | None:
         return f"structure {structure.kind!r} has no kernel"
     if isinstance(bias := formula_of(rule.bias), str):
         return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
-    for name, variant in (("algorithm", rule.algorithm), ("retention", rule.retention)):
-        if variant.token_form() is None:
-            return f"{name} {variant.kind!r} as configured has no kernel"
+    for name, knob in (("algorithm", rule.algorithm), ("retention", rule.retention)):
+        if knob.token_form() is None:
+            return f"{name} {knob.kind!r} as configured has no kernel"
     form = rule.algorithm.token_form()
     if form.nesterov:
         return "its kernels know momentum without nesterov"
@@ -141,7 +141,7 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
         name = "backward" if back else "forward"
         return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)
     if name.startswith(LEARN):
-        return importlib.import_module("hecate.engine.cpu.rows").function(name, back)  # type: ignore[no-any-return]
+        return importlib.import_module("hecate.engine.cpu.rows").function(name, back)
     modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
     found = next(module for module in modules if hasattr(module, name))
     if options:

@@ -139,9 +139,19 @@ where = _named(lambda builder, mask, a, b: builder.select(mask, a, b), 3)
 sqrt, floor = _named(_called("sqrt")), _named(_called("floor"))
 sin, cos, erf = (_named(_number_by_number(name)) for name in ("sin", "cos", "erf"))
 total = _named(_folded(lambda builder, a, b: builder.fadd(a, b)))
-top = _named(_folded(_larger))
+top, larger = _named(_folded(_larger)), _named(_larger, 2)
 _fma, _signed = _named(_called("fma"), 3), _named(_called("copysign"), 2)
 _like = _named(lambda builder, x, other: x, 2)  # x, a vector where the other is one
+
+
+@intrinsic
+def places(_: Any, x: Any) -> Any:
+    """0, 1, 2, and so on, in as many places as x has."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(context.get_value_type(x), [float(i) for i in range(x.count)])
+
+    return x(x), code
 
 
 # Bits of floats.

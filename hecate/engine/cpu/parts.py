@@ -9,13 +9,12 @@ others; what a bias brings is printed by `rows`. [ENG-NUM-D8]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from hecate.engine.cpu.lanes import sqrt
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, psi, put, scores, slope, store,
+    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, put, scores, store,
     store_rows, sums, times, total, zeros,
 )  # fmt: skip
 

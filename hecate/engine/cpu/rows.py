@@ -11,33 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from llvmlite import ir
-from numba.extending import intrinsic
-
 from hecate.bias import Bias
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.vectors import filled, inline, store
+from hecate.engine.cpu.vectors import FOUR, filled, load, store
 from hecate.formula import bias_formula
 from hecate.formula.nodes import ROWS, Node
 from hecate.formula.printer import literal, said
 
 SIGNATURES = "p, v, u, n, c", "p, v, u, gu, gp, gv, n, c"
-
-
-@intrinsic
-def places(_: Any, like: Any) -> Any:
-    """0, 1, 2, 3."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(context.get_value_type(like), [float(i) for i in range(like.count)])
-
-    return like(like), code
-
-
-@inline
-def larger(x, y):
-    """The larger of two, NaN if one of them is."""
-    return lanes.where((y > x) | (y != y), y, x)
 
 
 class Row(NamedTuple):
@@ -79,11 +60,11 @@ def printed(
     arrays = dict.fromkeys([*inputs.values(), *known.values()])
     text |= {node: f"{array}4" for node, array in known.items()}
     first, count = next(iter(arrays)), 0
-    lines = [f"def {name}({signature}):", f"    zero = filled(four({first}, 0), 0.0)", "    place = places(zero)"]
+    lines = [f"def {name}({signature}):", f"    zero = filled(load({first}, 0, FOUR), 0.0)", "    place = places(zero)"]
     for stage in range(max(stages.values()) + 1):
         here = [node for node in sums if stages[node] == stage + 1]
         lines += [f"    {text[node]} = {'zero' if node.op == 'total' else 'zero - INF'}" for node in here]
-        lines += ["    for i in range(0, n, 4):", *(f"        {array}4 = four({array}, i)" for array in arrays)]
+        lines += ["    for i in range(0, n, 4):", *(f"        {array}4 = load({array}, i, FOUR)" for array in arrays)]
         inside = dict(text)
         wanted = [node.args[0] for node in here] if here else list(results.values())
         for node in _order(wanted, {**inside, **dict.fromkeys(sums, "")}):
@@ -142,9 +123,9 @@ def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
 def function(name: str, back: bool) -> Callable[..., Any]:
     """A part by its name, for numba to compile."""
     space = {
-        **lanes.NAMES, "larger": larger, "four": lanes.four, "filled": filled, "store": store,
-        "places": places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
+        **lanes.NAMES, "larger": lanes.larger, "FOUR": FOUR, "filled": filled, "load": load, "store": store,
+        "places": lanes.places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
     }  # fmt: skip
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.
     exec(compile(_KNOWN[name].back if back else _KNOWN[name].there, __file__, "exec"), space)
-    return space["learn_back" if back else "learn"]  # type: ignore[no-any-return]
+    return space["learn_back" if back else "learn"]
