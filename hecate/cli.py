@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -50,14 +51,10 @@ def _usage(error: Any) -> int:
 
 
 app = typer.Typer(
-    name="hecate",
-    cls=_Program,
-    help="Memories that learn at test time: train, evaluate and inspect them.",
+    name="hecate", cls=_Program, help="Memories that learn at test time: train, evaluate and inspect them.",
     epilog="Example: hecate train mqar --set feature_map=elu --steps 500",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -144,10 +141,19 @@ def list_(
     )] = None,
 ) -> None:  # fmt: skip
     """List the variants of a family: formula, traits, gradient and paper."""
-    from hecate.train.catalogue import catalogue
-    from hecate.train.display import print_table
+    from hecate.train import catalogue, display
 
-    print_table(*catalogue(family))
+    display.print_table(*catalogue.catalogue(family))
+
+
+@_command(
+    short_help="The text of a bias that kernels are made of.", epilog="Example: hecate formula '{kind: lp, p: 1.5}'"
+)
+def formula(bias: Annotated[str, typer.Argument(metavar="BIAS", help="A kind, or a mapping as in YAML.")]) -> None:
+    """Print the functions that kernels are made of: traced from the bias's own methods in torch."""
+    from hecate.train.catalogue import formula_text
+
+    echo(formula_text(bias), end="")
 
 
 @_command(
@@ -157,13 +163,10 @@ def list_(
 def show(
     source: _Source,
     overrides: _Set = None,
-    engine: Annotated[
-        bool,
-        typer.Option(
-            "--engine", help="Say which engine runs the memory here, how parallel.context shares it, and why."
-        ),
-    ] = False,
-) -> None:
+    engine: Annotated[bool, typer.Option(
+        "--engine", help="Say which engine runs the memory here, how parallel.context shares it, and why.",
+    )] = False,
+) -> None:  # fmt: skip
     """Print the resolved YAML of an experiment, every default written out."""
     from hecate.train.compose import dump_experiment, load_experiment
     from hecate.train.estimate import ways_of
@@ -186,8 +189,6 @@ def show(
 )
 def schema() -> None:
     """Print the JSON schema of an experiment, for editors that complete YAML."""
-    import json
-
     from hecate.train.compose import experiment_schema
 
     echo(json.dumps(experiment_schema(), indent=1))

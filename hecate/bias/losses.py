@@ -52,8 +52,8 @@ class KL(Bias):
     Shapes: pred, v `[..., V]`.
     VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for softmax and -g for a
     distribution.
-    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. No kernel: a coordinate needs
-    the sum over all.
+    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. A coordinate needs the sum over
+    all: a kernel of whole tokens alone.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173) for the choice of a loss; Learning with
     Fenchel-Young Losses (Blondel et al., 2020, arXiv 1901.02324) for its form. [BIAS-KL-D1]
@@ -341,7 +341,7 @@ class Robust(ErrorBias):
     Shapes: e `[..., V]`.
     VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r; at e = 0: J g = g.
     Traits: curvature 1 + radius/eps near e = 0, which bounds no useful step: declared unbounded unless radius is 0,
-    which is `l2`. No kernel: a coordinate needs the norm of all.
+    which is `l2`. A coordinate needs the norm of all: a kernel of whole tokens alone.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
     values. [BIAS-ROBUST-D1]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hecate import algorithm, bias, gating, phi, readout, retention, structure
+from hecate import algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
 from hecate.engine import Call, Engine, choose, verdicts
 from hecate.errors import ConfigError, not_known
@@ -16,6 +16,7 @@ from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule
 from hecate.train.compose import BACKBONES, BY_RULE, folded_presets, load_experiment, preset_about, shipped_presets
+from hecate.train.document import parse_value
 from hecate.train.loggers import LoggerKind
 from hecate.variant import Variant
 
@@ -55,8 +56,30 @@ def variant_rows(root: type[Variant]) -> Table:
     for kind, variant in root.variants().items():
         derivative = "hand-written" if variant.hand_written() else "torch.func"
         own = [_traits(variant), derivative] if root._derivatives else []
+        own += [_kernel(variant)] if issubclass(variant, bias.Bias) else []
         rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
-    return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), "paper"], rows
+    kernel = ["kernel"] if root is bias.Bias else []
+    return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), *kernel, "paper"], rows
+
+
+def formula_text(text: str) -> str:
+    """The printed functions of a bias, given as a kind or a mapping, and the numbers c that they take. [ENG-FORMULA-D3]
+
+    Raises Unprintable, which says why there are none."""
+    value, _ = parse_value(text, "the bias")
+    found = formula.bias_formula(bias.Bias.model_validate(value))
+    return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in (found.psi, found.pull))
+
+
+def _kernel(variant: Any) -> str:
+    """Where a bias runs at its default settings: in printed kernels, or in the token loop and why."""
+    try:
+        found = formula.formula_of(variant())
+    except ConfigError:
+        return "depends on its settings"
+    if isinstance(found, str):
+        return f"token loop: {found}"
+    return "printed" if found.coordinatewise else "printed, for whole rows"
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:

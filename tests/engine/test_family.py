@@ -276,6 +276,15 @@ class Softer(Yaad):
         return 0.5 * super().psi(error)
 
 
+class Softest(Softer):
+    """softest: one that cannot be printed."""
+
+    kind: Literal["family_test_softest"] = "family_test_softest"
+
+    def psi(self, error):
+        return error.sort(-1).values
+
+
 # They are passed as values: tests of all known kinds need not know them.
 for family in (Bias, Retention):
     for kind in [kind for kind in family._registry if kind.startswith("family_test_")]:
@@ -287,7 +296,7 @@ for family in (Bias, Retention):
     ("fields", "reason"),
     [
         ({"retention": Other()}, "retention 'family_test_other' as configured has no kernel"),
-        ({"bias": Softer()}, "bias 'family_test_softer' as configured has no kernel"),
+        ({"bias": Softest()}, "bias 'family_test_softest' as configured has no kernel: aten.sort has no kernel form"),
         ({"algorithm": "adaptive"}, "algorithm 'adaptive' as configured has no kernel"),
         ({"retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, "momentum without nesterov"),
         ({"structure": "slots", "algorithm": "delta_momentum"}, "'delta_momentum' has a kernel for gradients of rank"),
@@ -303,6 +312,11 @@ def test_what_has_no_kernel_is_refused_in_a_sentence(fields, reason):
     with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
         choose(Call.sketch(config), "compiled")
     assert explain(Call.sketch(config, length=100))[0] != "compiled"
+
+
+@pytest.mark.spec("ENG-NUM-D8", "ENG-FORMULA-D1")
+def test_a_derivative_that_is_defined_anew_is_the_one_that_runs():
+    check({**BASE, "bias": Softer(), "retention": "decay", "algorithm": "gd"})
 
 
 @pytest.mark.spec("ENG-NUM-D8")

@@ -99,6 +99,7 @@ def check(bias: Bias, dtype: torch.dtype) -> None:
             close(found, expected, formula.pull.operations | formula.psi.operations, size)
 
 
+@pytest.mark.spec("ENG-FORMULA-D2")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", SHIPPED)
 def test_a_shipped_bias(kind, dtype):
@@ -147,6 +148,11 @@ class Sorted(Bias):
         return (pred - target).sort(-1).values[..., 0]
 
 
+# They are passed as values: tests of all known kinds need not know them.
+for own in (LossAlone, Pinball, Sorted):
+    del Bias._registry[own.model_fields["kind"].default]
+
+
 def test_a_loss_and_nothing_else_has_a_text():
     formula = bias_formula(LossAlone())
     assert formula.coordinatewise
@@ -157,6 +163,7 @@ def test_a_loss_and_nothing_else_has_a_text():
     torch.testing.assert_close(found, torch.tanh(e / 1.5), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.spec("ENG-FORMULA-D2")
 def test_numbers_of_a_config_are_arguments():
     one, other = bias_formula(LossAlone(scale=0.7)), bias_formula(LossAlone(scale=2.5))
     assert one.digest == other.digest
@@ -217,3 +224,20 @@ def test_tracing_leaves_torch_as_it_was():
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.spec("ENG-FORMULA-D3")
+def test_the_command_line_prints_texts_and_says_who_has_one(monkeypatch):
+    from hecate.train.catalogue import catalogue, formula_text
+
+    assert "where" in formula_text("huber") and "# c = (-1.0, 1.0)" in formula_text("huber")
+    assert "c = (1e-12, 1e-06, 0.5)" in formula_text("{kind: lp, p: 1.5}")
+    with pytest.raises(ConfigError, match="Did you mean 'huber'"):
+        formula_text("hubr")
+    monkeypatch.setitem(Bias._registry, "sorted", Sorted)
+    header, table = catalogue("bias")
+    found = {row[0]: row[header.index("kernel")] for row in table}
+    assert found["huber"] == "printed" and found["kl"] == "printed, for whole rows"
+    assert found["sorted"] == "token loop: aten.sort has no kernel form"
+    with pytest.raises(Unprintable, match="aten.sort"):
+        formula_text("sorted")
