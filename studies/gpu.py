@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from hecate.engine.verdict import here
+from hecate.engine.triton.parity import here
 from hecate.errors import ConfigError
 from hecate.files import make_folder, refusing, write_file
 from hecate.microscope.style import COLOURS, finish

@@ -16,7 +16,7 @@ from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tre
 from hecate.engine.one_token import short_way
 from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
 from hecate.engine.tokens import CONCAT
-from hecate.engine.verdict import kept as kernel_verdicts
+from hecate.engine.triton.parity import kept as kernel_verdicts
 from hecate.engine.writes import one_write_each
 from hecate.tape.ops import largest, levelling, near_one, reach
 

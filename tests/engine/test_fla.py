@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
 from hecate.engine import Call, Engine, choose
-from hecate.engine.fla import engine as adapter
+from hecate.engine import fla as adapter
 from hecate.engine.fla import kernel as fla
 from hecate.engine.fla import ops
 from hecate.engine.parallel import by_torch, parallel, run_by_hand

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hecate.engine import kernel_verdicts, verdict
-from hecate.engine.parity import difference
-from hecate.engine.verdict import Unrun, judged
+from hecate.engine import kernel_verdicts
+from hecate.engine.triton import parity
+from hecate.engine.triton.parity import Unrun, difference, judged
 from hecate.train import doctor
 
 FACTS = {
@@ -74,4 +74,4 @@ def test_a_folder_that_cannot_be_written_costs_a_second_trial(own: Path) -> None
 
 
 def test_verdicts_are_those_of_the_kernels_as_they_stand() -> None:
-    assert verdict._text() == verdict._text.__wrapped__() and len(verdict._text()) == 16
+    assert parity._text() == parity._text.__wrapped__() and len(parity._text()) == 16

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hecate.formula.nodes import Nodes, Unprintable
-from hecate.formula.printer import in_torch, printed
-from hecate.formula.table import COMPONENTWISE, ROWWISE
-from hecate.formula.trace import traced
+from hecate.formula.nodes import COMPONENTWISE, ROWWISE, Nodes, Unprintable
+from hecate.formula.printer import in_torch, printed, traced
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 20.0, 21.0, -21.0, 1e30, -1e30, math.inf, -math.inf, math.nan]
 EXACT = "sub rsub mul div neg reciprocal sqrt abs sign sgn floor relu maximum minimum where threshold".split()

@@ -264,9 +264,9 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_verdict.py",
-        ("verdict", "if found is not None and found[\"facts\"] == facts:", "if found is not None:"),
-        ("verdict", "if not isinstance(reason, Unrun):", "if True:"),
-        ("verdict", "except (OSError, ValueError):", "except OSError:"),
+        ("triton/parity", "if found is not None and found[\"facts\"] == facts:", "if found is not None:"),
+        ("triton/parity", "if not isinstance(reason, Unrun):", "if True:"),
+        ("triton/parity", "except (OSError, ValueError):", "except OSError:"),
     ),
     *_of(
         "engine/triton",
@@ -280,10 +280,10 @@ FAULTS = [
         "engine",
         "tests/engine/test_fla.py",
         ("fla/kernel", "start = memory.mT.unflatten(0, (-1, v.shape[2]))", "start = memory.unflatten(0, (-1, v.shape[2]))"),
-        ("fla/engine", "if config.on_nonfinite == \"skip\":", "if False:"),
-        ("fla/engine", "or call.traced else", "else"),
+        ("fla/__init__", "if config.on_nonfinite == \"skip\":", "if False:"),
+        ("fla/__init__", "or call.traced else", "else"),
         ("fla/ops", "if trusted else kernel.plain(*inputs)", "if True else kernel.plain(*inputs)"),
-        ("parity", "except Exception as error:", "except RuntimeError as error:"),
+        ("triton/parity", "except Exception as error:", "except RuntimeError as error:"),
         ("engine", "_refuse(asked, engine.unable(call))", "pass"),
     ),
     *_of(

@@ -16,9 +16,9 @@ from hecate.algorithm import AlgorithmForm
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.parallel import by_torch
-from hecate.engine.parity import both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import NARROW_NORM, NO_CARD, distrust_norm
+from hecate.engine.triton.parity import both_by_torch, both_ways, difference, trial
 from hecate.errors import install_line
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from hecate.engine.features import L2_NORM, featured
 from hecate.engine.parallel import by_torch
-from hecate.engine.parity import TRIAL, both_by_torch, both_ways, difference, trial
 from hecate.engine.tokens import Carry
-from hecate.engine.verdict import here, judged
+from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
