@@ -104,7 +104,7 @@ class Trace(TorchDispatchMode):
         return out
 
     def _made(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
-        """What an operation makes of nodes."""
+        """Nodes of an operation's results."""
         plain = name if name in COMPONENTWISE else name.rstrip("_")
         if name in ALIASES:
             made = self.node(args[0], name)
@@ -230,7 +230,7 @@ def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: di
 
 
 def _uses(results: Sequence[Node], known: dict[Node, str]) -> dict[Node, int]:
-    """How often each node is used, arguments before what is made of them."""
+    """Number of uses of each node, arguments before what is made of them."""
     count: dict[Node, int] = {}
     order: list[Node] = []
 

@@ -65,7 +65,7 @@ def _named(operation: Callable[..., Any], count: int = 1) -> Any:
 
 
 def _called(name: str) -> Callable[..., Any]:
-    """What LLVM has for vectors."""
+    """An operation of LLVM on vectors."""
 
     def operation(builder: Any, *args: Any) -> Any:
         wide = args[0].type
@@ -77,7 +77,7 @@ def _called(name: str) -> Callable[..., Any]:
 
 
 def _number_by_number(name: str) -> Callable[..., Any]:
-    """What libm has."""
+    """A function of libm, number by number."""
 
     def operation(builder: Any, x: Any) -> Any:
         one, y = x.type.element, ir.Constant(x.type, ir.Undefined)
@@ -210,7 +210,7 @@ def _parts(_: Any, x: Any) -> Any:
 
 @intrinsic
 def _single(_: Any, x: Any) -> Any:
-    """Whether numbers are float32."""
+    """True of numbers in float32."""
     return types.boolean(x), lambda context, *_: context.get_constant(types.boolean, x.scalar.bitwidth == 32)
 
 
