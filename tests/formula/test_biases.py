@@ -218,6 +218,8 @@ def test_tracing_leaves_torch_as_it_was():
     torch.func.vmap(lambda x: seen.append(bias_formula(LossAlone(scale=3.25))) or x)(torch.ones(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert seen[0].digest == bias_formula(LossAlone(scale=0.7)).digest
+    with torch.inference_mode(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert bias_formula(LossAlone(scale=4.25)).digest == seen[0].digest
     code = (
         "import sys; from hecate.bias import Huber; from hecate.formula import bias_formula; bias_formula(Huber());"
         "print('torch._dynamo' in sys.modules)"
