@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hecate.bias import Bias
 from hecate.errors import shorten
 from hecate.formula.nodes import ROWS, Node, Nodes, Unprintable
-from hecate.formula.printer import Text, both_ways, printed
+from hecate.formula.printer import Text, nodes_of, printed
 
 KEPT = 4096  # formulas that are remembered
 
@@ -60,8 +60,8 @@ def _formula_of(kind: type[Bias], bias: Bias) -> Formula | str:  # equal variant
     nodes = Nodes()
     p, v = nodes.input("p"), nodes.input("v")
     try:
-        (u,) = both_ways(bias, lambda own: own.grad, "pv", nodes)
-        gp, gv = both_ways(bias, lambda own: own.grad_vjp, "pvg", nodes)
+        (u,) = nodes_of(bias, lambda own: own.grad, "pv", nodes)
+        gp, gv = nodes_of(bias, lambda own: own.grad_vjp, "pvg", nodes)
         known = {} if u.op in ("in", "const") else {u: "u"}
         psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
     except Unprintable as reason:

@@ -125,6 +125,8 @@ def call(op: str, *arguments: Number) -> Node:
     """An operation, simplified where that changes no result."""
     nodes = next(item.nodes for item in arguments if isinstance(item, Node))
     args = [item if isinstance(item, Node) else nodes.const(float(item)) for item in arguments]
+    if op not in ("and", "or"):  # an answer in a sum is 1 or 0
+        args = [where(x, 1, 0) if x.truth and (op, at) != ("where", 0) else x for at, x in enumerate(args)]
     if op in _FOLDED and all(item.op == "const" for item in args):
         try:
             return nodes.const(*(float(_FOLDED[op](*(item.args[at] for item in args))) for at in (0, 1)))
@@ -317,6 +319,7 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
     "log_sigmoid_forward": lambda x: (log_sigmoid(x), x * 0), "threshold": lambda x, t, v: where(x <= t, v, x),
     "clamp": clamp, "clamp_min": lambda x, low: clamp(x, low), "clamp_max": lambda x, high: clamp(x, None, high),
     "hardtanh": lambda x, low=-1, high=1: clamp(x, low, high), "maximum": larger, "minimum": smaller, "where": where,
+    "masked_fill": lambda x, mask, y: where(mask, y, x),
     "lerp": lambda x, y, w: x + w * (y - x), "addcmul": lambda x, a, b, value=1: x + value * a * b,
     "addcdiv": lambda x, a, b, value=1: x + value * a / b,
     "tanh_backward": lambda g, y: g * (1 - y * y), "sigmoid_backward": lambda g, y: g * (1 - y) * y,
@@ -327,6 +330,7 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
     "hardtanh_backward": lambda g, x, low, high: where(call("and", x > low, x < high), g, 0),
     "softshrink_backward": lambda g, x, width: where(call("or", x < -width, x > width), g, 0),
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+    **dict.fromkeys(("logical_not", "bitwise_not"), lambda x: call("eq", x, 0)),
     "eq": lambda x, y: call("eq", x, y), "ne": lambda x, y: call("ne", x, y), "isnan": isnan,
     **dict.fromkeys(("logical_and", "bitwise_and"), lambda x, y: call("and", x, y)),
     **dict.fromkeys(("logical_or", "bitwise_or"), lambda x, y: call("or", x, y)),

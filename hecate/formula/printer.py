@@ -3,7 +3,8 @@
 The torch methods are the only source of a kernel. A config's own numbers become arguments `c` of the text: the formula
 is traced once more with the variant's float fields moved a little, and constants that differ between the two traces
 came from them. So another `delta` is the same text, and the same kernel; where a number steers which way the formula
-takes, each way has a text of its own, with the number in it.
+takes, each way has a text of its own, with the number in it. A trace of wider rows tells which constants are the number
+of values, `N`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hecate.formula.nodes import (
 )
 from hecate.variant import Variant
 
-ROWS, WIDTH = 3, 5  # of the tensors that are traced: unlike, so that shapes tell one number per row from values
+ROWS, WIDTH, WIDER = 3, 5, 7  # of tensors that are traced: unlike, so that shapes tell numbers of a row from values
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
 DEPTH = 6  # of an expression before it gets a name
@@ -44,19 +45,28 @@ class _Whole(Node):
 
 
 class Trace(TorchDispatchMode):
-    """Records operations on inputs; `told` are the constants of a trace before it, in its order."""
+    """Records operations on inputs. `told` are the constants of a trace of the moved variant in their order, `wider`
+    those of a trace of wider rows."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # else torch wraps the method, and imports all of dynamo when it is first called
 
-    def __init__(self, nodes: Nodes, told: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, nodes: Nodes, width: int, told: Sequence[float] | None = None, wider: Sequence[float] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes, self.told = nodes, told
+        self.nodes, self.width, self.told, self.wider = nodes, width, told, wider
         self.known: dict[int, Node] = {}
         self.alive: list[Tensor] = []  # an id is that of a tensor as long as it lives
+        self.shared: set[int] = set()  # tensors whose numbers another may have, too: nothing is written into them
         self.constants: list[float] = []
         self.operations: list[str] = []
+
+    @property
+    def way(self) -> tuple[int, list[str]]:
+        """The operations, and how many constants they took."""
+        return len(self.constants), self.operations
 
     def name(self, tensor: Tensor, node: Node) -> None:
         """Says which node a tensor is."""
@@ -78,8 +88,17 @@ class Trace(TorchDispatchMode):
         return self._constant(item) if number else item
 
     def _constant(self, value: float) -> Node:
-        self.constants.append(float(value))
-        return self.nodes.const(float(value), None if self.told is None else self.told[len(self.constants) - 1])
+        at, value = len(self.constants), float(value)
+        self.constants.append(value)
+        other = value if self.wider is None else [*self.wider, math.nan][min(at, len(self.wider))]
+        if other == value or (math.isnan(other) and math.isnan(value)):
+            return self.nodes.const(value, None if self.told is None else self.told[at])
+        count = self.nodes.input("N", row=True)
+        if (value, other) == (self.width, WIDER):
+            return count
+        if (value, other) == (1 / self.width, 1 / WIDER):
+            return 1 / count
+        raise Unprintable(f"a number of it, {value:g} for {self.width} values, follows from how many there are")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -87,6 +106,8 @@ class Trace(TorchDispatchMode):
         traced = any(isinstance(item, Tensor) and id(item) in self.known for item in given)
         if traced and name in ON_HOST:
             raise Unprintable(HOST)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unprintable(f"aten.{name} draws random numbers")
         out = func(*args, **kwargs)
         if name in CONSTANTS or name in ("full_like", "full"):
             made: Any = self._constant(CONSTANTS[name] if name in CONSTANTS else float(args[1]))
@@ -95,8 +116,8 @@ class Trace(TorchDispatchMode):
         else:
             made = self._made(name, args, kwargs, out)
         self.operations.append(name)
-        if name.endswith("_") and not name.endswith("__"):
-            self.known[id(args[0])] = made
+        if name in ALIASES and name != "clone":
+            self.shared |= {id(args[0]), id(out)}
         pairs: list[Any] = list(zip(out, made, strict=True)) if isinstance(out, tuple) else [(out, made)]
         for tensor, node in pairs:
             self._fits(name, tensor, node)
@@ -105,14 +126,16 @@ class Trace(TorchDispatchMode):
 
     def _made(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Nodes of an operation's results."""
-        plain = name if name in COMPONENTWISE else name.rstrip("_")
         if name in ALIASES:
             made = self.node(args[0], name)
             if out.is_floating_point() and out.dtype != torch.float64:
                 raise Unprintable(f"it computes in {out.dtype}")
             asked = out.is_floating_point() and not args[0].is_floating_point()
             return where(made, 1, 0) if asked else made
+        plain = name.removesuffix("_")
         if plain in COMPONENTWISE:
+            if plain != name and id(args[0]) in self.shared:
+                raise Unprintable(f"aten.{name} writes into what has another name")
             operation, given = COMPONENTWISE[plain], [self.node(item, name) for item in args]
         elif name in ROWWISE:
             if not self._along_row(name, args, kwargs):
@@ -131,7 +154,7 @@ class Trace(TorchDispatchMode):
         at = 2 if name in ("linalg_vector_norm", "_softmax_backward_data", "_log_softmax_backward_data") else 1
         axes = args[at] if len(args) > at else kwargs.get("dim")
         axes = [axes] if isinstance(axes, int) else list(axes or range(args[0].dim()))
-        return bool([axis % args[0].dim() for axis in axes] == [args[0].dim() - 1] and args[0].shape[-1] == WIDTH)
+        return bool([axis % args[0].dim() for axis in axes] == [args[0].dim() - 1] and args[0].shape[-1] == self.width)
 
     def _fits(self, name: str, tensor: Tensor, node: Node) -> None:
         """Refuses what is neither a row nor a number of one."""
@@ -139,22 +162,23 @@ class Trace(TorchDispatchMode):
             return
         shape = tuple(tensor.shape)
         row = shape in ((ROWS, 1), (ROWS,), (), (1,))
-        if not row and shape != (ROWS, WIDTH):
+        if not row and shape != (ROWS, self.width):
             raise Unprintable(f"aten.{name} leaves the row of values: its result is {list(shape)}")
         if row and not node.row:
             raise Unprintable(f"aten.{name} takes a part of a row")
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, told: Sequence[float] | None = None
+    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, width: int = WIDTH, *told: Sequence[float] | None
 ) -> tuple[list[Node], Trace]:
     """Nodes of what a function of tensors returns; an input in capitals is one number per row."""
     with _disable_current_modes():  # a formula may be asked for while something else is traced
-        numbers = torch.linspace(0.1, 1.1, ROWS * WIDTH, dtype=torch.float64)
-        given = [numbers[:ROWS].clone() if name.isupper() else numbers.view(ROWS, WIDTH).clone() for name in inputs]
-        with torch.enable_grad(), Trace(nodes, told) as mode:
+        numbers = torch.linspace(0.1, 1.1, ROWS * width, dtype=torch.float64)
+        given = [numbers[:ROWS].clone() if name.isupper() else numbers.view(ROWS, width).clone() for name in inputs]
+        with torch.enable_grad(), Trace(nodes, width, *told) as mode:
             for name, tensor in zip(inputs, given, strict=True):
                 mode.name(tensor, nodes.input(name, row=name.isupper()))
+                mode.shared.add(id(tensor))
             out = function(*given)
             results = out if isinstance(out, tuple | list) else (out,)
             return [mode.node(item, "the result") for item in results], mode
@@ -169,23 +193,20 @@ class Text(NamedTuple):
     operations: frozenset[str]
 
 
-def both_ways(
+def nodes_of(
     variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Sequence[str], nodes: Nodes
 ) -> list[Node]:
     """The nodes of a method's results, in which the variant's own numbers differ between their two values."""
-    other, told, operations = moved(variant), None, None
+    _, wide = traced(method(variant), inputs, Nodes(), WIDER)
+    other, told = moved(variant), None
     if other is not None:
-        try:
-            _, first = traced(method(other), inputs, Nodes())
-            told, operations = first.constants, first.operations
-        except Unprintable:
-            pass  # as it is, it may have a text
-    try:
-        results, trace = traced(method(variant), inputs, nodes, told)
-        same = told is None or (len(trace.constants) == len(told) and trace.operations == operations)
-    except IndexError:  # more constants than were told
-        same = False
-    return results if same else traced(method(variant), inputs, nodes)[0]
+        with suppress(Unprintable):  # as it is, it has a text
+            _, trace = traced(method(other), inputs, Nodes())
+            told = trace.constants if trace.way == wide.way else None
+    results, trace = traced(method(variant), inputs, nodes, WIDTH, told, wide.constants)
+    if trace.way != wide.way:
+        raise Unprintable("it takes another way for rows of another width")
+    return results
 
 
 def moved(variant: Variant) -> Variant | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hecate.formula.nodes import COMPONENTWISE, ROWWISE, Nodes, Unprintable
-from hecate.formula.printer import in_torch, printed, traced
+from hecate.formula.printer import in_torch, nodes_of, printed, traced
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 20.0, 21.0, -21.0, 1e30, -1e30, math.inf, -math.inf, math.nan]
 EXACT = "sub rsub mul div neg reciprocal sqrt abs sign sgn floor relu maximum minimum where threshold".split()
@@ -38,7 +39,9 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "threshold": lambda x, y, z: functional.threshold(x, 0.5, 7.0),
     "clamp": lambda x, y, z: (x.clamp(-1, 2), x.clamp(max=0.5)),
     "clamp_min": lambda x, y, z: x.clamp_min(-0.5), "clamp_max": lambda x, y, z: x.clamp_max(0.5),
-    "hardtanh": lambda x, y, z: functional.hardtanh(x), "maximum": lambda x, y, z: torch.maximum(x, y),
+    "hardtanh": lambda x, y, z: functional.hardtanh(x),
+    "masked_fill": lambda x, y, z: (x.masked_fill(y > 0, 3.0), (x + 0).masked_fill_(y > 0, 3.0)),
+    "maximum": lambda x, y, z: torch.maximum(x, y),
     "minimum": lambda x, y, z: torch.minimum(x, y), "where": lambda x, y, z: torch.where(x > y, x, 2.0),
     "lerp": lambda x, y, z: torch.lerp(x, y, 0.3), "addcmul": lambda x, y, z: torch.addcmul(x, y, z, value=-2),
     "addcdiv": lambda x, y, z: torch.addcdiv(x, y, z, value=2), "tanh_backward": lambda x, y, z: a.tanh_backward(x, y),
@@ -58,6 +61,8 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "isnan": lambda x, y, z: torch.where(x.isnan(), 0.0, x),
     "logical_and": lambda x, y, z: torch.where(torch.logical_and(x > y, y > z), x, z),
     "bitwise_and": lambda x, y, z: torch.where((x > y) & (y > z), x, z),
+    "logical_not": lambda x, y, z: torch.where(torch.logical_not(x > y), x, z),
+    "bitwise_not": lambda x, y, z: torch.where(~(x > y), x, z),
     "logical_or": lambda x, y, z: torch.where(torch.logical_or(x > y, y > z), x, z),
     "bitwise_or": lambda x, y, z: torch.where((x > y) | (y > z), x, z),
     "sum": lambda x, y, z: x * x.sum(-1, keepdim=True), "mean": lambda x, y, z: x - x.mean(-1, keepdim=True),
@@ -74,9 +79,15 @@ CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
 }  # fmt: skip
 
 
+class Nothing:
+    """A variant without fields of its own."""
+
+    model_fields: ClassVar[dict[str, Any]] = {}
+
+
 def text_of(function: Callable[..., object], inputs: str = "xyz"):
-    results, trace = traced(function, inputs, Nodes())
-    return printed("f", inputs, results), trace
+    _, trace = traced(function, inputs, Nodes())
+    return printed("f", inputs, nodes_of(Nothing(), lambda _: function, inputs, Nodes())), trace
 
 
 def run(text, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -121,6 +132,12 @@ def test_the_text_of_an_operation_is_torch(name, dtype):
         (lambda x: x.cumsum(-1), "aten.cumsum has no kernel form"),
         (lambda x: x.sum(0, keepdim=True) * x, "more than a row"),
         (lambda x: x[..., :1] * x, "aten.slice has no kernel form"),
+        (lambda x: x.mul_(2), "aten.mul_ writes into what has another name"),
+        (lambda x: (y := x + 1).detach() * y.mul_(2), "aten.mul_ writes into what has another name"),
+        (lambda x: x * torch.rand(()), "aten.rand draws random numbers"),
+        (lambda x: x + torch.rand_like(x), "aten.rand_like draws random numbers"),
+        (lambda x: x * math.sin(x.shape[-1]), "follows from how many there are"),
+        (lambda x: x * x if x.shape[-1] > 6 else x, "takes another way for rows of another width"),
         (lambda x: x.to(torch.float32), "computes in torch.float32"),
         (lambda x: functional.gelu(x, approximate="tanh"), "as called has no kernel form"),
         (lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x, "as called has no kernel form"),
