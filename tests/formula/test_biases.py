@@ -139,6 +139,17 @@ class Pinball(Bias):
         return torch.zeros_like(g), torch.zeros_like(g)
 
 
+class Steered(Bias):
+    """steered: of fewer numbers where p is a little less than 2."""
+
+    kind: Literal["steered"] = "steered"
+    p: float = 2.0
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        square = (pred - target).square()
+        return (0.3 * square + 0.7 * (self.p + square).log() if self.p >= 2 else square).sum(-1)
+
+
 class Sorted(Bias):
     """sorted: order statistics of the error."""
 
@@ -149,7 +160,7 @@ class Sorted(Bias):
 
 
 # They are passed as values: tests of all known kinds need not know them.
-for own in (LossAlone, Pinball, Sorted):
+for own in (LossAlone, Pinball, Steered, Sorted):
     del Bias._registry[own.model_fields["kind"].default]
 
 
@@ -171,6 +182,15 @@ def test_numbers_of_a_config_are_arguments():
     # a number that steers which way is taken has a text each
     assert bias_formula(SHIPPED["lp"](p=1.5)).digest != bias_formula(SHIPPED["lp"](p=3.0)).digest
     assert bias_formula(SHIPPED["lp"](p=2.5)).digest == bias_formula(SHIPPED["lp"](p=3.5)).digest
+
+
+def test_a_number_that_steers_has_its_own_text():
+    pred, target = torch.linspace(-2, 2, 28, dtype=torch.float64).view(4, 7).chunk(2)
+    for bias in (Steered(p=2.0), Steered(p=1.99), Steered(p=2.5)):
+        psi = bias_formula(bias).psi
+        found = in_torch(psi, torch.float64, 7)(pred, target, psi.numbers)
+        torch.testing.assert_close(found, bias.grad(pred, target), rtol=1e-14, atol=1e-14)
+    assert bias_formula(Steered(p=2.2)).digest == bias_formula(Steered(p=2.5)).digest != bias_formula(Steered()).digest
 
 
 def test_traits_are_those_that_are_declared():

@@ -21,7 +21,7 @@ a = torch.ops.aten
 # By operation: a function of x, y, z that calls it. Backward operations are called as autograd does.
 CALLS: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     "add": lambda x, y, z: torch.add(x, y, alpha=3), "sub": lambda x, y, z: torch.sub(x, y, alpha=2),
-    "rsub": lambda x, y, z: 1.5 - x, "mul": lambda x, y, z: x * y, "div": lambda x, y, z: x / y,
+    "rsub": lambda x, y, z: 1.5 - x, "mul": lambda x, y, z: (x * y, x * -1.0, -1.0 * y), "div": lambda x, y, z: x / y,
     "neg": lambda x, y, z: -x, "reciprocal": lambda x, y, z: x.reciprocal(),
     "pow": lambda x, y, z: (x**2, x**3, x**0.5, x**-1, x**-0.5, x**1.7, x.pow(0)), "sqrt": lambda x, y, z: x.sqrt(),
     "rsqrt": lambda x, y, z: x.rsqrt(), "abs": lambda x, y, z: x.abs(), "sign": lambda x, y, z: x.sign(),

@@ -416,6 +416,21 @@ FAULTS = [
         ("cpu/family", "centred = step.centred and not (channels or values)", "centred = step.centred and not values"),
     ),
     *_of(
+        "formula",
+        "tests/formula",
+        ("nodes", '"lt": operator.lt, "le": operator.le', '"lt": operator.le, "le": operator.lt'),
+        ("nodes", "return other if one.args[0] == 1 else -other", "return other"),
+        ("printer", "told = trace.constants if trace.way == wide.way else None", "told = trace.constants"),
+        ("printer", "if plain != name and id(args[0]) in self.shared:", "if False:"),
+    ),
+    *_of(
+        "engine",
+        "tests/engine/test_printed.py",
+        ("cpu/rows", 'kept = "where(place + i < n, {}, 0.0)"', 'kept = "{} + zero"'),
+        ("cpu/rows", "{'0.0' if adds else '-INF'})", "0.0)"),
+        ("cpu/rows", "stages[node] = below + own", "stages[node] = below"),
+    ),
+    *_of(
         "engine",
         "tests/engine/test_lanes.py",
         ("cpu/lanes", '"lt": "<", "le": "<="', '"lt": "<=", "le": "<="'),
