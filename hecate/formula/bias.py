@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hecate.bias import Bias
 from hecate.errors import shorten
@@ -52,11 +52,13 @@ def bias_formula(bias: Bias) -> Formula:
 
 def formula_of(bias: Bias) -> Formula | str:
     """The formula of a bias, or why it has none."""
-    return _formula_of(type(bias), bias)
+    methods = tuple(getattr(type(bias), name, None) for name in bias._formulas)
+    return _formula_of(methods, repr(bias), bias)
 
 
 @lru_cache(KEPT)
-def _formula_of(kind: type[Bias], bias: Bias) -> Formula | str:  # equal variants of two classes are two
+def _formula_of(methods: tuple[Any, ...], text: str, bias: Bias) -> Formula | str:
+    # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
     nodes = Nodes()
     p, v = nodes.input("p"), nodes.input("v")
     try:

@@ -3,8 +3,8 @@
 The torch methods are the only source of a kernel. A config's own numbers become arguments `c` of the text: the formula
 is traced once more with the variant's float fields moved a little, and constants that differ between the two traces
 came from them. So another `delta` is the same text, and the same kernel; where a number steers which way the formula
-takes, each way has a text of its own, with the number in it. A trace of wider rows tells which constants are the number
-of values, `N`.
+takes, each way has a text of its own, with the number in it. A trace of more and wider rows in float32 tells which
+constants are the number of values, `N`, and refuses those that follow from shapes or the dtype in another way.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from hecate.formula.nodes import (
 )
 from hecate.variant import Variant
 
-ROWS, WIDTH, WIDER = 3, 5, 7  # of tensors that are traced: unlike, so that shapes tell numbers of a row from values
+ROWS, WIDTH = 3, 5  # of tensors that are traced: unlike, so that shapes tell numbers of a row from values
+MORE, WIDER = 4, 64
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
 DEPTH = 6  # of an expression before it gets a name
+DEEPEST = 150  # operations, one after the other, of a formula: nodes are walked by functions that call themselves
 
 
 class _Whole(Node):
@@ -53,10 +55,12 @@ class Trace(TorchDispatchMode):
         return False  # else torch wraps the method, and imports all of dynamo when it is first called
 
     def __init__(
-        self, nodes: Nodes, width: int, told: Sequence[float] | None = None, wider: Sequence[float] | None = None
+        self, nodes: Nodes, like: Tensor, told: Sequence[float] | None = None, wider: Sequence[float] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nodes, self.width, self.told, self.wider = nodes, width, told, wider
+        (self.rows, self.width), self.dtype = like.shape, like.dtype
+        self.nodes, self.told, self.wider = nodes, told, wider
+        self.local: set[int] = set()  # constants that the formula makes, none that may change behind its back
         self.known: dict[int, Node] = {}
         self.alive: list[Tensor] = []  # an id is that of a tensor as long as it lives
         self.shared: set[int] = set()  # tensors whose numbers another may have, too: nothing is written into them
@@ -81,7 +85,7 @@ class Trace(TorchDispatchMode):
                 raise Unprintable(f"aten.{found.op} goes over more than a row of values")
             if found is not None:
                 return found
-            if item.numel() == 1:
+            if item.numel() == 1 and id(item) in self.local:
                 return self._constant(float(item))
             raise Unprintable(f"it has a tensor of its own, {tuple(item.shape)}, in aten.{name}")
         number = isinstance(item, float) or (isinstance(item, int) and not isinstance(item, bool))
@@ -91,14 +95,16 @@ class Trace(TorchDispatchMode):
         at, value = len(self.constants), float(value)
         self.constants.append(value)
         other = value if self.wider is None else [*self.wider, math.nan][min(at, len(self.wider))]
-        if other == value or (math.isnan(other) and math.isnan(value)):
+        rounded = float(torch.tensor(value, dtype=torch.float32))  # as a tensor beside numbers in float32 has it
+        if other in (value, rounded) or (math.isnan(other) and math.isnan(value)):
             return self.nodes.const(value, None if self.told is None else self.told[at])
         count = self.nodes.input("N", row=True)
         if (value, other) == (self.width, WIDER):
             return count
         if (value, other) == (1 / self.width, 1 / WIDER):
             return 1 / count
-        raise Unprintable(f"a number of it, {value:g} for {self.width} values, follows from how many there are")
+        what = "follows from how many there are, or from the dtype"
+        raise Unprintable(f"a number of it, {value:g} for {self.width} values in {self.dtype}, {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -111,8 +117,12 @@ class Trace(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in CONSTANTS or name in ("full_like", "full"):
             made: Any = self._constant(CONSTANTS[name] if name in CONSTANTS else float(args[1]))
-        elif not traced:
-            return out  # of constants alone
+        elif not traced:  # of constants alone
+            own = [item for item in (out if isinstance(out, tuple | list) else [out]) if isinstance(item, Tensor)]
+            if not any(isinstance(item, Tensor) and id(item) not in self.local for item in given):
+                self.local |= set(map(id, own))
+            self.alive += own
+            return out
         else:
             made = self._made(name, args, kwargs, out)
         self.operations.append(name)
@@ -120,7 +130,7 @@ class Trace(TorchDispatchMode):
             self.shared |= {id(args[0]), id(out)}
         pairs: list[Any] = list(zip(out, made, strict=True)) if isinstance(out, tuple) else [(out, made)]
         for tensor, node in pairs:
-            self._fits(name, tensor, node)
+            self._fits(name, tensor, node, counted=name == "sum" and args[0].dtype == torch.bool)
             self.name(tensor, node)
         return out
 
@@ -128,8 +138,6 @@ class Trace(TorchDispatchMode):
         """Nodes of an operation's results."""
         if name in ALIASES:
             made = self.node(args[0], name)
-            if out.is_floating_point() and out.dtype != torch.float64:
-                raise Unprintable(f"it computes in {out.dtype}")
             asked = out.is_floating_point() and not args[0].is_floating_point()
             return where(made, 1, 0) if asked else made
         plain = name.removesuffix("_")
@@ -156,26 +164,31 @@ class Trace(TorchDispatchMode):
         axes = [axes] if isinstance(axes, int) else list(axes or range(args[0].dim()))
         return bool([axis % args[0].dim() for axis in axes] == [args[0].dim() - 1] and args[0].shape[-1] == self.width)
 
-    def _fits(self, name: str, tensor: Tensor, node: Node) -> None:
-        """Refuses what is neither a row nor a number of one."""
+    def _fits(self, name: str, tensor: Tensor, node: Node, counted: bool) -> None:
+        """Refuses what is neither a row nor a number of one, and numbers that are neither answers nor of the inputs'
+        dtype."""
+        number = tensor.dim() == 0 and tensor.dtype == torch.get_default_dtype()
+        if tensor.dtype != self.dtype and not (number or counted or (tensor.dtype == torch.bool and node.truth)):
+            raise Unprintable(f"it computes in {tensor.dtype}, in aten.{name}")
         if isinstance(node, _Whole) or node.op == "const":
             return
         shape = tuple(tensor.shape)
-        row = shape in ((ROWS, 1), (ROWS,), (), (1,))
-        if not row and shape != (ROWS, self.width):
+        row = shape in ((self.rows, 1), (self.rows,), (), (1,))
+        if not row and shape != (self.rows, self.width):
             raise Unprintable(f"aten.{name} leaves the row of values: its result is {list(shape)}")
         if row and not node.row:
             raise Unprintable(f"aten.{name} takes a part of a row")
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, width: int = WIDTH, *told: Sequence[float] | None
+    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, *told: Sequence[float] | None, wide: bool = False
 ) -> tuple[list[Node], Trace]:
     """Nodes of what a function of tensors returns; an input in capitals is one number per row."""
+    (rows, width), dtype = ((MORE, WIDER), torch.float32) if wide else ((ROWS, WIDTH), torch.float64)
     with _disable_current_modes():  # a formula may be asked for while something else is traced
-        numbers = torch.linspace(0.1, 1.1, ROWS * width, dtype=torch.float64)
-        given = [numbers[:ROWS].clone() if name.isupper() else numbers.view(ROWS, width).clone() for name in inputs]
-        with torch.enable_grad(), Trace(nodes, width, *told) as mode:
+        numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
+        given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
+        with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
             for name, tensor in zip(inputs, given, strict=True):
                 mode.name(tensor, nodes.input(name, row=name.isupper()))
                 mode.shared.add(id(tensor))
@@ -197,15 +210,15 @@ def nodes_of(
     variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Sequence[str], nodes: Nodes
 ) -> list[Node]:
     """The nodes of a method's results, in which the variant's own numbers differ between their two values."""
-    _, wide = traced(method(variant), inputs, Nodes(), WIDER)
+    _, wide = traced(method(variant), inputs, Nodes(), wide=True)
     other, told = moved(variant), None
     if other is not None:
         with suppress(Unprintable):  # as it is, it has a text
             _, trace = traced(method(other), inputs, Nodes())
             told = trace.constants if trace.way == wide.way else None
-    results, trace = traced(method(variant), inputs, nodes, WIDTH, told, wide.constants)
+    results, trace = traced(method(variant), inputs, nodes, told, wide.constants)
     if trace.way != wide.way:
-        raise Unprintable("it takes another way for rows of another width")
+        raise Unprintable("it takes another way for rows of another width or dtype")
     return results
 
 
@@ -224,6 +237,11 @@ def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: di
     """The function that computes nodes; those `known` are inputs under that name."""
     text, used = dict(known or {}), _uses(results, known or {})
     depth: dict[Node, int] = {}
+    level: dict[Node, int] = {}
+    for node in used:
+        level[node] = 0 if node.op in ("in", "const") else 1 + max(level.get(item, 0) for item in node.args)
+    if (deepest := max(level.values())) > DEEPEST:
+        raise Unprintable(f"it is {deepest} operations deep, and kernels are printed of up to {DEEPEST}")
     lines: list[str] = []
     numbers: list[float] = []
     operations: set[str] = {f"in {other}" for node, other in text.items() if node in used}

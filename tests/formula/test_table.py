@@ -123,6 +123,16 @@ def test_the_text_of_an_operation_is_torch(name, dtype):
             torch.testing.assert_close(other.expand_as(y), y, rtol=bound, atol=bound, equal_nan=True)
 
 
+OWN = torch.tensor([0.5], dtype=torch.float64)  # may be written to after a kernel was made
+
+
+def unrolled(x: Tensor) -> Tensor:
+    y = x
+    for _ in range(100):
+        y = y - 0.1 * (y - x.tanh())
+    return y
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -138,6 +148,18 @@ def test_the_text_of_an_operation_is_torch(name, dtype):
         (lambda x: x + torch.rand_like(x), "aten.rand_like draws random numbers"),
         (lambda x: x * math.sin(x.shape[-1]), "follows from how many there are"),
         (lambda x: x * x if x.shape[-1] > 6 else x, "takes another way for rows of another width"),
+        (lambda x: x * (1 + (3 * x).to(torch.int64)), r"computes in torch\.int64"),
+        (lambda x: x * ((x > 0) + (x > 1)), r"computes in torch\.bool, in aten\.add"),
+        (lambda x: torch.where((x > 0).amax(-1, keepdim=True), x, 0 * x), r"computes in torch\.bool, in aten\.amax"),
+        (lambda x: x * torch.full_like(x, 2.7, dtype=torch.int64), r"computes in torch\.int64"),
+        (lambda x: x * (~(x > 0).long()), r"computes in torch\.int64"),
+        (lambda x: x * ((x > 1) * 0.3), r"computes in torch\.float(32|64), in aten\.mul"),
+        (lambda x: (x + torch.finfo(x.dtype).eps).sqrt(), "or from the dtype"),
+        (lambda x: x * (0.1 if x.dtype == torch.float32 else 1.0), "or from the dtype"),
+        (lambda x: x * (0.1 if x.shape[-1] > 16 else 1.0), "follows from how many there are"),
+        (lambda x: x / x.shape[0], "follows from how many there are"),
+        (lambda x: x * OWN, "a tensor of its own"),
+        (unrolled, "operations deep"),
         (lambda x: x.to(torch.float32), "computes in torch.float32"),
         (lambda x: functional.gelu(x, approximate="tanh"), "as called has no kernel form"),
         (lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x, "as called has no kernel form"),
