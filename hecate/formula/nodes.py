@@ -127,6 +127,8 @@ def call(op: str, *arguments: Number) -> Node:
     args = [item if isinstance(item, Node) else nodes.const(float(item)) for item in arguments]
     if op == "mul" and all(item.truth for item in args):
         op = "and"
+    if not all(item.truth for item in {"where": args[:1], "and": args, "or": args}.get(op, ())):
+        raise Unprintable("it takes a number for an answer (True or False)")
     if op not in ("and", "or"):  # an answer in a sum is 1 or 0
         args = [where(x, 1, 0) if x.truth and (op, at) != ("where", 0) else x for at, x in enumerate(args)]
     if op in _FOLDED and all(item.op == "const" for item in args):

@@ -160,6 +160,7 @@ def unrolled(x: Tensor) -> Tensor:
         (lambda x: x / x.shape[0], "follows from how many there are"),
         (lambda x: x * OWN, "a tensor of its own"),
         (unrolled, "operations deep"),
+        (lambda x: torch.where(torch.logical_and(x, x > 0), x, 0 * x), "takes a number for an answer"),
         (lambda x: x.to(torch.float32), "computes in torch.float32"),
         (lambda x: functional.gelu(x, approximate="tanh"), "as called has no kernel form"),
         (lambda x: torch.linalg.vector_norm(x, 3, dim=-1, keepdim=True) * x, "as called has no kernel form"),
