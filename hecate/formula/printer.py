@@ -94,7 +94,7 @@ class Trace(TorchDispatchMode):
     def _constant(self, value: float) -> Node:
         at, value = len(self.constants), float(value)
         self.constants.append(value)
-        other = value if self.wider is None else [*self.wider, math.nan][min(at, len(self.wider))]
+        other = value if self.wider is None else self.wider[at] if at < len(self.wider) else math.nan
         rounded = float(torch.tensor(value, dtype=torch.float32))  # as a tensor beside numbers in float32 has it
         if other in (value, rounded) or (math.isnan(other) and math.isnan(value)):
             return self.nodes.const(value, None if self.told is None else self.told[at])
@@ -235,7 +235,7 @@ def moved(variant: Variant) -> Variant | None:
 
 def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None) -> Text:
     """The function that computes nodes; those `known` are inputs under that name."""
-    text, used = dict(known or {}), _uses(results, known or {})
+    text, used = dict(known or {}), uses(results, known or {})
     depth: dict[Node, int] = {}
     level: dict[Node, int] = {}
     for node in used:
@@ -268,7 +268,7 @@ def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: di
     return Text(name, source, tuple(numbers), frozenset(operations))
 
 
-def _uses(results: Sequence[Node], known: dict[Node, str]) -> dict[Node, int]:
+def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
     """Number of uses of each node, arguments before what is made of them."""
     count: dict[Node, int] = {}
     order: list[Node] = []

@@ -128,15 +128,8 @@ class Pinball(Bias):
     kind: Literal["pinball"] = "pinball"
     a: float = 0.3
 
-    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        e = pred - target
-        return torch.maximum(self.a * e, (self.a - 1) * e).sum(-1)
-
     def grad(self, pred: Tensor, target: Tensor) -> Tensor:
         return torch.where(pred > target, self.a, self.a - 1).to(pred.dtype)
-
-    def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(g), torch.zeros_like(g)
 
 
 class Steered(Bias):

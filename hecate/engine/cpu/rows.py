@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from hecate.bias import Bias
 from hecate.engine.cpu import lanes
 from hecate.engine.cpu.vectors import FOUR, filled, load, store
-from hecate.formula import bias_formula
+from hecate.formula import Formula, bias_formula
 from hecate.formula.nodes import ROWS, Node
-from hecate.formula.printer import literal, said
+from hecate.formula.printer import literal, said, uses
 
 SIGNATURES = "p, v, u, n, c", "p, v, u, gu, gp, gv, n, c"
 
@@ -34,9 +35,9 @@ class Row(NamedTuple):
         return f"learn_{hashlib.sha256((self.there + self.back).encode()).hexdigest()[:16]}"
 
 
-def row_of(bias: Bias) -> Row:
-    """The functions of a bias. Raises Unprintable."""
-    formula = bias_formula(bias)
+@cache
+def row_of(formula: Formula) -> Row:
+    """The functions of a bias."""
     u, (gp, gv) = formula.u, formula.pulled
     numbers: dict[Node, int] = {}
     known = {} if u.op in ("in", "const") else {u: "u"}
@@ -67,7 +68,9 @@ def printed(
         lines += ["    for i in range(0, n, 4):", *(f"        {array}4 = load({array}, i, FOUR)" for array in arrays)]
         inside = dict(text)
         wanted = [node.args[0] for node in here] if here else list(results.values())
-        for node in _order(wanted, {**inside, **dict.fromkeys(sums, "")}):
+        for node in uses(wanted, inside):
+            if node in inside:
+                continue
             if node.op == "in":
                 inside[node] = "(zero + n)" if node.args[0] == "N" else f"{inputs[node.args[0]]}4"
             elif node.op == "const":
@@ -95,27 +98,12 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
     return stages[node]
 
 
-def _order(wanted: list[Node], known: Mapping[Node, str]) -> list[Node]:
-    """Nodes that are not known, arguments before what is made of them."""
-    found: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node not in known and node not in found:
-            for item in node.args if node.op not in ("in", "const") else ():
-                visit(item)
-            found[node] = None
-
-    for node in wanted:
-        visit(node)
-    return list(found)
-
-
 _KNOWN: dict[str, Row] = {}
 
 
 def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
     """The name of a bias's part, and its numbers."""
-    row = row_of(bias)
+    row = row_of(bias_formula(bias))
     _KNOWN[row.name] = row
     return row.name, row.numbers or (0.0,)
 
