@@ -167,8 +167,9 @@ def lengths(graph: Graph, blocks: int) -> Block:
         gsums = [gtotal * scale for scale in every.scales]
         grows = [] if grams else [2 * gsum * row for row, gsum in zip(every.rows, gsums, strict=True)]
         for row, gram, gsum in zip(every.rows, grams, gsums, strict=False):
-            pairs = torch.nn.functional.pad(gram.sign() * gsum, (0, 0, earlier, 0))  # of all with all
-            grows.append(torch.bmm(pairs + pairs.mT, row))
+            pairs, own = gram.sign() * gsum, row[:, earlier:]
+            grow = torch.bmm(pairs.mT, own)
+            grows.append(torch.cat([grow[:, :earlier], torch.baddbmm(grow[:, earlier:], pairs, row)], 1))
         gweights, gp = every.vjp(grows)
         gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1)) if earlier else gp[:, :0]
         return gp[:, earlier:], None, gkeys, *gweights

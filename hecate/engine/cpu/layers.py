@@ -199,17 +199,17 @@ def _looked_at(x, at, width, P, centre, row):
 
 
 @helper
-def _stepped(plan, nodes, A, ao, S, so, B, R, bo, x, xo, f, fo, l, r, m, centre, row):
-    """The step on every weight, from (A, S) to (B, R)."""
+def _stepped(plan, nodes, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, back, centre, row):
+    """The step on every weight, from (A, S) to (B, R), and `back` towards I where there is one."""
     out_of_line()
     for n in range(nodes):
         op, _, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
         if op == 0:
             h, ho = _looked_at(x, xo + a, width, P, centre, row)
             if S.size > 0:
-                written_on(A, ao + o, S, so + o, B, R, bo + o, V, P, f, fo + at, h, ho, l, r, m)
+                written_on(A, ao + o, S, so + o, B, R, bo + o, I, io + o, V, P, f, fo + at, h, ho, l, r, m, back)
             else:
-                written(A, ao + o, B, bo + o, V, P, f, fo + at, h, ho, l, r)
+                written(A, ao + o, B, bo + o, I, io + o, V, P, f, fo + at, h, ho, l, r, back)
 
 
 @kernel
@@ -222,6 +222,7 @@ def forward(
     at."""
     segments, nil = (T + segment - 1) // segment, lo - lo  # a literal would be compiled for
     x[hidden] = 1
+    I = initial if anchor and not order else initial[:nil]
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         Z, zo = (W, nil) if link > 0 else (A, base)
@@ -259,9 +260,10 @@ def forward(
                 )  # fmt: skip
                 if floor > 0:
                     l /= floor + bounded(plan, nodes, Z, zo, x, nil, bv, bt, L, hidden)
-                _stepped(plan, nodes, A, base, S, base, A, S, base, x, nil, f, nil, l, r, momentum[at], centre, row)
-                if anchor and not order:
-                    regained(A, base, initial, base, size, back)
+                _stepped(
+                    plan, nodes, A, base, S, base, A, S, base, I, base, x, nil, f, nil, l, r, momentum[at], back,
+                    centre, row,
+                )  # fmt: skip
                 if link > 0:
                     _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             if not before:
@@ -279,6 +281,7 @@ def _replayed(
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
     out_of_line()
     nil = first - first
+    I = initial if anchor and not order else initial[:nil]
     if link > 0:
         _links(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil)
     for t in range(start, end):
@@ -302,11 +305,9 @@ def _replayed(
             if floor > 0:
                 l /= floor + bounded(plan, nodes, Z, zo, x, i * L, bv, bt, L, hidden)
             _stepped(
-                plan, nodes, A, ao, states_S, o * size, states, states_S, to, x, i * L, f, i * L, l, r, momentum[at],
-                centre, row,
+                plan, nodes, A, ao, states_S, o * size, states, states_S, to, I, base, x, i * L, f, i * L, l, r,
+                momentum[at], back, centre, row,
             )  # fmt: skip
-            if anchor and not order:
-                regained(states, to, initial, base, size, back)
             if link > 0:
                 _links(plan, nodes, link, la, lb, states, to, W, to, scales, (i + 1) * weights)
         else:
@@ -334,7 +335,7 @@ def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L,
 
 @helper
 def _step_back(
-    plan, nodes, A, ao, S, so, G, H, go, x, xo, f, fo, l, r, m, g, up, L, centre, row, hidden,
+    plan, nodes, A, ao, S, so, I, T, G, H, go, x, xo, f, fo, l, r, m, back, g, up, L, centre, row, hidden,
 ):  # fmt: skip
     """The reverse of `_stepped`: cotangents of d (in `up`), of h (in g), of lr, retain and momentum; G and H of the
     token before, in place."""
@@ -349,11 +350,11 @@ def _step_back(
             h, ho = _looked_at(x, xo + a, width, P, centre, row)
             if S.size > 0:
                 e, c = unwritten_on(
-                    G, H, go + o, A, S, ao + o, so + o, V, P, f, fo + at, h, ho, up, at, g, a, r, m
+                    G, H, go + o, A, S, ao + o, so + o, I, T, go + o, V, P, f, fo + at, h, ho, up, at, g, a, r, m, back
                 )  # fmt: skip
                 gm += c
             else:
-                e = unwritten(G, go + o, A, ao + o, V, P, f, fo + at, h, ho, up, at, g, a, r)
+                e = unwritten(G, go + o, A, ao + o, I, T, go + o, V, P, f, fo + at, h, ho, up, at, g, a, r, back)
             gr += e
             for i in range(size):
                 gl -= f[fo + at + i] * up[at + i]
@@ -377,17 +378,17 @@ def _write_back(
     out_of_line()
     Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
     short, back, lost = number(l, 1), number(r, 1) - r, number(r, 0)
+    I = initial if anchor and not order else initial[:nil]
     if order:
         scaled(A, ao, X, nil, size, r)
         if anchor:
             regained(X, nil, initial, go, size, back)
         Y, yo, B, bo, kept = X, nil, X, nil, number(r, 1)
-    elif anchor:
-        lost = regained_back(G, go, initial, go, g_initial, go, size, back)
     if floor > 0:
         short /= floor + bounded(plan, nodes, Y, yo, x, xo, bv, bt, L, hidden)
     gl, gr, gm = _step_back(
-        plan, nodes, B, bo, S, ao, G, H, go, x, xo, f, xo, l * short, kept, m, g, up, L, centre, row, hidden
+        plan, nodes, B, bo, S, ao, I, g_initial, G, H, go, x, xo, f, xo, l * short, kept, m, back, g, up, L, centre,
+        row, hidden,
     )  # fmt: skip
     _raised(plan, nodes, Y, yo, x, xo, f, xo, up, g, row, hidden)
     for j in range(width):

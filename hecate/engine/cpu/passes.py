@@ -13,8 +13,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, put, store, store_rows, sums, total,
-    zeros,
+    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, number, per_vector, put, store, store_rows, sums,
+    total, zeros,
 )  # fmt: skip
 
 
@@ -240,64 +240,82 @@ def pulled_twice(W, o, M, mo, V, P, g, at, h, ho, f, fo, c, co, x, to):
 
 
 @helper
-def written(A, ao, B, bo, V, P, d, at, h, ho, l, r):
-    """B = r A - l d h^T."""
+def written(A, ao, B, bo, I, io, V, P, d, at, h, ho, l, r, w):
+    """B = r A - l d h^T, and w I where there is an I."""
     out_of_line()
     for c in range(0, V, ROWS):
         d0, d1, d2, d3 = get(d, at + c)
-        w = -l * d0, -l * d1, -l * d2, -l * d3
-        for j in range(0, P, per_vector(A)):
-            store_rows(B, bo + j, P, mad(w, load(h, ho + j, ONE), mul(r, load_rows(A, ao + j, P, ONE))))
+        e = -l * d0, -l * d1, -l * d2, -l * d3
+        if I.size > 0:
+            for j in range(0, P, per_vector(A)):
+                kept = mad(w, load_rows(I, io + j, P, ONE), mul(r, load_rows(A, ao + j, P, ONE)))
+                store_rows(B, bo + j, P, mad(e, load(h, ho + j, ONE), kept))
+            io += ROWS * P
+        else:
+            for j in range(0, P, per_vector(A)):
+                store_rows(B, bo + j, P, mad(e, load(h, ho + j, ONE), mul(r, load_rows(A, ao + j, P, ONE))))
         ao += ROWS * P
         bo += ROWS * P
 
 
 @helper
-def written_on(A, ao, S, so, B, R, bo, V, P, d, at, h, ho, l, r, m):
-    """R = m S - l d h^T, B = r A + R."""
+def written_on(A, ao, S, so, B, R, bo, I, io, V, P, d, at, h, ho, l, r, m, w):
+    """R = m S - l d h^T, B = r A + R, and w I where there is an I."""
     out_of_line()
     for c in range(0, V, ROWS):
         d0, d1, d2, d3 = get(d, at + c)
-        w = -l * d0, -l * d1, -l * d2, -l * d3
+        e = -l * d0, -l * d1, -l * d2, -l * d3
         for j in range(0, P, per_vector(A)):
-            s = mad(w, load(h, ho + j, ONE), mul(m, load_rows(S, so + j, P, ONE)))
+            s = mad(e, load(h, ho + j, ONE), mul(m, load_rows(S, so + j, P, ONE)))
             store_rows(R, bo + j, P, s)
+            if I.size > 0:
+                s = mad(w, load_rows(I, io + j, P, ONE), s)
             store_rows(B, bo + j, P, mad(r, load_rows(A, ao + j, P, ONE), s))
         ao += ROWS * P
         so += ROWS * P
         bo += ROWS * P
+        io += ROWS * P
 
 
 @helper
-def unwritten(G, go, A, ao, V, P, d, at, h, ho, x, to, y, yo, r):
-    """The reverse of `written`: x = G h, y += G^T d, G = r G; returns <G, A>."""
+def unwritten(G, go, A, ao, I, T, io, V, P, d, at, h, ho, x, to, y, yo, r, w):
+    """The reverse of `written`: x = G h, y += G^T d, T += w G, G = r G; returns <G, A - I>."""
     out_of_line()
-    e = zeros(G)
+    e, minus = zeros(G), number(w, -1)
     for c in range(0, V, ROWS):
         acc, dc = zeros(G), get(d, at + c)
         for j in range(0, P, per_vector(G)):
             g = load_rows(G, go + j, P, ONE)
             acc = mad(g, load(h, ho + j, ONE), acc)
             store(y, yo + j, add(load(y, yo + j, ONE), total(dc, g)))
-            e = mad(g, load_rows(A, ao + j, P, ONE), e)
+            a = load_rows(A, ao + j, P, ONE)
+            if I.size > 0:
+                a = mad(minus, load_rows(I, io + j, P, ONE), a)
+                store_rows(T, io + j, P, mad(w, g, load_rows(T, io + j, P, ONE)))
+            e = mad(g, a, e)
             store_rows(G, go + j, P, mul(r, g))
         put(x, to + c, sums(acc))
         go += ROWS * P
         ao += ROWS * P
+        io += ROWS * P
     e0, e1, e2, e3 = sums(e)
     return e0 + e1 + e2 + e3
 
 
 @helper
-def unwritten_on(G, H, go, A, S, ao, so, V, P, d, at, h, ho, x, to, y, yo, r, m):
-    """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, G = r G, H = m X; returns <G, A> and <X, S>."""
+def unwritten_on(G, H, go, A, S, ao, so, I, T, io, V, P, d, at, h, ho, x, to, y, yo, r, m, w):
+    """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, T += w G, G = r G, H = m X; returns <G, A - I> and
+    <X, S>."""
     out_of_line()
-    e, n = zeros(G), zeros(G)
+    e, n, minus = zeros(G), zeros(G), number(w, -1)
     for c in range(0, V, ROWS):
         acc, dc = zeros(G), get(d, at + c)
         for j in range(0, P, per_vector(G)):
-            g = load_rows(G, go + j, P, ONE)
-            e = mad(g, load_rows(A, ao + j, P, ONE), e)
+            g, a = load_rows(G, go + j, P, ONE), load_rows(A, ao + j, P, ONE)
+            if I.size > 0:
+                a = mad(minus, load_rows(I, io + j, P, ONE), a)
+                store_rows(T, io + j, P, mad(w, g, load_rows(T, io + j, P, ONE)))
+            e = mad(g, a, e)
             store_rows(G, go + j, P, mul(r, g))
             g = add(g, load_rows(H, go + j, P, ONE))
             acc = mad(g, load(h, ho + j, ONE), acc)
@@ -308,5 +326,6 @@ def unwritten_on(G, H, go, A, S, ao, so, V, P, d, at, h, ho, x, to, y, yo, r, m)
         go += ROWS * P
         ao += ROWS * P
         so += ROWS * P
+        io += ROWS * P
     (e0, e1, e2, e3), (n0, n1, n2, n3) = sums(e), sums(n)
     return e0 + e1 + e2 + e3, n0 + n1 + n2 + n3
