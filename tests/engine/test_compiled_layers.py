@@ -34,6 +34,7 @@ RULES = {
     "moneta": {"structure": MIRAS, "retention": {"kind": "lq", "eps": 0.1}, "bias": {"kind": "lp", "p": 3.0}},
     "moving": {"structure": MLP, "retention": {"kind": "lq", "eps": 0.01}, "algorithm": "momentum", "read": "before"},
     "gated": {"structure": "gated_mlp", "retention": "decay", "algorithm": "momentum"},
+    "classes": {"structure": MLP, "bias": {"kind": "kl", "temperature": 0.7}, "retention": "decay"},
     "matrix": {"structure": "matrix", "retention": {"kind": "kl", "scale": 3.0}, "bias": "l1"},
 }
 
@@ -111,7 +112,6 @@ def test_what_is_not_finite_stays_in_its_memory(name, value):
         ({"structure": "slots"}, "not made of linear layers"),
         ({"structure": MLP, "algorithm": {"kind": "momentum", "nesterov": True}}, "'momentum' as configured"),
         ({"structure": MLP, "algorithm": "newton_schulz"}, "'newton_schulz' as configured"),
-        ({"structure": MLP, "bias": "kl"}, "bias 'kl'"),
         ({"structure": MLP, "retention": "elastic_net"}, "retention 'elastic_net'"),
         ({"structure": MLP, "retention": "l2"}, "retention 'l2'"),
         ({"structure": MLP, "retention": "bounded"}, "the link of retention 'bounded'"),

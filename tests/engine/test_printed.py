@@ -111,25 +111,26 @@ def config_of(bias: Bias, **fields: Any) -> MemoryConfig:
     return MemoryConfig(bias=bias, retention="decay", key_norm="l2", state_dtype="float64", **fields)
 
 
+@pytest.mark.parametrize(("engine", "structure"), [("compiled", "matrix"), ("compiled_layers", "gated_mlp")])
 @pytest.mark.parametrize("algorithm", ["gd", "momentum"])
 @pytest.mark.parametrize("bias", [LossAlone(), LossAlone(scale=0.2), Pinball(), Together(), Mean(), Least()], ids=str)
 @pytest.mark.spec("ENG-FORMULA-D1")
-def test_an_own_bias_has_the_numbers_of_the_token_loop(bias, algorithm):
-    config = config_of(bias, algorithm=algorithm)
-    assert choose(Call.sketch(config, length=64)).name == "compiled"
-    for found, expected in zip(scanned(config, "compiled"), scanned(config, "sequential"), strict=True):
+def test_an_own_bias_has_the_numbers_of_the_token_loop(bias, algorithm, engine, structure):
+    config = config_of(bias, algorithm=algorithm, structure=structure)
+    assert choose(Call.sketch(config, length=64)).name == engine
+    for found, expected in zip(scanned(config, engine), scanned(config, "sequential"), strict=True):
         # 70 tokens, each of which may amplify a rounding a few times
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.spec("ENG-FORMULA-D1")
 def test_what_cannot_be_printed_is_refused_in_a_sentence_and_runs_in_torch():
-    config = config_of(Sorted())
-    with pytest.raises(
-        ConfigError, match=r"'printed_sorted' as configured has no kernel: aten\.sort has no kernel form"
-    ):
-        choose(Call.sketch(config, length=64), "compiled")
-    assert explain(Call.sketch(config, length=64))[0] != "compiled"
+    reason = r"'printed_sorted' as configured has no kernel: aten\.sort has no kernel form"
+    for engine, structure in (("compiled", "matrix"), ("compiled_layers", "gated_mlp")):
+        config = config_of(Sorted(), structure=structure)
+        with pytest.raises(ConfigError, match=reason):
+            choose(Call.sketch(config, length=64), engine)
+        assert explain(Call.sketch(config, length=64))[0] != engine
     assert all(bool(item.isfinite().all()) for item in scanned(config, "auto"))
 
 

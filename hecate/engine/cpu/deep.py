@@ -22,9 +22,11 @@ from torch.nn.functional import pad
 from hecate.engine.call import Call
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat
 from hecate.engine.cpu.engine import load_kernels, no_kernels
+from hecate.engine.cpu.family import learn_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.formula import formula_of
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -35,7 +37,6 @@ from hecate.tape import ByHand, Run, Tensors, execute, several
 TOKENS = 32  # from this length on kernels are worth loading
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
-BIASES = {"target": 0, "error": 1, "clip": 2, "power": 3, "sign": 4, "jump": 5}  # as `formulas.errors` knows them
 NO_LINK, SOFTMAX, CUBE_ROOT = 0, 1, 2  # as `layers` knows them
 
 
@@ -57,9 +58,8 @@ class CompiledLayers(TokenEngine):
             return f"structure {structure.kind!r} has {reason}"
         if algorithm is None or algorithm.nesterov:
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
-        bias = rule.bias.token_form()
-        if bias is None or bias.name not in BIASES:
-            return f"bias {rule.bias.kind!r} as configured has no kernel"
+        if isinstance(bias := formula_of(rule.bias), str):
+            return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
         if not retention.additive:
             return f"retention {retention.kind!r} as configured has no kernel"
         if retention.dual:
@@ -242,10 +242,10 @@ class Scan:
     def launch(self, kernel: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         config, tokens, plan, none = self.config, self.tokens, self.plan, self.new(0)
-        number, kernels, form = flat(none).dtype.type, load_kernels("layers"), config.bias.token_form()
+        number, back = flat(none).dtype.type, kernel == "backward"
         step = config.retention.token_form() if config.retention.dual else StepForm()
         link = _link(step)
-        if kernels is None or link is None:
+        if link is None:
             raise TypeError("the engine was chosen without its refusal being asked")
         tensors = (
             self.padded(tokens.phi_k),
@@ -275,25 +275,25 @@ class Scan:
             len(self.shapes),
             *map(flat, tensors),
             self.segment,
-            BIASES[form.name],
-            number(form.a),
-            number(form.b),
             link[0],
             number(link[1]),
             number(link[2]),
-            step.centred,
-            config.decay_order == "before_gradient",
-            config.read == "before",
-            config.retention.anchored,
+            int(step.centred),
+            int(config.decay_order == "before_gradient"),
+            int(config.read == "before"),
+            int(config.retention.anchored),
             number(FLOOR if config.blocks else 0.0),
         )
-        run = getattr(kernels, kernel)
+        learn, ways = learn_part(config.bias), (False, True) if back else (False,)
+        wanted = (("layers", (), "layers", back), *((learn.name, (), "learn", way) for way in ways))
+        run, do, *undo = ready(wanted, number)
+        parts = (do, np.array(learn.numbers, number), *undo)
         workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
         borders = [self.count * index // workers for index in range(workers + 1)]
 
         def work(index: int) -> None:
             own = [flat(self.zeros(size)) for size in scratch]
-            run(borders[index], borders[index + 1], *arguments, *own)
+            run(borders[index], borders[index + 1], *arguments, *own, *parts)
 
         if workers == 1:
             work(0)
@@ -334,7 +334,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         states if linked else 0,
         segment * plan.row,
         segment * plan.row,
-        2 * segment * wide_v,
+        segment * wide_v,
         3 * plan.widest,
         (segment + 2) * weights,
         states,

@@ -38,7 +38,6 @@ from hecate.tape import ByHand, Run, Tensors, one, several
 # tiles, up to 256 x 256 at least.
 TOKENS = 32
 LARGE = 1 << 16
-FORMS = {"target": None, "error": 1, "clip": 2, "power": 3, "sign": 4}  # as psi and slope know them
 _LOG = logging.getLogger("hecate.engine")
 VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
 SEGMENT = 64  # least number of tokens between kept states
@@ -93,8 +92,8 @@ def no_kernels(call: Call, module: str) -> str | None:
 
 
 def _unlike(config: MemoryConfig) -> str | None:
-    """Why a config is not for the kernels of `registers` and `wide`, which know fewer forms than `family` and all that
-    their rows need in registers."""
+    """Why a config is not for the kernels of `registers` and `wide`: all that a row needs there stays in registers, so
+    they know fewer forms than `family`."""
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason
@@ -105,8 +104,8 @@ def _unlike(config: MemoryConfig) -> str | None:
         return f"algorithm {rule.algorithm.kind!r} has no kernel"
     if algorithm.nesterov:
         return "its kernels know momentum without nesterov"
-    if config.forms.bias is None:
-        return f"bias {rule.bias.kind!r} as configured has no kernel"
+    if not (config.forms.target or config.forms.error):
+        return f"bias {rule.bias.kind!r} is neither dot nor l2"
     if step is None:
         return f"retention {rule.retention.kind!r} as configured has no kernel"
     if step.threshold is not None and config.decay_order == "before_gradient":
@@ -182,14 +181,14 @@ class Scan:
         memory, *slots = several(inputs[: 1 + len(config.algorithm.slots)])
         initial, *rest = inputs[1 + len(slots) :]
         tokens = Tokens(*rest)  # type: ignore[arg-type]
-        form, step = config.forms.bias, config.forms.retention
-        if form is None or step is None:
+        step = config.forms.retention
+        if step is None:
             raise TypeError("the engine was chosen without its refusal being asked")
-        self.config, self.form, self.step = config, form, step
+        self.config, self.step = config, step
         self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, one((initial,)), tokens
         (self.count, height, width), size = memory.shape, memory.element_size()
         vectors = -(-width * size // BYTES)
-        if form.name == "target":
+        if config.forms.target:
             vectors = min(vectors, TILE)
         self.vectors = 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
         self.tile = (self.vectors or 1) * BYTES // size
@@ -222,9 +221,7 @@ class Scan:
             self.width,
             *(None if item is None else flat(item) for item in (*own[: NUMBERS + 2], initial, *given)),
             self.segment,
-            FORMS[self.form.name],
-            number(self.form.a),
-            number(self.form.b),
+            None if config.forms.target else True,
             None if self.step.threshold is None else number(self.step.threshold),
             self.channels or (None if self.vectors else False),
             config.decay_order == "before_gradient",

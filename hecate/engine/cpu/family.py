@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.bias import Bias
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
@@ -91,7 +92,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     rule = config.rule
     step, algorithm = rule.retention.token_form(), rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    learn = Part(*importlib.import_module("hecate.engine.cpu.rows").part(rule.bias))
+    learn = learn_part(rule.bias)
     if step.length is not None:
         length = step.length
         own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
@@ -111,12 +112,17 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     return Parts(learn, predict, descend, own, link, gain)
 
 
+def learn_part(bias: Bias) -> Part:
+    """What a bias brings, printed."""
+    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(bias))
+
+
 # Compiling.
 
 Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
 
 # Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
-# whole numbers in a row and R the rule.
+# whole numbers in a row, R the rule and P a plan.
 _ARGUMENTS = {
     "learn": ("AAAiA", "AAAAAAiA"),
     "predict": ("AAAiiAA", "AAAAAiiAA"),
@@ -125,21 +131,25 @@ _ARGUMENTS = {
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
     "walk": ("iiRAAAAAABB" + "A" * 13, "iiRAAAAAABB" + "A" * 27 + "I"),
+    "layers": (
+        "iiiiPf" + "i" * 9 + "AAAAAABB" + "A" * 6 + "ii" + "ff" + "iiiif" + "A" * 8,
+        "iiiiPf" + "i" * 9 + "AAAAAABB" + "A" * 13 + "ii" + "ff" + "iiiif" + "A" * 17,
+    ),
 }
+WALKS = {"walk": Parts._fields, "layers": ("learn",)}  # and the parts that they are given
 
 
 @cache
 def _digest() -> str:
     """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("lanes", "parts", "rows", "steps", "vectors", "walk")
+    names = ("bound", "formulas", "lanes", "layers", "parts", "passes", "rows", "steps", "vectors", "walk")
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
     """A part or a walk as numba is to read it."""
-    if name == "walk":
-        name = "backward" if back else "forward"
-        return getattr(importlib.import_module("hecate.engine.cpu.walk"), name)
+    if name in WALKS:
+        return getattr(importlib.import_module(f"hecate.engine.cpu.{name}"), "backward" if back else "forward")
     if name.startswith(LEARN):
         return importlib.import_module("hecate.engine.cpu.rows").function(name, back)
     modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
@@ -159,14 +169,13 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
     array = nb.Array(number, 1, "C")
     kinds = {
         "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
-        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.Array(nb.int64, 2, "C"),
     }  # fmt: skip
     given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
-    if place == "walk":
-        for own in Parts._fields:
-            given += [nb.FunctionType(_signature(own, False, dtype)), array]
-        if back:
-            given += [nb.FunctionType(_signature(own, True, dtype)) for own in Parts._fields]
+    for own in WALKS.get(place, ()):
+        given += [nb.FunctionType(_signature(own, False, dtype)), array]
+    if back:
+        given += [nb.FunctionType(_signature(own, True, dtype)) for own in WALKS.get(place, ())]
     return nb.void(*given)
 
 
@@ -179,7 +188,7 @@ def _built(name: str, options: tuple[Any, ...], place: str, back: bool, dtype: A
     named = types.FunctionType(found.__code__, found.__globals__, found.__name__, None, found.__closure__)
     words = [_named(name, options, back), np.dtype(dtype).name, _digest()]
     named.__qualname__ = "_".join(words)
-    wide: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    wide: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
     try:
         return njit(cache=True, **wide)(named)
     except RuntimeError:  # no folder to write to
@@ -264,7 +273,8 @@ class Walk:
             tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
             self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
             int(config.decay_order == "before_gradient"), int(config.read == "before"), int(self.moving),
-            int(self.linked), int(self.gains),
+            int(self.linked), int(self.gains), int(self.parts.descend.name + self.parts.step.name == "descentcells"
+            and not (self.moving or self.by_channel) and self.parts.step.options[0] == 0),
         )  # fmt: skip
         keys = padded(tokens.phi_k, self.width)
         tensors = (

@@ -1,4 +1,4 @@
-"""Formulas of a number that LLVM makes vectors of, over a token's numbers: activations, biases, norms, and links.
+"""Formulas of a number that LLVM makes vectors of, over a token's numbers: activations, norms, and links.
 
 `exp` and `thin` are polynomials in float32, so that loops over them have no calls, and libm's in float64. Loops go over
 views, of which LLVM knows that no index counts from their end. [ENG-LAYERS-D2]
@@ -15,13 +15,13 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from hecate.engine.cpu.passes import out_of_line
-from hecate.engine.cpu.vectors import ONE, add, filled, helper, load, mul, number, per_vector, psi, slope, store
+from hecate.engine.cpu.vectors import ONE, add, filled, helper, load, mul, number, per_vector, store
 
 # Sums of a loop in any order, so that it becomes one of vectors; NaN and infinities stay what they are.
 loose = njit(
     error_model="numpy", fastmath={"reassoc", "contract", "nsz"}, no_cfunc_wrapper=True, no_cpython_wrapper=True
 )
-_INLINE = {"error_model": "numpy", "forceinline": True}
+_INLINE = {"error_model": "numpy", "forceinline": True, "_nrt": False}
 
 
 @intrinsic
@@ -133,36 +133,6 @@ def activated(act, values, at, size, into, to, wide):
         for i in range(size):
             z = x[i]
             y[i], d1[i], d2[i] = z if z > zero else zero, one if z > zero else zero, zero
-
-
-@loose
-def errors(form, a, b, preds, at, values, vo, size, into, to, wide):
-    """u = d loss / d pred of a token, and `wide` numbers on its slope."""
-    out_of_line()
-    pred, v, u = preds[at : at + size], values[vo : vo + size], into[to : to + size]
-    du = into[to + wide : to + wide + size]
-    one, zero = number(a, 1), number(a, 0)
-    if form == 0:
-        for i in range(size):
-            u[i], du[i] = -v[i], zero
-    elif form == 1:
-        for i in range(size):
-            u[i], du[i] = pred[i] - v[i], one
-    elif form < 5:
-        for i in range(size):
-            x = psi(form, a, b, pred[i], v[i])
-            u[i], du[i] = x, slope(form, a, b, pred[i], v[i], x)
-    else:
-        square = zero
-        for i in range(size):
-            e = pred[i] - v[i]
-            square += e * e
-        inside = square <= a * a
-        for i in range(size):
-            e = pred[i] - v[i]
-            r = math.sqrt(e * e + b * b)
-            u[i] = e if inside else a * e / r
-            du[i] = one if inside else (a * (b / r) * (b / r) / r if e != 0 else zero)
 
 
 @loose

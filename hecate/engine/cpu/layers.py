@@ -1,8 +1,9 @@
 """Kernels for memories made of linear layers: their graph, walked for one token after the other, the state in cache.
 
 What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
-both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are bias, link and gates, so
-one compilation per dtype serves every rule.
+both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are link and gates; what a
+bias brings, `learn` with its numbers `bc` and `learn_back`, is called by its address. So one compilation per dtype
+serves every rule.
 
 The columns of a node are those of `NODE`. The values of a token lie side by side in a row, that of a node at its `at`;
 an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
@@ -14,14 +15,10 @@ a `floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.boun
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import njit
-
 from hecate.engine.cpu.bound import bounded, bounded_back
-from hecate.engine.cpu.formulas import activated, centred, errors, linked, norm_pulled, normed, unlinked
+from hecate.engine.cpu.formulas import activated, centred, linked, norm_pulled, normed, unlinked
 from hecate.engine.cpu.passes import (
-    added, backs, copy, decayed, digest, dots, dots_more, fill, moved, out_of_line, product, product_added,
+    added, backs, copy, decayed, dots, dots_more, fill, moved, out_of_line, product, product_added,
     products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on,
     written, written_on,
 )  # fmt: skip
@@ -30,16 +27,6 @@ from hecate.engine.cpu.vectors import first_token, helper, number
 NODE = ("op", "kind", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
 COLUMNS = len(NODE)
 LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
-
-
-def kernel(function: Any) -> Any:
-    """Compiled when first called; kept on disk where there is a place for it."""
-    function.__qualname__ = f"{function.__name__}_{digest('layers', 'bound')}"
-    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to write to
-        return njit(**options)(function)
 
 
 @helper
@@ -175,12 +162,12 @@ def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
 
 
 @helper
-def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, form, a, b, P, V, L, last, row, hidden):
+def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, learn, bc, P, V, L, last, row, hidden):
     """A token's values, its u, and the cotangents of its values: h and d of every layer."""
     out_of_line()
     copy(k, ko, x, xo, P)
     _evaluated(plan, eps, nodes, W, wo, x, xo)
-    errors(form, a, b, x, xo + last, v, vo, size, u, uo, V)
+    learn(x[xo + last : xo + last + V], v[vo : vo + V], u[uo : uo + V], size, bc)
     fill(f, fo, L, 0.0)
     for i in range(size):
         f[fo + last + i] = u[uo + i]
@@ -212,11 +199,10 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, 
                 written(A, ao + o, B, bo + o, I, io + o, V, P, f, fo + at, h, ho, l, r, back)
 
 
-@kernel
 def forward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, A, S, y, kept, kept_S, segment, form, a, b, link, la, lb, centre, order, before, anchor,
-    floor, W, x, f, u, row, scales, bv, bt,
+    write, reset, initial, A, S, y, kept, kept_S, segment, link, la, lb, centre, order, before, anchor, floor, W, x, f,
+    u, row, scales, bv, bt, learn, bc,
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
@@ -255,7 +241,7 @@ def forward(
                         regained(A, base, initial, base, size, back)
                     r = number(r, 1)
                 _learned(
-                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, form, a, b, P, V, L,
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, learn, bc, P, V, L,
                     last, row, hidden,
                 )  # fmt: skip
                 if floor > 0:
@@ -275,8 +261,8 @@ def forward(
 @helper
 def _replayed(
     first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
-    momentum, write, reset, initial, base, segment, form, a, b, link, la, lb, centre, order, anchor, floor, states,
-    states_S, W, x, f, u, row, scales, X, bv, bt,
+    momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor, states, states_S, W, x,
+    f, u, row, scales, X, bv, bt, learn, bc,
 ):  # fmt: skip
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
     out_of_line()
@@ -299,8 +285,8 @@ def _replayed(
                     regained(X, nil, initial, base, size, back)
                 Z, zo, A, ao, r = X, nil, X, nil, number(r, 1)
             _learned(
-                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, 2 * i * V, form, a, b, P,
-                V, L, last, row, hidden,
+                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, i * V, learn, bc, P, V,
+                L, last, row, hidden,
             )  # fmt: skip
             if floor > 0:
                 l /= floor + bounded(plan, nodes, Z, zo, x, i * L, bv, bt, L, hidden)
@@ -371,7 +357,7 @@ def _step_back(
 @helper
 def _write_back(
     plan, nodes, size, L, P, V, last, width, hidden, l, r, m, initial, g_initial, G, H, go, Z, A, S, ao, Q, mo, gk, ko,
-    gv, vo, form, centre, order, anchor, floor, x, f, xo, u, uo, row, g, up, X, bv, bt, gbv, gbt,
+    v, gv, vo, centre, order, anchor, floor, x, f, xo, u, uo, row, g, up, X, bv, bt, gbv, gbt, learn_back, bc,
 ):  # fmt: skip
     """VJP of a token's write: cotangents of its key, value and gates (returned), of G and H of the token before, and,
     added to M, of the weights at which its gradient was taken."""
@@ -391,12 +377,10 @@ def _write_back(
         row, hidden,
     )  # fmt: skip
     _raised(plan, nodes, Y, yo, x, xo, f, xo, up, g, row, hidden)
+    p, own, gu = x[xo + last : xo + last + V], u[uo : uo + V], up[last : last + V]
+    learn_back(p, v[vo : vo + V], own, gu, row, gv[vo : vo + V], width, bc)
     for j in range(width):
-        c = up[last + j]
-        if form != 0:
-            c *= u[uo + V + j]
-            g[last + j] += c
-        gv[vo + j] = -c
+        g[last + j] += row[j]
     if floor > 0:
         e = -short * short * l * gl
         bounded_back(plan, nodes, Y, yo, Q, mo, x, xo, bv, bt, e, gbv, gbt, g, row, L, hidden)
@@ -429,12 +413,11 @@ def _restart_back(plan, nodes, link, la, lb, A, o, W, scales, so, M, G, H, base,
         fill(H, base, size, 0.0)
 
 
-@kernel
 def backward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, link, la,
-    lb, centre, order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv,
-    gbt,
+    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, link, la, lb, centre,
+    order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt, learn,
+    bc, learn_back,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
     segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
@@ -456,8 +439,8 @@ def backward(
                 copy(kept_S, (n * segments + index) * size, states_S, nil, size)
             _replayed(
                 first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
-                retain, momentum, write, reset, initial, base, segment, form, a, b, link, la, lb, centre, order, anchor,
-                floor, states, states_S, W, x, f, u, row, scales, X, bv, bt,
+                retain, momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor,
+                states, states_S, W, x, f, u, row, scales, X, bv, bt, learn, bc,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at, i = first + t * heads, t - start
@@ -475,8 +458,9 @@ def backward(
                         )  # fmt: skip
                     glr[at], gr[at], gm[at] = _write_back(
                         plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], initial,
-                        g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, gv, at * V, form,
-                        centre, order, anchor, floor, x, f, i * L, u, 2 * i * V, row, g, up, X, bv, bt, gbv, gbt,
+                        g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, v, gv, at * V,
+                        centre, order, anchor, floor, x, f, i * L, u, i * V, row, g, up, X, bv, bt, gbv, gbt,
+                        learn_back, bc,
                     )  # fmt: skip
                     if before:
                         _read_back(

@@ -6,9 +6,6 @@ say where a row or a number begins. [ENG-LAYERS-D1]
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 from numba import types
 from numba.extending import intrinsic
 
@@ -16,14 +13,6 @@ from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, number, per_vector, put, store, store_rows, sums,
     total, zeros,
 )  # fmt: skip
-
-
-def digest(*names: str) -> str:
-    """Of files of this folder: numba's cache on disk watches the file of a function alone."""
-    files = ("vectors", "passes", "formulas", *names)
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in files)).hexdigest()[
-        :12
-    ]
 
 
 @intrinsic

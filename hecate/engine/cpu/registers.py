@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, alive, along, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad,
-    mul, per_vector, pulled, put, scores, shrunk, slope, store, store_rows, sums, times, zeros,
+    mul, per_vector, put, scores, shrunk, store, store_rows, sums, times, zeros,
 )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def _tally_row(x, i, a, b):
 @helper
 def _write(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S,
-    y, preds, kept, kept_S, place, form, a, b, cut, channels, order, before, width,
+    y, preds, kept, kept_S, place, errs, cut, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
     o = (n * V + c) * P + j
@@ -127,14 +127,14 @@ def _write(
         if not writes:
             continue
         kt, u = load(k, row, width), get(v, to)
-        if form is not None:
+        if errs is not None:
             seen = kt
             if retain is not None and order:
                 seen = mul(_retain(retain, at, row, channels, kt, width), kt)
             pred = _inner(M4, seen)
             if preds.size > 0:
                 put(preds, to, pred)
-            w = times(-lr[at], learned(form, a, b, pred, u))
+            w = times(-lr[at], learned(errs, pred, u))
         else:
             w = times(lr[at], u)
         rt = _retain(retain, at, row, channels, kt, width)
@@ -149,7 +149,7 @@ def _write(
 @kernel
 def forward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
-    kept, kept_S, segment, form, a, b, cut, channels, order, before, width,
+    kept, kept_S, segment, errs, cut, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     segments = (T + segment - 1) // segment
@@ -162,7 +162,7 @@ def forward(
                 place = ((n * segments + index) * V + c) * P + j
                 _write(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, place, form, a, b, cut, channels, order,
+                    initial, M, S, y, preds, kept, kept_S, place, errs, cut, channels, order,
                     before, width,
                 )  # fmt: skip
 
@@ -170,7 +170,7 @@ def forward(
 @helper
 def _replay(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds,
-    kept, kept_S, place, gy, gq, form, a, b, cut, channels, order, before, width, states, states_S,
+    kept, kept_S, place, gy, gq, errs, cut, channels, order, before, width, states, states_S,
     after, us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
@@ -183,7 +183,7 @@ def _replay(
             M4 = load_rows(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
                 S4 = zeros(S4[0])
-        if form is not None or retain is not None:
+        if errs is not None or retain is not None:
             store_rows(states, i * W, W, M4)
         if kept_S is not None:
             store_rows(states_S, i * W, W, S4)
@@ -193,7 +193,7 @@ def _replay(
         if not writes:
             continue
         kt, u = load(k, row, width), get(v, to)
-        u = learned(form, a, b, get(preds, to) if form is not None else u, u)
+        u = learned(errs, get(preds, to) if errs is not None else u, u)
         put(us, i, u)
         rt = _retain(retain, at, row, channels, kt, width)
         M4, S4 = _stepped(M4, S4, retain, rt, momentum[at], kt, times(-lr[at], u), cut)
@@ -201,16 +201,6 @@ def _replay(
             store_rows(after, i * W, W, M4)
         if not before:
             _accumulate(gq, row, _combined(g, M4), c)
-
-
-@inline
-def _slopes(form, a, b, preds, v, u):
-    """The slopes of u at four coordinates."""
-    (p0, p1, p2, p3), (v0, v1, v2, v3), (u0, u1, u2, u3) = preds, v, u
-    return (
-        slope(form, a, b, p0, v0, u0), slope(form, a, b, p1, v1, u1),
-        slope(form, a, b, p2, v2, u2), slope(form, a, b, p3, v3, u3),
-    )  # fmt: skip
 
 
 @inline
@@ -225,7 +215,7 @@ def _retain_back(gr, row, c, sums, i, channels, G4, M4):
 @helper
 def _walk(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G,
-    H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels, order, before, width, states,
+    H, g_initial, gk, gv, glr, gr, gm, errs, cut, channels, order, before, width, states,
     states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
@@ -256,11 +246,9 @@ def _walk(
             gkt = _combined(times(-l, u), X4)
             if retain is not None:
                 G4 = mul(G4, rt)
-            if form is None:
-                _note(gv, to, times(l, d), j)
-            else:
-                e, gvs = pulled(form, l, d, _slopes(form, a, b, get(preds, to), get(v, to), u))
-                put(gv, to, gvs)
+            _note(gv, to, times(l, d), j)
+            if errs is not None:
+                e = times(-l, d)
                 # From memory again: there is no room for it beside the cotangents.
                 gp, seen = _combined(e, load_rows(states, place, W, width)), kt
                 if retain is not None and order:
@@ -289,7 +277,7 @@ def _walk(
 @kernel
 def backward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, cut, channels, order,
     before, width, states, states_S, after, us, sums_r, sums_m,
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M and S (G, H)."""
@@ -305,12 +293,12 @@ def backward(
                 place = ((n * segments + index) * V + c) * P + j
                 _replay(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, preds, kept, kept_S, place, gy, gq, form, a, b, cut, channels, order,
+                    initial, preds, kept, kept_S, place, gy, gq, errs, cut, channels, order,
                     before, width, states, states_S, after, us,
                 )  # fmt: skip
                 _walk(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, form, a, b, cut, channels,
+                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, errs, cut, channels,
                     order, before, width, states, states_S, after, us, sums_r, sums_m,
                 )  # fmt: skip
         for i in range(count):

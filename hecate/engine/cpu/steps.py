@@ -11,8 +11,8 @@ from typing import Any
 from hecate.engine.cpu.lanes import normal_exp, normal_log, where
 from hecate.engine.cpu.parts import columns, inner, plus, rows
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, alive, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, shrunk, store,
-    store_rows, sums, times, total, zeros,
+    ONE, ROWS, add, alive, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, scores,
+    shrunk, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
 
 TINY = 1e-30  # the least that a logarithm here is taken of
@@ -94,6 +94,40 @@ def cells(form: int, channels: bool) -> tuple[Callable[..., Any], Callable[..., 
             _add_rows(grv, r, sums(four))
 
     return do, back
+
+
+# The commonest step and descent together, in one pass.
+
+
+@helper
+def write_rank_one(X, u, w, lr, rv, rp, O, V, P):
+    """O = r X - lr u w^T."""
+    for r in range(0, V, ROWS):
+        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
+        for j in range(0, P, per_vector(X)):
+            o = r * P + j
+            store_rows(O, o, P, mad(f, load(w, j, ONE), mul(kept, load_rows(X, o, P, ONE))))
+
+
+@helper
+def write_rank_one_back(X, u, w, lr, rv, rp, G, grv, gu, gw, V, P):
+    """Its reverse: G becomes that of X, gu is written, grv and gw are added to; returns the cotangent of lr."""
+    gl = lr * 0
+    for r in range(0, V, ROWS):
+        four, sums_r = zeros(X), zeros(X)
+        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
+        for j in range(0, P, per_vector(X)):
+            o = r * P + j
+            g = load_rows(G, o, P, ONE)
+            four = mad(g, load(w, j, ONE), four)
+            sums_r = mad(g, load_rows(X, o, P, ONE), sums_r)
+            plus(gw, j, total(f, g))
+            store_rows(G, o, P, mul(kept, g))
+        d = sums(four)
+        gl -= scores(get(u, r), d)
+        put(gu, r, times(-lr, d))
+        _add_rows(grv, r, sums(sums_r))
+    return gl
 
 
 @inline

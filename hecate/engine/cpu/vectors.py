@@ -1,4 +1,4 @@
-"""Building blocks of the kernels: vectors with explicit SIMD, as numba has none, and the formulas of the biases.
+"""Building blocks of the kernels: vectors with explicit SIMD, as numba has none.
 
 `Vector` is one of 64 bytes of one float type, or some of them side by side: a whole row of a state. LLVM splits what is
 wider than its registers. Rows of a state go in fours, so that what they share is loaded once: `mul`, `add`, `mad`,
@@ -11,7 +11,6 @@ they are. Arrays are flat and C-contiguous; nothing checks bounds. [ENG-NUM-D1]
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,14 @@ _DIGEST = hashlib.sha256(
     b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("vectors", "wide", "registers"))
 ).hexdigest()[:12]
 
-helper = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True)
-inline = njit(error_model="numpy", no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
+helper = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True)
+inline = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
     """Compiled when first called; kept on disk where there is a place for it."""
     function.__qualname__ = f"{function.__name__}_{_DIGEST}"
-    options = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to write to
@@ -340,74 +339,8 @@ def first_token(n, heads, T):
     return n // heads * heads * T + n % heads
 
 
-@helper
-def _power(a, size):
-    """size^a of a positive number."""
-    if a == 0.5:
-        return math.sqrt(size)
-    return size if a == 1 else size**a
-
-
-@helper
-def psi(form, a, b, pred, target):
-    """u = d loss / d pred of one coordinate; a and b are the form's parameters."""
-    if form is None:
-        return -target
-    e = pred - target
-    if form == 1:
-        return e
-    if form == 2:
-        return a if e > a else (-a if e < -a else e)
-    if form == 4:
-        return e / math.sqrt(e * e + b * b)
-    if e == 0:
-        return e
-    if a >= 2:
-        return _power(a - number(a, 2), abs(e)) * e
-    r = math.sqrt(e * e + b * b)
-    return _power(a - number(a, 1), e * e / (r + b)) / r * e
-
-
-@helper
-def slope(form, a, b, pred, target, u):
-    """d u / d pred of one coordinate; what u is spares a second power."""
-    one, zero = number(a, 1), number(a, 0)
-    if form is None:
-        return zero
-    e = pred - target
-    if form == 1:
-        return one
-    if form == 2:
-        return one if abs(e) <= a else zero
-    if e == 0:
-        return one if form == 3 and a == 2 else zero
-    r = math.sqrt(e * e + b * b)
-    if form == 4:
-        return b / r * (b / r) / r
-    if a >= 2:
-        return (a - one) * (u / e)
-    s = e * e / (r + b)
-    return u / e * ((a - one) * e * e / (s * r) + b * b / (r * r)) if s > 0 else zero
-
-
 @inline
-def _pulled(form, gu, s):
-    """Cotangents of pred and target from that of u: a slope of 0 lets nothing pass."""
-    ge = gu * s if s != 0 else s
-    return ge, (-gu if form is None else -ge)
-
-
-@inline
-def learned(form, a, b, preds, v):
-    """u of four coordinates."""
+def learned(errs, preds, v):
+    """u of four coordinates: pred - v, or -v without errs."""
     (p0, p1, p2, p3), (v0, v1, v2, v3) = preds, v
-    return psi(form, a, b, p0, v0), psi(form, a, b, p1, v1), psi(form, a, b, p2, v2), psi(form, a, b, p3, v3)
-
-
-@inline
-def pulled(form, l, d, slopes):
-    """Cotangents of four predictions, and of v, from those of the steps."""
-    (d0, d1, d2, d3), (s0, s1, s2, s3) = d, slopes
-    (e0, t0), (e1, t1) = _pulled(form, -l * d0, s0), _pulled(form, -l * d1, s1)
-    (e2, t2), (e3, t3) = _pulled(form, -l * d2, s2), _pulled(form, -l * d3, s3)
-    return (e0, e1, e2, e3), (t0, t1, t2, t3)
+    return (p0 - v0, p1 - v1, p2 - v2, p3 - v3) if errs is not None else (-v0, -v1, -v2, -v3)

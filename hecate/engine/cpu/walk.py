@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hecate.engine.cpu.parts import plus
-from hecate.engine.cpu.steps import project, project_back
+from hecate.engine.cpu.steps import project, project_back, write_rank_one, write_rank_one_back
 from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, part, per_vector, store
 
 
@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
     channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
     ahead: the gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a
-    link's; gains: keys are turned to gains.
+    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number a row, and one pass.
     """
 
     heads: int
@@ -42,6 +42,7 @@ class Rule(NamedTuple):
     moving: int
     linked: int
     gains: int
+    plain: int
 
 
 @helper
@@ -128,8 +129,11 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, sl
     if rule.gains:
         gain(C, k, g, C2, P, rule.channels, x, gc)
         w = g
-    descend(M, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
-    step(X, D, rv, rp, O, V, P, rule.channels, x, sc)
+    if rule.plain:
+        write_rank_one(X, u, w, lr[at], rv, rp, O, V, P)
+    else:
+        descend(M, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
+        step(X, D, rv, rp, O, V, P, rule.channels, x, sc)
     if cap[0] > 0 and not rule.linked:
         scale[slot] = project(O, cap[0], O.size)
 
@@ -294,12 +298,15 @@ def _unwrite(
         _clear(gg)
         w, gw = g, gg
     u = part(learnt, 2 * i, V)
-    if not rule.moving:
-        descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
     _clear(grv)
     _clear(grp)
-    step_back(A, direction, B, rv, rp, G, H, grv, grp, rule.moving, V, P, p, x, sc)
-    descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
+    if rule.plain:
+        out[0] = write_rank_one_back(A, u, w, lr[at], rv, rp, G, grv, gu, gw, V, P)
+    else:
+        if not rule.moving:
+            descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
+        step_back(A, direction, B, rv, rp, G, H, grv, grp, rule.moving, V, P, p, x, sc)
+        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
     if rule.gains:
         gain_back(C, k, GC, gg, gk, P, p, x, gc)
     learn_back(part(learnt, 2 * i + 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)

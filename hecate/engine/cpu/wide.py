@@ -7,16 +7,16 @@ many there are.
 
 Names: M state, S momentum, G and H their cotangents, k, q, v as in `Tokens`; `o`, `to`, `go` are where four rows begin
 and P is the width of one. An array of size 0 is "not given"; None compiles a kernel without it: S (gradient descent),
-retain, cut (the threshold in which a step ends) and form where u = -v (bias dot). `shared` is a worker's scratch space,
-seven rows: retain, the key that predicts, and the sums over a token's rows for predicting key, step key, query, retain,
-query by momentum. [ENG-NUM-D1]
+retain, cut (the threshold in which a step ends) and errs, where u = -v (bias dot) in place of pred - v (l2). `shared`
+is a worker's scratch space, seven rows: retain, the key that predicts, and the sums over a token's rows for predicting
+key, step key, query, retain, query by momentum. [ENG-NUM-D1]
 """
 
 from __future__ import annotations
 
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, alive, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
-    per_vector, pulled, put, scores, shrunk, slope, store, store_rows, sums, times, total, zeros,
+    per_vector, put, scores, shrunk, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _write(A, B, o, M, S, to, shared, k, ko, w, m, P, q, cut, before):
 @kernel
 def forward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
-    kept, kept_S, segment, form, a, b, cut, channels, order, before, shared,
+    kept, kept_S, segment, errs, cut, channels, order, before, shared,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, segments = V * P, preds.size > 0, (T + segment - 1) // segment
@@ -117,27 +117,25 @@ def forward(
             _gates(shared, k, ko, retain, at, P, channels, order)
             for c in range(0, V, ROWS):
                 o, pred = base + c * P, (l, l, l, l)  # unread where the prediction does not matter
-                if form is not None:
+                if errs is not None:
                     pred = _products(M, o, shared, P, P)
                 if records:
                     put(preds, vo + c, pred)
-                w = times(-l, learned(form, a, b, pred, get(v, vo + c)))
+                w = times(-l, learned(errs, pred, get(v, vo + c)))
                 put(y, vo + c, _write(M, S, o, M, S, o, shared, k, ko, w, m, P, q, cut, before))
 
 
 @helper
-def _learn(form, a, b, preds, v, vo, V, learnt):
-    """u and its slope at every coordinate of a token, side by side."""
+def _learn(errs, preds, v, vo, V, learnt):
+    """u of a token."""
     for c in range(0, V, ROWS):
-        put(learnt, c, learned(form, a, b, get(preds, vo + c), get(v, vo + c)))
-    for c in range(V):
-        learnt[V + c] = slope(form, a, b, preds[vo + c], v[vo + c], learnt[c])
+        put(learnt, c, learned(errs, get(preds, vo + c), get(v, vo + c)))
 
 
 @helper
 def _replay(
     first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
-    states_S, segment, form, a, b, cut, channels, order, shared, learnt,
+    states_S, segment, errs, cut, channels, order, shared, learnt,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
@@ -151,7 +149,7 @@ def _replay(
             continue
         ko, l, m = at * P, lr[at], momentum[at]
         _gates(shared, k, ko, retain, at, P, channels, order)
-        _learn(form, a, b, preds, v, at * V, V, learnt)
+        _learn(errs, preds, v, at * V, V, learnt)
         for c in range(0, V, ROWS):
             w = times(-l, get(learnt, c))
             _write(states, states_S, o, states, states_S, to, shared, k, ko, w, m, P, q, cut, False)
@@ -256,7 +254,7 @@ def _to_initial(G, H, g_initial, base, size):
 @kernel
 def backward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, form, a, b, cut, channels, order,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, cut, channels, order,
     before, shared, learnt, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
@@ -273,7 +271,7 @@ def backward(
                 _copy(kept_S, (n * segments + index) * size, states_S, 0, size)
             _replay(
                 first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
-                states, states_S, segment, form, a, b, cut, channels, order, shared, learnt,
+                states, states_S, segment, errs, cut, channels, order, shared, learnt,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at = first + t * heads
@@ -282,7 +280,7 @@ def backward(
                 o = (segment + 1) * size if resets else (t - start) * size
                 if writes:
                     _gates(shared, k, ko, retain, at, P, channels, order)
-                    _learn(form, a, b, preds, v, vo, V, learnt)
+                    _learn(errs, preds, v, vo, V, learnt)
                 _fill(shared, 2 * P, 5 * P, 0.0)
                 sm, sl, sw = filled(k, 0.0), l - l, l - l
                 for c in range(0, V, ROWS):
@@ -294,9 +292,8 @@ def backward(
                     d, more = _collect(
                         states, states_S, o + r, after, G, H, base + r, k, q, ko, g, P, shared, cut, before
                     )
-                    u, slopes = get(learnt, c), get(learnt, V + c)
-                    e, gvs = pulled(form, l, d, slopes)
-                    put(gv, vo + c, gvs)
+                    u, e = get(learnt, c), times(l - l if errs is None else -l, d)
+                    put(gv, vo + c, times(l, d))
                     sm, sl, sw = add(sm, more), sl - scores(u, d), sw + scores(u, g)
                     _spread(states, o + r, after, G, H, base + r, q, ko, e, times(l, u), g, m, P, shared, cut, before)
                 if writes:
