@@ -12,8 +12,9 @@ __version__ = "0.2.0"
 # Where names live. They are loaded when first asked for: torch alone takes seconds, and
 # `hecate --help` needs none of it. Type checkers read `__init__.pyi`, which says the same.
 _PACKAGES = (
-    "algorithm", "bias", "cms", "data", "distributed", "engine", "errors", "gating", "microscope", "models", "nn",
-    "optim", "phi", "readout", "retention", "rule", "states", "structure", "tape", "testing", "train", "variant",
+    "activation", "algorithm", "bias", "cms", "data", "distributed", "engine", "errors", "gating", "microscope",
+    "models", "nn", "optim", "phi", "readout", "retention", "rule", "states", "structure", "tape", "testing", "train",
+    "variant",
 )  # fmt: skip
 _EXTRAS = ("hf",)  # need the packages of an extra, so that no star import takes them
 _NAMES = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from hecate.activation import GELU
 from hecate.engine import memory_scan
 from hecate.microscope.style import curve, finish
 from hecate.retention import Decay
@@ -52,7 +53,7 @@ KINDS = (
     Kind("matrix", Matrix(), "gd", (0.05, 0.2, 0.5)),
     Kind("matrix, momentum", Matrix(), "momentum", (0.02, 0.05, 0.1)),
     Kind(
-        "MLP, momentum", MLP(layers=2, expansion=2, activation="gelu"), "momentum",
+        "MLP, momentum", MLP(layers=2, expansion=2, activation=GELU()), "momentum",
         (0.01, 0.03, 0.1),
     ),
 )  # fmt: skip

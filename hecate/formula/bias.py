@@ -1,15 +1,21 @@
-"""Biases as formulas: u = grad(pred, target) and its derivative, printed from the variant's own methods."""
+"""Knobs as formulas: a bias's u = grad(pred, target) and its derivative, an activation and its two, from the variant's
+own methods."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.errors import shorten
 from hecate.formula.nodes import ROWS, Node, Nodes, Unprintable
 from hecate.formula.printer import Text, nodes_of, printed
+from hecate.variant import Variant
 
 KEPT = 4096  # formulas that are remembered
 
@@ -52,25 +58,55 @@ def bias_formula(bias: Bias) -> Formula:
 
 def formula_of(bias: Bias) -> Formula | str:
     """The formula of a bias, or why it has none."""
-    methods = tuple(getattr(type(bias), name, None) for name in bias._formulas)
-    return _formula_of(methods, repr(bias), bias)
+    found: Formula | str = _kept(bias, _of_bias)
+    return found
+
+
+def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
+    """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
+    found: tuple[Node, Node, Node] | str = _kept(activation, _of_activation)
+    return found
+
+
+def _kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
+    # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
+    methods = tuple(getattr(type(variant), name, None) for name in variant._formulas)
+    return _made(make, methods, repr(variant), variant)
 
 
 @lru_cache(KEPT)
-def _formula_of(methods: tuple[Any, ...], text: str, bias: Bias) -> Formula | str:
-    # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
-    nodes = Nodes()
-    p, v = nodes.input("p"), nodes.input("v")
+def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
     try:
-        (u,) = nodes_of(bias, lambda own: own.grad, "pv", nodes)
-        gp, gv = nodes_of(bias, lambda own: own.grad_vjp, "pvg", nodes)
-        known = {} if u.op in ("in", "const") else {u: "u"}
-        psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
+        return make(variant)
     except Unprintable as reason:
         return str(reason)
     except Exception as error:  # of the user's own formula, which may run in the token loop all the same
         return f"tracing it ended in {type(error).__name__}: {shorten(str(error))}"
+
+
+def _of_bias(bias: Bias) -> Formula:
+    nodes = Nodes()
+    p, v = nodes.input("p"), nodes.input("v")
+    (u,) = nodes_of(bias, lambda own: own.grad, "pv", nodes)
+    gp, gv = nodes_of(bias, lambda own: own.grad_vjp, "pvg", nodes)
+    known = {} if u.op in ("in", "const") else {u: "u"}
+    psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
     whole = psi.operations | pull.operations
     apart = not whole & {*ROWS, "in N"}
     linear = apart and not pull.operations & {"in p", "in v", "in u"}
     return Formula(u, (gp, gv), psi, pull, apart, target=u is -v, error=u is p - v, linear=linear)
+
+
+def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
+    def orders(own: Any) -> Callable[..., Any]:
+        def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = own.value(x)
+            slope = own.slope(x, y)
+            return y, slope, own.bend(x, y, slope)
+
+        return function
+
+    y, slope, bend = nodes_of(activation, orders, "x", Nodes())
+    if printed("act", "x", [y, slope, bend]).operations & {*ROWS, "in N"}:
+        raise Unprintable("a coordinate needs the whole row, where an activation goes coordinate by coordinate")
+    return y, slope, bend

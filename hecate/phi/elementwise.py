@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hecate.phi.base import FeatureMap, MapForm, Params, Traits, compute_dtype
 from hecate.tape import Block
-from hecate.tape.ops import activate, activate_vjp
 
 _POSITIVE = Traits(non_negative=True, kernel_non_negative=True, componentwise=True)
 
@@ -157,7 +156,7 @@ class ReLU(Elementwise):
         return torch.relu(x) + self.shift if self.shift else torch.relu(x)
 
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
-        return activate_vjp("relu", x, g)
+        return torch.ops.aten.threshold_backward(g, x, 0)
 
 
 class SquaredReLU(Elementwise):
@@ -280,10 +279,10 @@ class GELUShifted(Elementwise):
         )
 
     def value(self, x: Tensor) -> Tensor:
-        return activate("gelu", x, 0) + self.shift
+        return torch.nn.functional.gelu(x) + self.shift
 
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
-        return activate_vjp("gelu", x, g)
+        return torch.ops.aten.gelu_backward(g, x)
 
 
 class Softplus(Elementwise):
@@ -353,7 +352,7 @@ class Tanh(Elementwise):
     promises = Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
 
     def value(self, x: Tensor) -> Tensor:
-        return activate("tanh", x, 0)
+        return torch.tanh(x)
 
     def pull(self, x: Tensor, value: Tensor, g: Tensor) -> Tensor:
         return torch.ops.aten.tanh_backward(g, value)

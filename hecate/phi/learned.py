@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.activation import GELU, ActivationKind, SiLU
 from hecate.checks import Size
 from hecate.phi.base import (
     FeatureMap,
@@ -19,7 +20,6 @@ from hecate.phi.base import (
     project_vjp,
     sum_to_heads,
 )
-from hecate.tape.ops import Activation, activate, activate_vjp
 from hecate.variant import Conflicts
 
 
@@ -33,6 +33,9 @@ def affine_vjp(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> tuple[Tens
     """Cotangents of x, weight and bias from the cotangent g of `affine`."""
     gx, gweight = project_vjp(x, weight, g)
     return gx.to(x.dtype), {"weight": gweight, "bias": sum_to_heads(g, len(bias)).to(bias.dtype)}
+
+
+_SILU = SiLU()
 
 
 class Linear(FeatureMap):
@@ -94,7 +97,7 @@ class T2R(FeatureMap):
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         features, x, weight, bias = residuals
-        return affine_vjp(x, weight, bias, activate_vjp("relu", features, g.to(features.dtype)))
+        return affine_vjp(x, weight, bias, torch.ops.aten.threshold_backward(g.to(features.dtype), features, 0))
 
 
 class Hadamard(FeatureMap):
@@ -163,13 +166,14 @@ class GLU(FeatureMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_gate, w_up = self.parameters(params, "w_gate", "w_up")
         a, b = project_precisely(x, w_gate), project_precisely(x, w_up)
-        return (activate("silu", a, 0) * b).to(x.dtype), (x, a, b, w_gate, w_up)
+        return (_SILU.value(a) * b).to(x.dtype), (x, a, b, w_gate, w_up)
 
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, a, b, w_gate, w_up = residuals
         g = g.to(a.dtype)
-        gx_gate, gw_gate = project_vjp(x, w_gate, activate_vjp("silu", a, g * b))
-        gx_up, gw_up = project_vjp(x, w_up, g * activate("silu", a, 0))
+        active = _SILU.value(a)
+        gx_gate, gw_gate = project_vjp(x, w_gate, _SILU.slope(a, active) * (g * b))
+        gx_up, gw_up = project_vjp(x, w_up, g * active)
         return (gx_gate + gx_up).to(x.dtype), {"w_gate": gw_gate, "w_up": gw_up}
 
 
@@ -189,7 +193,7 @@ class MLP(FeatureMap):
 
     kind: Literal["mlp"] = "mlp"
     d_hidden: Size | None = Field(default=None, gt=0, description="width of the layer between; null: 4 D")
-    activation: Activation = "gelu"
+    activation: ActivationKind = GELU()
     residual: bool = True
     d_phi: Size | None = Field(default=None, gt=0, description="number of features; null: D")
 
@@ -199,9 +203,7 @@ class MLP(FeatureMap):
             yield ("d_phi",), f"{width}; leave it out, or set residual to false"
 
     def traits(self) -> Traits:
-        return Traits(
-            parity="odd" if self.activation == "tanh" else "none", degree=1.0 if self.activation == "relu" else None
-        )
+        return Traits(parity="odd" if self.activation.odd else "none", degree=self.activation.degree)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
         hidden = 4 * d if self.d_hidden is None else self.d_hidden
@@ -210,7 +212,7 @@ class MLP(FeatureMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
         w_in, w_out = self.parameters(params, "w_in", "w_out")
         before = project_precisely(x, w_in)
-        features = project_precisely(activate(self.activation, before, 0), w_out)
+        features = project_precisely(self.activation.value(before), w_out)
         if self.residual:
             features = x.to(features.dtype) + features
         return features.to(x.dtype), (x, before, w_in, w_out)
@@ -218,8 +220,9 @@ class MLP(FeatureMap):
     def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         x, before, w_in, w_out = residuals
         g = g.to(before.dtype)
-        gafter, gw_out = project_vjp(activate(self.activation, before, 0), w_out, g)
-        gbefore = gafter * activate(self.activation, before, 1)
+        after = self.activation.value(before)
+        gafter, gw_out = project_vjp(after, w_out, g)
+        gbefore = gafter * self.activation.slope(before, after)
         gx, gw_in = project_vjp(x, w_in, gbefore)
         if self.residual:
             gx = gx + g

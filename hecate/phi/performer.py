@@ -12,7 +12,6 @@ from torch import Tensor
 from hecate.checks import Size
 from hecate.phi.base import Params, Traits, compute_dtype, project_precisely
 from hecate.phi.random import Norms, Projected
-from hecate.tape.ops import activate_vjp
 from hecate.variant import Conflicts
 
 Order = Literal[0, 1, 2]
@@ -161,7 +160,7 @@ class ArcCosine(Projected):
     def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         w, z = residuals
         wide = g.to(z.dtype)
-        gz = activate_vjp("relu", z, wide) if self.order == 1 else self.order * z * wide
+        gz = torch.ops.aten.threshold_backward(wide, z, 0) if self.order == 1 else self.order * z * wide
         return project_precisely(gz, w.mT).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:

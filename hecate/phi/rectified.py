@@ -14,7 +14,6 @@ from hecate.errors import ConfigError
 from hecate.late import put_off
 from hecate.phi.base import FeatureMap, Params, Traits, compute_dtype, position_of
 from hecate.tape.bridge import can_inspect, is_traced, waits
-from hecate.tape.ops import activate_vjp
 
 
 class CReLU(FeatureMap):
@@ -50,7 +49,7 @@ def halves(x: Tensor) -> Tensor:
 
 def halves_vjp(y: Tensor, g: Tensor) -> Tensor:
     """Cotangent of x from that of `y = halves(x)`; 0 at the kink."""
-    up, down = activate_vjp("relu", y, g).chunk(2, -1)
+    up, down = torch.ops.aten.threshold_backward(g, y, 0).chunk(2, -1)
     return up - down
 
 
@@ -131,7 +130,7 @@ class CosFormer(FeatureMap):
         x, cos, sin = residuals
         g_cos, g_sin = g.to(cos.dtype).chunk(2, -1)
         rectified = torch.addcmul(g_cos * cos, g_sin, sin).to(x.dtype)
-        return activate_vjp("relu", x, rectified), {}
+        return torch.ops.aten.threshold_backward(rectified, x, 0), {}
 
     def _refuse(self, ends: Tensor) -> None:
         low, high = ends.tolist()

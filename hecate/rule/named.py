@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hecate import readout, retention
+from hecate.activation import Tanh
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
 from hecate.bias import Dot, Lp, Yaad
 from hecate.gating import (
@@ -348,7 +349,7 @@ RULES |= {
     ),
     "titans": NamedRule(
         MemoryConfig(
-            structure=MLP(layers=2, expansion=2, activation="tanh", last=0.1),
+            structure=MLP(layers=2, expansion=2, activation=Tanh(), last=0.1),
             retention=Decay(retain=0.9999, towards="start"),
             algorithm=Momentum(lr=2.0, dampening=True, lr_start=0.75),
             step="normalized",

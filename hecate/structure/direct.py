@@ -8,14 +8,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hecate.activation import SiLU
 from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.structure.base import Cascade, Memory, SlotForm, Structure
 from hecate.tape import Block, Tensors, formula_block, one
-from hecate.tape.ops import activate, torch_vjp
+from hecate.tape.ops import torch_vjp
 from hecate.variant import still_declared
 
 EPS = 1e-6
+
+_SILU = SiLU()
 
 
 class Vector(Structure):
@@ -218,14 +221,14 @@ class TwoPass(Structure):
         along = dot(code, error)
         x = (error - code * along) / length
         dx = (change * (1 - along) - code * (dot(change, error) + dot(code, change)) - x * longer) / length
-        return activate("silu", z, 2) * g * x + slope * dx, -change
+        return _SILU.bend(z, z, slope) * g * x + slope * dx, -change
 
     def _parts(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """f(z), silu'(z) and the length of silu(z)."""
         active = torch.nn.functional.silu(z)
         square = active.square().sum(-1, keepdim=True)
         length = torch.where(square == 0, 1.0, square + 1e-6).sqrt()  # a zero has no direction to be steep in
-        return active / length, activate("silu", z, 1), length
+        return active / length, _SILU.slope(z, active), length
 
     def _code(self, z: Tensor) -> Tensor:
         if self.link == "softmax":

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hecate.activation import Activation
 from hecate.errors import ConfigError
 from hecate.tape import Block, one
-from hecate.tape.ops import Activation, activate
 
 INPUT = 0  # the value p
 ONE = -1  # the constant 1 of width 1: a layer of it is a bias
@@ -49,20 +49,27 @@ class Bounded(Op, Protocol):
     def bound_vjp(self, slopes: Any, a: Tensor, shares: tuple[Tensor, ...]) -> Pulled: ...
 
 
-class Act(NamedTuple):
-    """act(x), componentwise."""
+class _Act(NamedTuple):
+    act: Activation
 
-    kind: Activation
+
+class Act(_Act):
+    """act(x), componentwise: an activation or its kind."""
+
+    __slots__ = ()
+
+    def __new__(cls, act: Activation | str) -> Act:
+        return super().__new__(cls, Activation.model_validate(act))
 
     @property
     def name(self) -> str:
-        return self.kind
+        return self.act.kind
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return activate(self.kind, inputs[0], 0)
+        return self.act.value(inputs[0])
 
     def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return inputs[0], y, activate(self.kind, inputs[0], 1, y)
+        return inputs[0], y, self.act.slope(inputs[0], y)
 
     def vjp(self, slopes: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor]:
         return (g * slopes[2],)
@@ -70,7 +77,7 @@ class Act(NamedTuple):
     def vjp_vjp(self, slopes: tuple[Tensor, ...], g: Tensor, cotangents: tuple[Tensor, ...]) -> Pulled:
         x, y, slope = slopes
         (c,) = cotangents
-        return (c * g * activate(self.kind, x, 2, y, slope),), c * slope
+        return (c * g * self.act.bend(x, y, slope),), c * slope
 
     def bound(self, slopes: tuple[Tensor, ...], a: Tensor) -> tuple[Tensor]:
         return (a * slopes[2].square(),)
@@ -78,7 +85,7 @@ class Act(NamedTuple):
     def bound_vjp(self, slopes: tuple[Tensor, ...], a: Tensor, shares: tuple[Tensor, ...]) -> Pulled:
         x, y, slope = slopes
         pulled = shares[0] * slope
-        return (pulled * (2 * a) * activate(self.kind, x, 2, y, slope),), (pulled * slope).sum_to_size(a.shape)
+        return (pulled * (2 * a) * self.act.bend(x, y, slope),), (pulled * slope).sum_to_size(a.shape)
 
 
 class Add(NamedTuple):

@@ -9,12 +9,12 @@ from pydantic import Field
 from torch import Tensor
 
 import hecate.structure.graph as graphs
+from hecate.activation import GELU, ActivationKind, SiLU
 from hecate.checks import Depth, Size
 from hecate.errors import ConfigError
 from hecate.structure.base import Memory, Structure
 from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise
 from hecate.tape import Block, Tensors
-from hecate.tape.ops import Activation
 
 
 class Layered(Structure):
@@ -152,7 +152,7 @@ class MLP(Layered):
     kind: Literal["mlp"] = "mlp"
     layers: Depth = Field(2, ge=1)
     expansion: Size = Field(4, ge=1)
-    activation: Activation = "gelu"
+    activation: ActivationKind = GELU()
     residual: bool = False
     norm: Literal["none", "layer"] = "none"
     norm_eps: float = Field(1e-6, gt=0)
@@ -212,7 +212,7 @@ class GatedMLP(Layered):
 
     kind: Literal["gated_mlp"] = "gated_mlp"
     expansion: Size = Field(2, ge=1)
-    activation: Activation = "silu"
+    activation: ActivationKind = SiLU()
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         hidden = self.expansion * max(d_phi, d_v)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hecate import algorithm, bias, formula, gating, phi, readout, retention, structure
+from hecate import activation, algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
 from hecate.engine import Call, Engine, choose, verdicts
 from hecate.errors import ConfigError, not_known
@@ -28,12 +28,17 @@ _VARIANTS: dict[str, type[Variant]] = {
     "retention": retention.Retention,
     "algorithm": algorithm.Algorithm,
     "structure": structure.Structure,
+    "activation": activation.Activation,
     "gating": gating.Gating,
     "readout": readout.Readout,
     "position": Position,
     "data": DataConfig,
     "optimizer": OptimizerKind,
     "logger": LoggerKind,
+}
+_PRINTED: dict[type, Callable[[Any], Any]] = {
+    bias.Bias: formula.formula_of,
+    activation.Activation: formula.activation_nodes,
 }
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
@@ -56,9 +61,9 @@ def variant_rows(root: type[Variant]) -> Table:
     for kind, variant in root.variants().items():
         derivative = "hand-written" if variant.hand_written() else "torch.func"
         own = [_traits(variant), derivative] if root._derivatives else []
-        own += [_kernel(variant)] if issubclass(variant, bias.Bias) else []
+        own += [_kernel(variant)] if root in _PRINTED else []
         rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
-    kernel = ["kernel"] if root is bias.Bias else []
+    kernel = ["kernel"] if root in _PRINTED else []
     return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), *kernel, "paper"], rows
 
 
@@ -72,14 +77,14 @@ def formula_text(text: str) -> str:
 
 
 def _kernel(variant: Any) -> str:
-    """Where a bias runs at its default settings: in printed kernels, or in the token loop and why."""
+    """Where a variant runs at its default settings: in printed kernels, or in the token loop and why."""
     try:
-        found = formula.formula_of(variant())
+        found: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
     if isinstance(found, str):
         return f"token loop: {found}"
-    return "printed" if found.coordinatewise else "printed, for whole rows"
+    return "printed" if getattr(found, "coordinatewise", True) else "printed, for whole rows"
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:

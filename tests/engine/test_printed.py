@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from hecate import Gates, MemoryConfig, memory_scan
+from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.engine import Call, choose, explain
 from hecate.errors import ConfigError
+from hecate.structure import MLP
 
 pytest.importorskip("numba")
 rows = pytest.importorskip("hecate.engine.cpu.rows")
@@ -84,9 +86,30 @@ class Sorted(Bias):
         return (pred - target).sort(-1).values[..., -1].square()
 
 
+class Softsign(Activation):
+    """printed_softsign: act(x) = a x / (1 + |x|), and nothing else."""
+
+    kind: Literal["printed_softsign"] = "printed_softsign"
+    a: float = 1.5
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.a * x / (1 + x.abs())
+
+
+class Mixed(Activation):
+    """printed_mixed: x less its mean, which is no function of a coordinate."""
+
+    kind: Literal["printed_mixed"] = "printed_mixed"
+
+    def value(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+
 # They are passed as values: tests of all known kinds need not know them.
 for own in (LossAlone, Pinball, Together, Mean, Least, Sorted):
     del Bias._registry[own.model_fields["kind"].default]
+for act in (Softsign, Mixed):
+    del Activation._registry[act.model_fields["kind"].default]
 
 
 def scanned(config: MemoryConfig, engine: str, width: int = 6, keys: int = 3) -> list[Tensor]:
@@ -132,6 +155,17 @@ def test_what_cannot_be_printed_is_refused_in_a_sentence_and_runs_in_torch():
             choose(Call.sketch(config, length=64), engine)
         assert explain(Call.sketch(config, length=64))[0] != engine
     assert all(bool(item.isfinite().all()) for item in scanned(config, "auto"))
+
+
+@pytest.mark.spec("ENG-FORMULA-D1")
+def test_an_own_activation_has_the_numbers_of_the_token_loop():
+    config = config_of(LossAlone(), structure=MLP(expansion=2, activation=Softsign()))
+    assert choose(Call.sketch(config, length=64)).name == "compiled_layers"
+    for found, expected in zip(scanned(config, "compiled_layers"), scanned(config, "sequential"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    mixed = config_of(LossAlone(), structure=MLP(expansion=2, activation=Mixed()))
+    with pytest.raises(ConfigError, match="'printed_mixed', that has no kernel: .*needs the whole row"):
+        choose(Call.sketch(mixed, length=64), "compiled_layers")
 
 
 @pytest.mark.spec("ENG-FORMULA-D2")

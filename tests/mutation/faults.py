@@ -148,7 +148,7 @@ FAULTS = [
         ("performer", "gz, radial = gsin * cos - gcos * sin, -radial", "gz = gsin * cos - gcos * sin"),
         ("elementwise", "return g * residuals, {}", "return g, {}"),
         ("rectified", "(gj * y).roll(-j, -1)", "(gj * y).roll(j, -1)"),
-        ("learned", "gbefore = gafter * activate(self.activation, before, 1)", "gbefore = gafter * activate(self.activation, before, 0)"),
+        ("learned", "gbefore = gafter * self.activation.slope(before, after)", "gbefore = gafter * after"),
         ("learned", "gx = gx + g", "gx = gx"),
         ("combinators", "normalised * along if", "wide * along if"),
         ("combinators", "return (gx + gmirrored) / 2,", "return (gx - gmirrored) / 2,"),
@@ -187,7 +187,7 @@ FAULTS = [
         KNOBS,
         ("graph", "values.add(node.source, gh[node.weight])", "values.add(node.source, None)"),
         ("graph", "outers(gweights[node.weight], g, c)", "outers(gweights[node.weight], g, -c)"),
-        ("graph", "c * g * activate(self.kind, x, 2, y, slope)", "c * g * activate(self.kind, x, 1, y, slope)"),
+        ("graph", "c * g * self.act.bend(x, y, slope)", "c * g * slope"),
     ),
     *_of(
         "tape",

@@ -15,7 +15,7 @@ from hecate.structure.bound import ROOT
 def _node(plan, n):
     """The columns of a node."""
     c = plan[n]
-    return c[0], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10]
+    return c[0], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
 
 
 @helper
@@ -34,7 +34,7 @@ def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
     nil, one, found, root = L - L, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
     fill(v, nil, L, 0.0)
     fill(t, nil, L, 0.0)
-    at, wide = plan[nodes - 1, 8], plan[nodes - 1, 10]
+    at, wide = plan[nodes - 1, 7], plan[nodes - 1, 9]
     fill(v, at, wide, 1.0)
     t[at] = one
     for n in range(nodes - 1, -1, -1):

@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hecate.activation import Activation, ReLU
 from hecate.engine.call import Call
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat
-from hecate.engine.cpu.engine import load_kernels, no_kernels
-from hecate.engine.cpu.family import learn_part, ready
+from hecate.engine.cpu.engine import no_kernels
+from hecate.engine.cpu.family import printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
-from hecate.formula import formula_of
+from hecate.formula import activation_nodes, formula_of
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -109,6 +110,10 @@ def _unwalked(graph: Graph) -> str | None:
         return f"an operation {unknown[0]!r}, which has no kernel"
     if len(layers) != len(set(layers)):
         return "a weight in several layers, whose gradient has no rank one"
+    if len({op.act for op in ops if isinstance(op, Act)}) > 1:
+        return "several activations, of which its kernels know one"
+    if isinstance(reason := activation_nodes(act := _activation(graph)), str):
+        return f"an activation, {act.kind!r}, that has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None
@@ -170,31 +175,29 @@ class Plan:
             if isinstance(node, Linear):
                 o, height, width = self.places[node.weight]
                 size, columns = shapes[node.weight]
-                rows.append([0, 0, node.weight, o, height, width, node.source, 0, at, size, padded(size), columns])
+                rows.append([0, node.weight, o, height, width, node.source, 0, at, size, padded(size), columns])
                 behind = 0
             else:
-                size, kind = sizes[node.sources[0]], 0
-                if isinstance(node.op, Act):
-                    kind = _activations()[node.op.kind]
+                size = sizes[node.sources[0]]
                 if isinstance(node.op, Normalise):
                     self.eps = node.op.eps
                 behind = {1: 2 * padded(size), 4: per}.get(OPS[type(node.op)], 0)
                 sources = (*node.sources, node.sources[0])[:2]
-                rows.append([OPS[type(node.op)], kind, 0, 0, 0, 0, *sources, at, size, padded(size), size])
+                rows.append([OPS[type(node.op)], 0, 0, 0, 0, *sources, at, size, padded(size), size])
             ats.append(at)
             sizes.append(size)
             at += padded(size) + behind
         self.ones, self.row, self.last = at, at + per, ats[-1]
         ats.append(self.ones)  # of ONE, which is -1
         for row in rows:
-            row[6], row[7] = ats[row[6]], ats[row[7]]
+            row[5], row[6] = ats[row[5]], ats[row[6]]
         self.nodes = np.array(rows, dtype=np.int64)
         self.widest = max(padded(size) for size in sizes)
 
 
-def _activations() -> dict[str, int]:
-    kernels: Any = load_kernels("formulas")
-    return kernels.ACTIVATIONS
+def _activation(graph: Graph) -> Activation:
+    """That of the graph, or any where it has none."""
+    return next((node.op.act for node in graph.nodes if isinstance(node, Apply) and isinstance(node.op, Act)), ReLU())
 
 
 class Scan:
@@ -284,10 +287,10 @@ class Scan:
             int(config.retention.anchored),
             number(FLOOR if config.blocks else 0.0),
         )
-        learn, ways = learn_part(config.bias), (False, True) if back else (False,)
-        wanted = (("layers", (), "layers", back), *((learn.name, (), "learn", way) for way in ways))
-        run, do, *undo = ready(wanted, number)
-        parts = (do, np.array(learn.numbers, number), *undo)
+        learn, act = printed_part(config.bias), printed_part(_activation(config.structure.graph()))
+        wanted = [("layers", (), "layers", back), (learn.name, (), "learn", False), (act.name, (), "act", False)]
+        run, do, active, *undo = ready((*wanted, *([(learn.name, (), "learn", True)] if back else [])), number)
+        parts = (do, np.array(learn.numbers, number), active, np.array(act.numbers, number), *undo)
         workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
         borders = [self.count * index // workers for index in range(workers + 1)]
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
 from hecate.engine.engine import chunk_refusal
@@ -29,7 +30,7 @@ from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
-LEARN = "learn_"  # and a digest: the name of a part that is printed
+PRINTED = "learn_", "act_"  # and a digest: names of parts that are printed
 LEAST = 16  # tokens between kept states, and their square root where that is more
 
 
@@ -92,7 +93,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     rule = config.rule
     step, algorithm = rule.retention.token_form(), rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    learn = learn_part(rule.bias)
+    learn = printed_part(rule.bias)
     if step.length is not None:
         length = step.length
         own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
@@ -112,9 +113,9 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     return Parts(learn, predict, descend, own, link, gain)
 
 
-def learn_part(bias: Bias) -> Part:
-    """What a bias brings, printed."""
-    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(bias))
+def printed_part(knob: Bias | Activation) -> Part:
+    """What a bias or an activation brings."""
+    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(knob))
 
 
 # Compiling.
@@ -125,6 +126,7 @@ Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, it
 # whole numbers in a row, R the rule and P a plan.
 _ARGUMENTS = {
     "learn": ("AAAiA", "AAAAAAiA"),
+    "act": ("AAAAiA", ""),
     "predict": ("AAAiiAA", "AAAAAiiAA"),
     "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
     "step": ("AAAAAiiiAA", "AAAAAAAAAiiiiAA"),
@@ -136,7 +138,7 @@ _ARGUMENTS = {
         "iiiiPf" + "i" * 9 + "AAAAAABB" + "A" * 13 + "ii" + "ff" + "iiiif" + "A" * 17,
     ),
 }
-WALKS = {"walk": Parts._fields, "layers": ("learn",)}  # and the parts that they are given
+WALKS = {"walk": (Parts._fields, Parts._fields), "layers": (("learn", "act"), ("learn",))}  # parts, and back
 
 
 @cache
@@ -150,7 +152,7 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
     """A part or a walk as numba is to read it."""
     if name in WALKS:
         return getattr(importlib.import_module(f"hecate.engine.cpu.{name}"), "backward" if back else "forward")
-    if name.startswith(LEARN):
+    if name.startswith(PRINTED):
         return importlib.import_module("hecate.engine.cpu.rows").function(name, back)
     modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
     found = next(module for module in modules if hasattr(module, name))
@@ -172,10 +174,11 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
         "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.Array(nb.int64, 2, "C"),
     }  # fmt: skip
     given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
-    for own in WALKS.get(place, ()):
+    parts, derivatives = WALKS.get(place, ((), ()))
+    for own in parts:
         given += [nb.FunctionType(_signature(own, False, dtype)), array]
     if back:
-        given += [nb.FunctionType(_signature(own, True, dtype)) for own in WALKS.get(place, ())]
+        given += [nb.FunctionType(_signature(own, True, dtype)) for own in derivatives]
     return nb.void(*given)
 
 

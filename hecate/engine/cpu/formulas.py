@@ -1,4 +1,4 @@
-"""Formulas of a number that LLVM makes vectors of, over a token's numbers: activations, norms, and links.
+"""Formulas of a number that LLVM makes vectors of, over a token's numbers: norms and links.
 
 `exp` and `thin` are polynomials in float32, so that loops over them have no calls, and libm's in float64. Loops go over
 views, of which LLVM knows that no index counts from their end. [ENG-LAYERS-D2]
@@ -44,17 +44,11 @@ def thin(x):
     raise NotImplementedError("only within kernels")
 
 
-def erf(x, gauss):
-    """erf(x), given exp(-x^2)."""
-    raise NotImplementedError("only within kernels")
-
-
 _F = np.float32
 _LOG2E, _LN2H, _LN2L, _LOW, _HIGH = _F(1.4426950408889634), _F(0.693359375), _F(-2.12194440e-4), _F(-87), _F(88.7)
 _C0, _C1, _C2 = _F(1.9875691500e-4), _F(1.3981999507e-3), _F(8.3334519073e-3)
 _C3, _C4, _C5 = _F(4.1665795894e-2), _F(1.6666665459e-1), _F(5.0000001201e-1)
-_E1, _E2, _E3, _E4, _E5 = _F(0.254829592), _F(-0.284496736), _F(1.421413741), _F(-1.453152027), _F(1.061405429)
-_EP, _UNIT, _HALF, _NIL, _THIRD = _F(0.3275911), _F(1), _F(0.5), _F(0), _F(1 / 3)
+_UNIT, _HALF, _NIL, _THIRD = _F(1), _F(0.5), _F(0), _F(1 / 3)
 
 
 def _exp32(x):
@@ -77,14 +71,6 @@ def _thin32(x):
     return y if x == x else x
 
 
-def _erf32(x, gauss):
-    # Abramowitz and Stegun 7.1.26, to 1.5e-7.
-    a = abs(x)
-    t = _UNIT / (_UNIT + _EP * a)
-    y = _UNIT - ((((_E5 * t + _E4) * t + _E3) * t + _E2) * t + _E1) * t * gauss
-    return y if x >= _NIL else -y
-
-
 @overload(exp, jit_options=_INLINE)
 def _exp(x):
     return _exp32 if x == types.float32 else lambda x: math.exp(x)
@@ -93,46 +79,6 @@ def _exp(x):
 @overload(thin, jit_options=_INLINE)
 def _thin(x):
     return _thin32 if x == types.float32 else lambda x: x ** (-1 / 3)
-
-
-@overload(erf, jit_options=_INLINE)
-def _erf(x, gauss):
-    return _erf32 if x == types.float32 else lambda x, gauss: math.erf(x)
-
-
-ACTIVATIONS = {"gelu": 0, "silu": 1, "tanh": 2, "relu": 3}
-
-
-@loose
-def activated(act, values, at, size, into, to, wide):
-    """act(x), and `wide` numbers on act'(x), then act''(x)."""
-    out_of_line()
-    x, y = values[at : at + size], into[to : to + size]
-    d1, d2 = into[to + wide : to + wide + size], into[to + 2 * wide : to + 2 * wide + size]
-    zero, one = number(values[at], 0), number(values[at], 1)
-    two, half = number(values[at], 2), number(values[at], 0.5)
-    if act == 0:
-        root, density = number(values[at], 0.7071067811865476), number(values[at], 0.3989422804014327)
-        for i in range(size):
-            z = x[i]
-            g = exp(-half * z * z)
-            c, d = half * (one + erf(z * root, g)), density * g
-            y[i], d1[i], d2[i] = z * c, c + z * d, d * (two - z * z)
-    elif act == 1:
-        for i in range(size):
-            z = x[i]
-            s = one / (one + exp(-z))
-            t = s * (one - s)
-            y[i], d1[i], d2[i] = z * s, s + z * t, t * (two + z * (one - two * s))
-    elif act == 2:
-        for i in range(size):
-            t = math.tanh(x[i])
-            d = one - t * t
-            y[i], d1[i], d2[i] = t, d, -two * t * d
-    else:
-        for i in range(size):
-            z = x[i]
-            y[i], d1[i], d2[i] = z if z > zero else zero, one if z > zero else zero, zero
 
 
 @loose

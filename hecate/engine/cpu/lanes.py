@@ -4,8 +4,8 @@ goes number by number.
 `+ - * /`, comparisons, `& |` and `abs` take vectors and numbers, which count in every place; a comparison makes a
 `Mask`, which `where` chooses by. NaN and infinities are torch's: comparisons with NaN are false but for `!=`, and
 no operator is contracted with another. In either float type and over its whole range `abs`, `sqrt` and `floor` are
-exact, `log` and `log1p` within 1 unit in the last place, `exp`, `expm1`, `tanh`, `power` and libm's `sin`, `cos` and
-`erf` within 1.5. [ENG-NUM-D8]
+exact, `log` and `log1p` within 1 unit in the last place, `exp`, `expm1`, `tanh`, `erf`, `power` and libm's `sin` and
+`cos` within 1.5. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _operator(abs, _called("fabs"), count=1)
 # a where the mask says so, else b; sums and the largest number, or NaN, come in every place.
 where = _named(lambda builder, mask, a, b: builder.select(mask, a, b), 3)
 sqrt, floor = _named(_called("sqrt")), _named(_called("floor"))
-sin, cos, erf = (_named(_number_by_number(name)) for name in ("sin", "cos", "erf"))
+sin, cos = (_named(_number_by_number(name)) for name in ("sin", "cos"))
 total = _named(_folded(lambda builder, a, b: builder.fadd(a, b)))
 top, larger = _named(_folded(_larger)), _named(_larger, 2)
 _fma, _signed = _named(_called("fma"), 3), _named(_called("copysign"), 2)
@@ -227,7 +227,9 @@ def _cast(_: Any, x: Any, like: Any) -> Any:
 
 
 # Exponentials and logarithms. The polynomials: (e^r - 1 - r) / r^2 by r; (log(1 + s) - log(1 - s) - 2 s) / s^3 by s^2;
-# half of that, its first term gone, over s^2; and (tanh x / x - 1) / x^2 by x^2, of the least error below 0.625.
+# half of that, its first term gone, over s^2; and of the least error
+# (tanh x / x - 1) / x^2 by x^2 below 0.625, erf x / x - 1 by x^2 below 1, and - log(1 - erf x) by x - 1 above, up to
+# where erf is 1: 4 and 6.
 
 _grown = _polynomial([1 / math.factorial(n) for n in range(2, 8)], [1 / math.factorial(n) for n in range(2, 14)])
 _bent = _polynomial([2 / n for n in (3, 5, 7, 9)], [2 / n for n in range(3, 24, 2)])
@@ -237,6 +239,22 @@ _flattened = _polynomial(
     [-0.33333333333332855, 0.13333333333262091, -0.053968253931267707, 0.021869487576094674, -0.0088632210026308462,
      0.0035919891738098884, -0.0014549588779203056, 0.00058631653999073041, -0.00022856421017816242,
      7.7144365330290745e-5, -1.6072568924956317e-5],
+)  # fmt: skip
+_near = _polynomial(
+    [0.12837916572, -0.37612625807, 0.11283584936, -0.026853802797, 0.0051883103482, -0.00080100440789,
+     7.8533816074e-05],
+    [0.12837916709551257, -0.37612638903183519, 0.11283791670944158, -0.026866170643107508, 0.0052239776060879948,
+     -0.00085483259279364188, 0.00012055293537844502, -1.4924711588030736e-05, 1.6447123157171297e-06,
+     -1.6206252012407701e-07, 1.3710723752362671e-08, -7.7790069989389134e-10],
+)  # fmt: skip
+_far = _polynomial(
+    [1.8496055158, 2.6389668724, 0.84311767057, 0.041503300926, -0.0098951820142, 0.0018292041112,
+     -0.00018633603134],
+    [1.8496055099332482, 2.6389675142347886, 0.84310725635865913, 0.041561098042179376, -0.010033825378428979,
+     0.0019779025938702747, -0.00023732259015685675, -2.6277563336572017e-05, 2.7158477075168212e-05,
+     -9.6079583614269616e-06, 2.0587391470675993e-06, -1.4203128454215149e-07, -9.8061914026156788e-08,
+     5.2270225708432205e-08, -1.498789787818468e-08, 2.8818092655750406e-09, -3.7100710914849345e-10,
+     2.9071857792684834e-11, -1.0498529304345816e-12],
 )  # fmt: skip
 
 
@@ -289,6 +307,15 @@ def tanh(x):
     a, z = abs(x), x * x
     far = 1.0 - 2.0 / (normal_exp(a + a) + 1.0)
     return where(a < 0.625, x * mad(z, _flattened(z), 1.0), _signed(far, x))
+
+
+@inline
+def erf(x):
+    """The error function."""
+    a, z, most = abs(x), x * x, 4.0 if _single(x) else 6.0
+    beyond = where(a < 1.0, 1.0, where(a > most, most, a))
+    far = 1.0 - normal_exp(-_far(beyond - 1.0))
+    return where(a < 1.0, mad(x, _near(z), x), where(x == x, _signed(far, x), x))
 
 
 @inline

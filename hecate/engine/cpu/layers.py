@@ -1,9 +1,9 @@
 """Kernels for memories made of linear layers: their graph, walked for one token after the other, the state in cache.
 
 What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
-both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are link and gates; what a
-bias brings, `learn` with its numbers `bc` and `learn_back`, is called by its address. So one compilation per dtype
-serves every rule.
+both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are link and gates; what bias
+and activation bring, `learn` and `act` with their numbers and `learn_back`, is called by its address. So one
+compilation per dtype serves every rule.
 
 The columns of a node are those of `NODE`. The values of a token lie side by side in a row, that of a node at its `at`;
 an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
@@ -16,7 +16,7 @@ a `floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.boun
 from __future__ import annotations
 
 from hecate.engine.cpu.bound import bounded, bounded_back
-from hecate.engine.cpu.formulas import activated, centred, linked, norm_pulled, normed, unlinked
+from hecate.engine.cpu.formulas import centred, linked, norm_pulled, normed, unlinked
 from hecate.engine.cpu.passes import (
     added, backs, copy, decayed, dots, dots_more, fill, moved, out_of_line, product, product_added,
     products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on,
@@ -24,7 +24,7 @@ from hecate.engine.cpu.passes import (
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
-NODE = ("op", "kind", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
+NODE = ("op", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
 COLUMNS = len(NODE)
 LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
 
@@ -33,19 +33,20 @@ LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
 def _node(plan, n):
     """The columns of a node."""
     c = plan[n]
-    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10], c[11]
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10]
 
 
 @helper
-def _evaluated(plan, eps, nodes, W, wo, x, xo):
+def _evaluated(plan, eps, nodes, W, wo, x, xo, act, ac):
     """The value of every node, from that of the input."""
     out_of_line()
     for n in range(nodes):
-        op, kind, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        op, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
         if op == 0:
             dots(W, wo + o, V, P, x, xo + a, x, xo + at)
         elif op == 1:
-            activated(kind, x, xo + a, size, x, xo + at, wide)
+            i, j = xo + a, xo + at
+            act(x[i : i + wide], x[j : j + wide], x[j + wide : j + 2 * wide], x[j + 2 * wide : j + 3 * wide], size, ac)
         elif op == 2:
             summed(x, xo + a, x, xo + b, x, xo + at, wide)
         elif op == 3:
@@ -58,7 +59,7 @@ def _evaluated(plan, eps, nodes, W, wo, x, xo):
 def _spread(node, x, xo, g, go, row):
     """Adds the cotangent of an operation's value to those of its inputs."""
     out_of_line()
-    op, _, _, _, _, _, a, b, at, size, wide, _ = node
+    op, _, _, _, _, a, b, at, size, wide, _ = node
     if op == 1:
         product_added(g, go + at, x, xo + at + wide, g, go + a, wide)
     elif op == 2:
@@ -78,7 +79,7 @@ def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
     """The cotangents of all values above the input from that of the last: d of every layer."""
     out_of_line()
     for n in range(nodes - 1, -1, -1):
-        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        op, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
         if op == 0:
             if 0 < a < hidden:
                 backs(W, wo + o, V, P, f, fo + at, f, fo + a)
@@ -92,7 +93,7 @@ def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
     and those of the values that it used, added to g."""
     out_of_line()
     for n in range(nodes):
-        op, _, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
+        op, _, o, V, P, a, b, at, size, wide, _ = _node(plan, n)
         if op == 0:
             if 0 < a < hidden:
                 dots_more(W, wo + o, V, P, up, a, up, at)
@@ -129,7 +130,7 @@ def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
     those of `_raised`, too."""
     out_of_line()
     for n in range(nodes - 1, -1, -1):
-        op, _, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
+        op, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
         if op != 0:
             _spread(_node(plan, n), x, xo, g, at - at, row)
         elif both > 0 and 0 < a < hidden:
@@ -145,9 +146,9 @@ def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
     for n in range(nodes):
         node = _node(plan, n)
         if node[0] == 0:
-            at = node[3]
-            s = linked(link, A, o + at, W, to + at, node[9], node[11], node[5], la, lb)
-            scales[so + node[2]] = s
+            at = node[2]
+            s = linked(link, A, o + at, W, to + at, node[8], node[10], node[4], la, lb)
+            scales[so + node[1]] = s
 
 
 @helper
@@ -157,16 +158,18 @@ def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
     for n in range(nodes):
         node = _node(plan, n)
         if node[0] == 0:
-            at, s = node[3], scales[so + node[2]]
-            unlinked(link, A, o + at, W, to + at, s, M, at, G, go + at, node[9], node[11], node[5], la, lb)
+            at, s = node[2], scales[so + node[1]]
+            unlinked(link, A, o + at, W, to + at, s, M, at, G, go + at, node[8], node[10], node[4], la, lb)
 
 
 @helper
-def _learned(plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, learn, bc, P, V, L, last, row, hidden):
+def _learned(
+    plan, eps, nodes, W, wo, k, ko, v, vo, size, x, xo, f, fo, u, uo, learn, bc, act, ac, P, V, L, last, row, hidden,
+):  # fmt: skip
     """A token's values, its u, and the cotangents of its values: h and d of every layer."""
     out_of_line()
     copy(k, ko, x, xo, P)
-    _evaluated(plan, eps, nodes, W, wo, x, xo)
+    _evaluated(plan, eps, nodes, W, wo, x, xo, act, ac)
     learn(x[xo + last : xo + last + V], v[vo : vo + V], u[uo : uo + V], size, bc)
     fill(f, fo, L, 0.0)
     for i in range(size):
@@ -190,7 +193,7 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, 
     """The step on every weight, from (A, S) to (B, R), and `back` towards I where there is one."""
     out_of_line()
     for n in range(nodes):
-        op, _, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
+        op, _, o, V, P, a, _, at, _, _, width = _node(plan, n)
         if op == 0:
             h, ho = _looked_at(x, xo + a, width, P, centre, row)
             if S.size > 0:
@@ -202,7 +205,7 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, 
 def forward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
     write, reset, initial, A, S, y, kept, kept_S, segment, link, la, lb, centre, order, before, anchor, floor, W, x, f,
-    u, row, scales, bv, bt, learn, bc,
+    u, row, scales, bv, bt, learn, bc, act, ac,
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
@@ -230,7 +233,7 @@ def forward(
             writes = write.size == 0 or write[at]
             if before:
                 copy(q, at * P, x, nil, P)
-                _evaluated(plan, eps, nodes, Z, zo, x, nil)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil, act, ac)
                 copy(x, last, y, at * V, V)
             if writes:
                 r, l = retain[at], lr[at]
@@ -241,8 +244,8 @@ def forward(
                         regained(A, base, initial, base, size, back)
                     r = number(r, 1)
                 _learned(
-                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, learn, bc, P, V, L,
-                    last, row, hidden,
+                    plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, nil, f, nil, u, nil, learn, bc, act, ac,
+                    P, V, L, last, row, hidden,
                 )  # fmt: skip
                 if floor > 0:
                     l /= floor + bounded(plan, nodes, Z, zo, x, nil, bv, bt, L, hidden)
@@ -254,7 +257,7 @@ def forward(
                     _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
             if not before:
                 copy(q, at * P, x, nil, P)
-                _evaluated(plan, eps, nodes, Z, zo, x, nil)
+                _evaluated(plan, eps, nodes, Z, zo, x, nil, act, ac)
                 copy(x, last, y, at * V, V)
 
 
@@ -262,7 +265,7 @@ def forward(
 def _replayed(
     first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
     momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor, states, states_S, W, x,
-    f, u, row, scales, X, bv, bt, learn, bc,
+    f, u, row, scales, X, bv, bt, learn, bc, act, ac,
 ):  # fmt: skip
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
     out_of_line()
@@ -285,8 +288,8 @@ def _replayed(
                     regained(X, nil, initial, base, size, back)
                 Z, zo, A, ao, r = X, nil, X, nil, number(r, 1)
             _learned(
-                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, i * V, learn, bc, P, V,
-                L, last, row, hidden,
+                plan, eps, nodes, Z, zo, k, at * P, v, at * V, width, x, i * L, f, i * L, u, i * V, learn, bc, act, ac,
+                P, V, L, last, row, hidden,
             )  # fmt: skip
             if floor > 0:
                 l /= floor + bounded(plan, nodes, Z, zo, x, i * L, bv, bt, L, hidden)
@@ -307,12 +310,12 @@ def _replayed(
 
 
 @helper
-def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden):
+def _read_back(plan, eps, nodes, W, wo, M, mo, q, qo, gy, yo, x, g, gq, P, V, L, last, row, hidden, act, ac):
     """VJP of a token's read: the cotangent of its query and, added to M, those of the weights."""
     out_of_line()
     nil = P - P
     copy(q, qo, x, nil, P)
-    _evaluated(plan, eps, nodes, W, wo, x, nil)
+    _evaluated(plan, eps, nodes, W, wo, x, nil, act, ac)
     fill(g, nil, L, 0.0)
     copy(gy, yo, g, last, V)
     _through(plan, nodes, W, wo, M, mo, x, nil, g, g, nil, g, row, hidden, nil)
@@ -331,7 +334,7 @@ def _step_back(
     fill(up, nil, L, 0.0)
     gl, gr, gm = l - l, l - l, l - l
     for n in range(nodes):
-        op, _, _, o, V, P, a, _, at, size, _, width = _node(plan, n)
+        op, _, o, V, P, a, _, at, size, _, width = _node(plan, n)
         if op == 0:
             h, ho = _looked_at(x, xo + a, width, P, centre, row)
             if S.size > 0:
@@ -417,7 +420,7 @@ def backward(
     lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
     write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, link, la, lb, centre,
     order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt, learn,
-    bc, learn_back,
+    bc, act, ac, learn_back,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
     segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
@@ -440,7 +443,7 @@ def backward(
             _replayed(
                 first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
                 retain, momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor,
-                states, states_S, W, x, f, u, row, scales, X, bv, bt, learn, bc,
+                states, states_S, W, x, f, u, row, scales, X, bv, bt, learn, bc, act, ac,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at, i = first + t * heads, t - start
@@ -449,7 +452,7 @@ def backward(
                 if not before or not writes:
                     _read_back(
                         plan, eps, nodes, Z, to * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
-                        hidden,
+                        hidden, act, ac,
                     )  # fmt: skip
                 if writes:
                     if link > 0:
@@ -465,7 +468,7 @@ def backward(
                     if before:
                         _read_back(
                             plan, eps, nodes, Z, o * size, Q, mo, q, at * P, gy, at * V, z, g, gq, P, V, L, last, row,
-                            hidden,
+                            hidden, act, ac,
                         )  # fmt: skip
                 if resets:
                     _restart_back(

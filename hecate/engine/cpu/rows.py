@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.vectors import FOUR, filled, load, store
-from hecate.formula import Formula, bias_formula
+from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, per_vector, store
+from hecate.formula import Formula, Unprintable, activation_nodes, bias_formula
 from hecate.formula.nodes import ROWS, Node
 from hecate.formula.printer import literal, said, uses
 
-SIGNATURES = "p, v, u, n, c", "p, v, u, gu, gp, gv, n, c"
+SIGNATURES = {"learn": "p, v, u, n, c", "learn_back": "p, v, u, gu, gp, gv, n, c", "act": "x, y, d, dd, n, c"}
 
 
 class Row(NamedTuple):
-    """Functions of a bias there and back, as text, and the numbers of c."""
+    """Functions of a part there and back, as text, and the numbers of c."""
+
+    kind: str
 
     there: str
     back: str
@@ -32,7 +35,7 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """A name by which equal texts are one part."""
-        return f"learn_{hashlib.sha256((self.there + self.back).encode()).hexdigest()[:16]}"
+        return f"{self.kind}_{hashlib.sha256((self.there + self.back).encode()).hexdigest()[:16]}"
 
 
 @cache
@@ -41,15 +44,23 @@ def row_of(formula: Formula) -> Row:
     u, (gp, gv) = formula.u, formula.pulled
     numbers: dict[Node, int] = {}
     known = {} if u.op in ("in", "const") else {u: "u"}
-    there = printed("learn", SIGNATURES[0], {"p": "p", "v": "v"}, {"u": u}, {}, numbers)
+    there = printed("learn", {"p": "p", "v": "v"}, {"u": u}, {}, numbers)
     inputs = {"p": "p", "v": "v", "g": "gu"}
-    back = printed("learn_back", SIGNATURES[1], inputs, {"gp": gp, "gv": gv}, known, numbers)
-    return Row(there, back, tuple(node.args[0] for node in numbers))
+    back = printed("learn_back", inputs, {"gp": gp, "gv": gv}, known, numbers)
+    return Row("learn", there, back, tuple(node.args[0] for node in numbers))
+
+
+@cache
+def act_of(nodes: tuple[Node, Node, Node]) -> Row:
+    """The function of an activation: a row's values and its first and second derivatives, in whole vectors."""
+    numbers: dict[Node, int] = {}
+    there = printed("act", {"x": "x"}, dict(zip(("y", "d", "dd"), nodes, strict=True)), {}, numbers, width="ONE")
+    return Row("act", there, "", tuple(node.args[0] for node in numbers))
 
 
 def printed(
-    name: str, signature: str, inputs: Mapping[str, str], results: Mapping[str, Node], known: Mapping[Node, str],
-    numbers: dict[Node, int],
+    name: str, inputs: Mapping[str, str], results: Mapping[str, Node], known: Mapping[Node, str],
+    numbers: dict[Node, int], width: str = "FOUR",
 ) -> str:  # fmt: skip
     """A function that writes nodes into arrays; `inputs` are the arrays of a formula's inputs, `known` those of nodes
     that are there already. The config's own numbers are added to `numbers`, with their places in c."""
@@ -61,11 +72,14 @@ def printed(
     arrays = dict.fromkeys([*inputs.values(), *known.values()])
     text |= {node: f"{array}4" for node, array in known.items()}
     first, count = next(iter(arrays)), 0
-    lines = [f"def {name}({signature}):", f"    zero = filled(load({first}, 0, FOUR), 0.0)", "    place = places(zero)"]
+    step = "4" if width == "FOUR" else f"per_vector({first})"
+    lines = [f"def {name}({SIGNATURES[name]}):", f"    zero = filled(load({first}, 0, {width}), 0.0)"]
+    lines += ["    place = places(zero)"]
     for stage in range(max(stages.values()) + 1):
         here = [node for node in sums if stages[node] == stage + 1]
         lines += [f"    {text[node]} = {'zero' if node.op == 'total' else 'zero - INF'}" for node in here]
-        lines += ["    for i in range(0, n, 4):", *(f"        {array}4 = load({array}, i, FOUR)" for array in arrays)]
+        lines += [f"    for i in range(0, n, {step}):"]
+        lines += [f"        {array}4 = load({array}, i, {width})" for array in arrays]
         inside = dict(text)
         wanted = [node.args[0] for node in here] if here else list(results.values())
         for node in uses(wanted, inside):
@@ -101,9 +115,14 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
 _KNOWN: dict[str, Row] = {}
 
 
-def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
-    """The name of a bias's part, and its numbers."""
-    row = row_of(bias_formula(bias))
+def part(knob: Bias | Activation) -> tuple[str, tuple[float, ...]]:
+    """The name of the part that a bias or an activation brings, and its numbers. Raises Unprintable."""
+    if isinstance(knob, Bias):
+        row = row_of(bias_formula(knob))
+    elif isinstance(nodes := activation_nodes(knob), str):
+        raise Unprintable(nodes)
+    else:
+        row = act_of(nodes)
     _KNOWN[row.name] = row
     return row.name, row.numbers or (0.0,)
 
@@ -111,9 +130,11 @@ def part(bias: Bias) -> tuple[str, tuple[float, ...]]:
 def function(name: str, back: bool) -> Callable[..., Any]:
     """A part by its name, for numba to compile."""
     space = {
-        **lanes.NAMES, "larger": lanes.larger, "FOUR": FOUR, "filled": filled, "load": load, "store": store,
+        **lanes.NAMES, "larger": lanes.larger, "FOUR": FOUR, "ONE": ONE, "per_vector": per_vector,
+        "filled": filled, "load": load, "store": store,
         "places": lanes.places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
     }  # fmt: skip
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.
-    exec(compile(_KNOWN[name].back if back else _KNOWN[name].there, __file__, "exec"), space)
-    return space["learn_back" if back else "learn"]
+    row = _KNOWN[name]
+    exec(compile(row.back if back else row.there, __file__, "exec"), space)
+    return space[f"{row.kind}_back" if back else row.kind]
