@@ -1,0 +1,118 @@
+"""Biases as the kernels know them: the names of a formula's text in Triton, and its functions.
+
+They take rows of values `[C, V]`, of which `inside` `[1, V]` says what lies within the width N: sums and maxima go along
+a row. Nothing is written to disk: Triton takes the text from memory, and keeps what it compiles under a key made of it.
+[ENG-TRITON-D9]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from hecate.bias import Bias
+from hecate.formula import Formula, bias_formula
+from hecate.formula.printer import printed
+
+INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+
+
+@triton.jit
+def total(inside, x):
+    """The sum of each row, `[C, 1]`."""
+    return tl.sum(tl.where(inside, x, 0.0), 1)[:, None]
+
+
+@triton.jit
+def top(inside, x):
+    """The largest number of each row, NaN where there is one: the hardware's maximum passes it over."""
+    lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 1)
+    return tl.where(lost > 0, NAN, tl.max(tl.where(inside & (x == x), x, -INF), 1))[:, None]
+
+
+@triton.jit
+def expm1(x):
+    """e^x - 1, by its series where the difference would cancel."""
+    near = x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
+    return tl.where(tl.abs(x) < 0.5, x + x * near, tl.exp(x) - 1)
+
+
+@triton.jit
+def tanh(x):
+    """By e^2|x| - 1, which is small where x is."""
+    e = expm1(2 * tl.where(tl.abs(x) > 20, 20.0, tl.abs(x)))
+    return tl.where(x < 0, -1.0, 1.0) * (e / (e + 2))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), times what 1 + x lost of x."""
+    y = 1.0 + x
+    kept = y - 1
+    return tl.where((kept == 0) | (y == INF), x, tl.log(y) * (x / tl.where(kept == 0, 1.0, kept)))
+
+
+@triton.jit
+def power(x, n):
+    """x^n, of negative numbers for whole n."""
+    size = tl.abs(x)
+    y = tl.where((size == 1) | (n == 0), 1.0, tl.exp2(n * tl.log2(size)))
+    whole, odd = n == tl.floor(n), n * 0.5 != tl.floor(n * 0.5)
+    return tl.where((x < 0) & (n != 0), tl.where(whole, tl.where(odd, -y, y), tl.where(size == INF, y, NAN)), y)
+
+
+# `tl.` in front: the interpreter replaces what it finds in this module, not functions under names of their own.
+NAMES = {
+    **{name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()},
+    "total": "total(inside, ", "top": "top(inside, ",
+}  # fmt: skip
+SPACE = {
+    "tl": tl, "INF": INF, "NAN": NAN, "total": total, "top": top, "expm1": expm1, "tanh": tanh, "log1p": log1p,
+    "power": power, "__name__": __name__,
+}  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """A bias for the kernels: `psi(inside, N, p, v, cu)` is u, `pull(inside, N, p, v, g, cg)` the cotangents of p and v
+    from that of u, beside their numbers.
+
+    `moves` says that u moves with the prediction p, `apart` that no number of a row needs another.
+    """
+
+    psi: Any
+    pull: Any
+    cu: tuple[float, ...]
+    cg: tuple[float, ...]
+    moves: bool
+    apart: bool
+
+
+def tiles_of(bias: Bias) -> Tiles:
+    """The functions of a bias. Raises Unprintable, which says why it has none."""
+    return _tiles(bias_formula(bias))
+
+
+@lru_cache(256)
+def _tiles(formula: Formula) -> Tiles:
+    given = "inside", "N: tl.constexpr", "p", "v"
+    psi = printed("psi", given, [formula.u], names=NAMES)
+    pull = printed("pull", (*given, "g"), formula.pulled, names=NAMES)
+    functions = _compiled(f"{psi.source}\n{pull.source}")
+    # Triton takes no empty tuple.
+    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)
+    return Tiles(*functions, *numbers, moves=not formula.target, apart=formula.coordinatewise)
+
+
+@cache
+def _compiled(text: str) -> tuple[Any, Any]:
+    """The functions of a text. It is made of names of the table and numbers alone, no string of a user's."""
+    file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    space = dict(SPACE)
+    exec(compile(text, file, "exec"), space)
+    return triton.jit(space["psi"]), triton.jit(space["pull"])
