@@ -64,10 +64,6 @@ class KL(Bias):
     temperature: float = Field(1.0, gt=0)
     curvature: ClassVar[float] = 0.5
 
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("softmax", self.temperature if self.target == "softmax" else 0.0)
-
     def conflicts(self) -> Conflicts:
         if self.target == "distribution" and self.temperature != 1:
             no_effect = "has no effect with target='distribution', which takes v as it is"
@@ -269,10 +265,6 @@ class Huber(ErrorBias):
     def kernel(self) -> KernelForm | None:
         return None if self.norm else KernelForm("clip", self.delta)
 
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("ball" if self.norm else "clip", self.delta)
-
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
         beyond = size > self.delta
@@ -350,10 +342,6 @@ class Robust(ErrorBias):
     kind: Literal["robust"] = "robust"
     radius: float = Field(0.1, ge=0)
     eps: float = Field(1e-6, gt=0)
-
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("pull", self.radius, self.eps)
 
     @property
     def curvature(self) -> float | None:

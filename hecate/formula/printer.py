@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +38,6 @@ ROWS, WIDTH = 3, 5  # of tensors that are traced: unlike, so that shapes tell nu
 MORE, WIDER = 4, 64
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
-_SAME: Mapping[str, str] = MappingProxyType({})
 DEPTH = 6  # of an expression before it gets a name
 DEEPEST = 150  # operations, one after the other, of a formula: nodes are walked by functions that call themselves
 
@@ -237,7 +235,7 @@ def moved(variant: Variant) -> Variant | None:
 
 def printed(
     name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None,
-    names: Mapping[str, str] = _SAME,
+    names: Mapping[str, str] | None = None,
 ) -> Text:  # fmt: skip
     """The function that computes nodes; those `known` are inputs under that name, `names` as `said` takes them."""
     text, used = dict(known or {}), uses(results, known or {})
@@ -291,13 +289,14 @@ def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
     return {node: count[node] for node in order}
 
 
-def said(node: Node, text: Mapping[Node, str], names: Mapping[str, str] = _SAME) -> str:
-    """An operation, its arguments as they are in the text; `names` has what begins the call of a function that has
-    another name than its own."""
+def said(node: Node, text: Mapping[Node, str], names: Mapping[str, str] | None = None) -> str:
+    """An operation, its arguments as they are in the text; `names`: how calls of some functions begin."""
     args = [text[item] for item in node.args]
     if node.op == "neg":
         return f"-{args[0]}"
-    return f"{args[0]} {INFIX[node.op]} {args[1]}" if node.op in INFIX else f"{names.get(node.op, node.op + '(')}{', '.join(args)})"
+    if node.op in INFIX:
+        return f"{args[0]} {INFIX[node.op]} {args[1]}"
+    return f"{(names or {}).get(node.op, f'{node.op}(')}{', '.join(args)})"
 
 
 def literal(value: float) -> str:

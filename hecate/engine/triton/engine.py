@@ -76,13 +76,13 @@ class Triton(TokenEngine):
         if not rule.structure.linear or rule.structure.diagonal:
             return f"structure {rule.structure.kind!r} has no kernel"
         # Nothing is traced within a trace of torch's compiler: there the operators ask, and run torch.
-        if not torch.compiler.is_compiling() and isinstance(reason := formula_of(rule.bias), str):
-            return f"bias {rule.bias.kind!r} as configured has no kernel: {reason}"
+        if not torch.compiler.is_compiling() and isinstance(bias := formula_of(rule.bias), str):
+            return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
         knobs = ("retention", rule.retention), ("algorithm", rule.algorithm)
-        for (name, variant), form in zip(knobs, config.forms.tokens[1:], strict=True):
+        for (name, variant), form in zip(knobs, config.forms.tokens, strict=True):
             if form is None:
                 return f"{name} {variant.kind!r} as configured has no kernel"
-        algorithm = config.forms.tokens[2]
+        algorithm = config.forms.tokens[1]
         if algorithm is not None and algorithm.ridge is not None:
             return f"algorithm {rule.algorithm.kind!r} carries a matrix of keys, which has no kernel"
         if config.dtype == torch.float64:

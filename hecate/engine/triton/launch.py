@@ -55,9 +55,9 @@ class Scan:
         self.segment = kept_every(self.width, exact, channels=self.channels)
         self.documents = Documents.of(borders, self.length, self.segment, self.memory)
         self.flags: dict[str, Any] = {
-            "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "RETAIN": retain is not None,
-            "MOVES": self.bias.moves, "MOMENTUM": slots != [], "MASK": masks[0] is not None,
-            "RESET": masks[1] is not None, "APART": given.phi_w is not None,
+            "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
+            "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": slots != [],
+            "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
             "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0), "DOCS": borders is not None,
         }  # fmt: skip

@@ -31,7 +31,7 @@ class Formulas(NamedTuple):
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
-    bias, (_, step, algorithm) = tiles_of(config.bias), config.forms.tokens
+    bias, (step, algorithm) = tiles_of(config.bias), config.forms.tokens
     if step is None or algorithm is None:
         raise TypeError("the engine was chosen without its refusal being asked")
     name, c, column = "plain", 0.0, False
@@ -50,8 +50,8 @@ def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
         how = "stable" if algorithm.bounded else "erase"
     numbers = [] if step.link is None else [float(x) for x in step.link.numbers]
     flags = {
-        "PSI": bias.psi, "MOVES": bias.moves, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap, "ALGORITHM": how,
-        "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
+        "PSI": bias.psi, "MOVES": bias.moves, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap,
+        "ALGORITHM": how, "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
     apart = bias.apart and cap == "none" and link != "powers" and algorithm.erase is None and not column
     own = (algorithm.erase or 0.0, c, step.cap or 0.0, *numbers, *[0.0] * (5 - len(numbers)))

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, kept_every
+from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
@@ -45,9 +47,13 @@ def scanned(
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
-@lru_cache(256)
 def config_of(rule: str) -> MemoryConfig:
-    """A config of such a text."""
+    """A config of such a text, in which a bias is a class by its name."""
+    return _config_of(rule, tuple(Bias.variants().values()))
+
+
+@lru_cache(256)
+def _config_of(rule: str, classes: tuple[type[Bias], ...]) -> MemoryConfig:
     return MemoryConfig.model_validate_json(rule)
 
 
@@ -65,10 +71,10 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     flags = tuple(name for name, has in there.items() if has)
     # Narrow values that were made wide have the precision of narrow ones.
     dtype = torch.bfloat16 if exact == "tf32" and values.dtype == torch.float32 else values.dtype
-    trusted = interpreting() or (
-        find_spec("triton") is not None
-        and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
-    )
+    trusted = not isinstance(formula_of(config.bias), str)
+    if trusted and not interpreting():
+        shape = tuple(weights.shape[1:])
+        trusted = find_spec("triton") is not None and verdict(config, flags, dtype, values.device.type, shape) is None
     return kernel_of(config, carry, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
 
 
@@ -80,7 +86,8 @@ def _record_shapes(
     channels, width = retain.dim() == v.dim(), memory.shape[-1]
     segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    moves = keeps and exact is not None and not config_of(rule).forms.target
+    formula = formula_of(config_of(rule).bias)
+    moves = keeps and exact is not None and not (isinstance(formula, str) or formula.target)
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 

@@ -1,11 +1,9 @@
 """Biases as the kernels know them: the names of a formula's text in Triton, and its functions.
 
-They take rows of values `[C, V]`, of which `inside` `[1, V]` says what lies within the width N: sums and maxima go along
-a row. Nothing is written to disk: Triton takes the text from memory, and keeps what it compiles under a key made of it.
+They take rows of values `[C, V]`; `inside` `[1, V]` says what lies within the width N, and sums and maxima go along a
+row. Nothing is written to disk: Triton takes the text from memory, and its cache knows it by what it says.
 [ENG-TRITON-D9]
 """
-
-from __future__ import annotations
 
 import hashlib
 import linecache
@@ -30,7 +28,7 @@ def total(inside, x):
 
 @triton.jit
 def top(inside, x):
-    """The largest number of each row, NaN where there is one: the hardware's maximum passes it over."""
+    """The largest number of each row, or NaN, which the hardware's maximum passes over."""
     lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 1)
     return tl.where(lost > 0, NAN, tl.max(tl.where(inside & (x == x), x, -INF), 1))[:, None]
 
@@ -45,25 +43,25 @@ def expm1(x):
 @triton.jit
 def tanh(x):
     """By e^2|x| - 1, which is small where x is."""
-    e = expm1(2 * tl.where(tl.abs(x) > 20, 20.0, tl.abs(x)))
-    return tl.where(x < 0, -1.0, 1.0) * (e / (e + 2))
+    y = expm1(2 * tl.where(tl.abs(x) > 20, 20.0, tl.abs(x)))
+    return tl.where(x < 0, -1.0, 1.0) * (y / (y + 2))
 
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), times what 1 + x lost of x."""
+    """log(1 + x), times x over what 1 + x kept of it."""
     y = 1.0 + x
-    kept = y - 1
-    return tl.where((kept == 0) | (y == INF), x, tl.log(y) * (x / tl.where(kept == 0, 1.0, kept)))
+    kept = tl.where(y == 1, 1.0, y - 1)
+    return tl.where((y == 1) | (y == INF), x, tl.log(y) * (x / kept))
 
 
 @triton.jit
 def power(x, n):
     """x^n, of negative numbers for whole n."""
     size = tl.abs(x)
-    y = tl.where((size == 1) | (n == 0), 1.0, tl.exp2(n * tl.log2(size)))
-    whole, odd = n == tl.floor(n), n * 0.5 != tl.floor(n * 0.5)
-    return tl.where((x < 0) & (n != 0), tl.where(whole, tl.where(odd, -y, y), tl.where(size == INF, y, NAN)), y)
+    y = tl.where(n == 0, 1.0, tl.where(size == 1, 1.0, tl.exp2(n * tl.log2(size))))
+    signed = tl.where(n * 0.5 == tl.floor(n * 0.5), y, -y)
+    return tl.where(x < 0, tl.where(n == tl.floor(n), signed, tl.where(size == INF, y, NAN)), y)
 
 
 # `tl.` in front: the interpreter replaces what it finds in this module, not functions under names of their own.
@@ -71,18 +69,12 @@ NAMES = {
     **{name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()},
     "total": "total(inside, ", "top": "top(inside, ",
 }  # fmt: skip
-SPACE = {
-    "tl": tl, "INF": INF, "NAN": NAN, "total": total, "top": top, "expm1": expm1, "tanh": tanh, "log1p": log1p,
-    "power": power, "__name__": __name__,
-}  # fmt: skip
+OWN = {"total": total, "top": top, "expm1": expm1, "tanh": tanh, "log1p": log1p, "power": power}
 
 
 class Tiles(NamedTuple):
     """A bias for the kernels: `psi(inside, N, p, v, cu)` is u, `pull(inside, N, p, v, g, cg)` the cotangents of p and v
-    from that of u, beside their numbers.
-
-    `moves` says that u moves with the prediction p, `apart` that no number of a row needs another.
-    """
+    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others."""
 
     psi: Any
     pull: Any
@@ -102,17 +94,16 @@ def _tiles(formula: Formula) -> Tiles:
     given = "inside", "N: tl.constexpr", "p", "v"
     psi = printed("psi", given, [formula.u], names=NAMES)
     pull = printed("pull", (*given, "g"), formula.pulled, names=NAMES)
-    functions = _compiled(f"{psi.source}\n{pull.source}")
-    # Triton takes no empty tuple.
-    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)
+    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
+    functions = compiled(f"{psi.source}\n{pull.source}")
     return Tiles(*functions, *numbers, moves=not formula.target, apart=formula.coordinatewise)
 
 
 @cache
-def _compiled(text: str) -> tuple[Any, Any]:
-    """The functions of a text. It is made of names of the table and numbers alone, no string of a user's."""
+def compiled(text: str) -> tuple[Any, Any]:
+    """psi and pull of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space = dict(SPACE)
+    space = {"tl": tl, "INF": INF, "NAN": NAN, **OWN, "__name__": __name__}
     exec(compile(text, file, "exec"), space)
     return triton.jit(space["psi"]), triton.jit(space["pull"])
