@@ -17,8 +17,6 @@ from hecate.bias import Bias
 from hecate.formula import Formula, bias_formula
 from hecate.formula.printer import printed
 
-INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
-
 
 @triton.jit
 def total(inside, x):
@@ -30,7 +28,7 @@ def total(inside, x):
 def top(inside, x):
     """The largest number of each row, or NaN, which the hardware's maximum passes over."""
     lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 1)
-    return tl.where(lost > 0, NAN, tl.max(tl.where(inside & (x == x), x, -INF), 1))[:, None]
+    return tl.where(lost > 0, float("nan"), tl.max(tl.where(inside & (x == x), x, float("-inf")), 1))[:, None]
 
 
 @triton.jit
@@ -52,7 +50,7 @@ def log1p(x):
     """log(1 + x), times x over what 1 + x kept of it."""
     y = 1.0 + x
     kept = tl.where(y == 1, 1.0, y - 1)
-    return tl.where((y == 1) | (y == INF), x, tl.log(y) * (x / kept))
+    return tl.where((y == 1) | (y == float("inf")), x, tl.log(y) * (x / kept))
 
 
 @triton.jit
@@ -61,7 +59,7 @@ def power(x, n):
     size = tl.abs(x)
     y = tl.where(n == 0, 1.0, tl.where(size == 1, 1.0, tl.exp2(n * tl.log2(size))))
     signed = tl.where(n * 0.5 == tl.floor(n * 0.5), y, -y)
-    return tl.where(x < 0, tl.where(n == tl.floor(n), signed, tl.where(size == INF, y, NAN)), y)
+    return tl.where(x < 0, tl.where(n == tl.floor(n), signed, tl.where(size == float("inf"), y, float("nan"))), y)
 
 
 # `tl.` in front: the interpreter replaces what it finds in this module, not functions under names of their own.
@@ -95,8 +93,8 @@ def _tiles(formula: Formula) -> Tiles:
     psi = printed("psi", given, [formula.u], names=NAMES)
     pull = printed("pull", (*given, "g"), formula.pulled, names=NAMES)
     numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
-    functions = compiled(f"{psi.source}\n{pull.source}")
-    return Tiles(*functions, *numbers, moves=not formula.target, apart=formula.coordinatewise)
+    text = f"{psi.source}\n{pull.source}".replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
+    return Tiles(*compiled(text), *numbers, moves=not formula.target, apart=formula.coordinatewise)
 
 
 @cache
@@ -104,6 +102,6 @@ def compiled(text: str) -> tuple[Any, Any]:
     """psi and pull of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space = {"tl": tl, "INF": INF, "NAN": NAN, **OWN, "__name__": __name__}
+    space = {"tl": tl, **OWN, "__name__": __name__}
     exec(compile(text, file, "exec"), space)
     return triton.jit(space["psi"]), triton.jit(space["pull"])
