@@ -43,6 +43,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("tape", "errors"),
     ("engine", "formula"),
     ("engine", "rule"),
+    ("rule", "formula"),
     ("cms", "nn"),
     ("cli", "data_cli"),
     ("cli", "hf"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan
 from hecate.bias import Bias, Dot, Huber
-from hecate.engine.triton import tiles
+from hecate.engine.triton import kernel, tiles
 from hecate.engine.triton.loops import formulas
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable
@@ -59,6 +59,18 @@ class LogCosh(Bias):
         return pulled, -pulled
 
 
+class Bare(Bias):
+    """tiles_bare: ell = |e|, whose derivative is no number at e = 0, where nothing is written as well."""
+
+    kind: Literal["tiles_bare"] = "tiles_bare"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return (pred - target).square().sum(-1).sqrt()
+
+    def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+        return (pred - target) / (pred - target).square().sum(-1, keepdim=True).sqrt()
+
+
 class Blind(Bias):
     """tiles_blind: u = -v in other words than those of dot."""
 
@@ -68,7 +80,7 @@ class Blind(Bias):
         return (pred * target).sum(-1) * -1.0
 
 
-for own in (LogCosh, Blind):  # they are passed as values: tests of all known kinds need not know them
+for own in (LogCosh, Bare, Blind):  # they are passed as values: tests of all known kinds need not know them
     del Bias._registry[own.model_fields["kind"].default]
 
 
@@ -133,8 +145,8 @@ def test_sums_and_maxima_are_of_the_width_and_keep_what_is_no_number() -> None:
         torch.testing.assert_close(found, right[:, None].expand_as(x), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-OWN = [LogCosh(), LossAlone(), LossAlone(scale=0.2), Pinball(), Together(), Mean(), Least(), Blind()]
-WITHIN = (1, 4, 7)
+OWN = [LogCosh(), LossAlone(), LossAlone(scale=0.2), Pinball(), Together(), Mean(), Least(), Blind(), Bare()]
+WITHIN = (1, 4, 7, 8)
 
 
 @pytest.mark.spec("ENG-TRITON-D9")
@@ -143,6 +155,7 @@ WITHIN = (1, 4, 7)
     [each if at in WITHIN else pytest.param(each, marks=pytest.mark.slow) for at, each in enumerate(OWN)],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_bias_of_ones_own_has_the_token_loops_numbers(bias: Bias) -> None:
     trial({"bias": bias, "retention": "decay", "algorithm": "momentum"}, masked=True)
     by_loop({"bias": bias, "retention": {"kind": "elastic_net", "threshold": 0.01}}, length=7, extra="masks")
@@ -156,6 +169,17 @@ def test_another_number_is_the_same_kernel() -> None:
     told = [tiles.tiles_of(bias) for bias in (Dot(), Blind(), Together(), Huber(norm=True))]
     assert [(own.moves, own.apart) for own in told] == [(False, True), (False, True), (True, False), (True, False)]
     assert not formulas(MemoryConfig(bias=Together(), retention="elastic_net"), single=True).apart
+
+
+@pytest.mark.spec("ENG-TRITON-I3")
+def test_a_verdict_is_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(kernel, "judged", lambda facts, judge, own: asked.append((facts, own)))
+    for bias in (Huber(delta=0.3), Huber(), Huber(norm=True), LogCosh()):
+        kernel.verdict(MemoryConfig(bias=bias), (), torch.float32, "cpu", (4, 4))
+    (one, own), (same, other), *rest = asked
+    assert one == same and own != other and all(one != facts for facts, _ in rest)
+    assert 0.3 in own["rule"]["numbers"] and "0.3" not in str(one)
 
 
 @pytest.mark.spec("ENG-TRITON-D9")

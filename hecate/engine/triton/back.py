@@ -26,6 +26,7 @@ from hecate.engine.triton.block import (
     segment_of,
     sequence_of,
     views,
+    writes_at,
 )
 from hecate.engine.triton.maps import COUNTS, featured, featured_back
 
@@ -82,7 +83,8 @@ def walk(
             for settled in range(C):
                 j = C - 1 - settled
                 ej, gj = PULL(in_v, V, row_of(pred, i, j), row_of(vt, i, j), row_of(x, i, j), cg)
-                ej, gj = tl.where(in_v, ej, 0.0), tl.where(in_v, gj, 0.0)
+                wrote = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
+                ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
                 err, gvt = tl.where((i == j)[:, None], ej, err), tl.where((i == j)[:, None], gj, gvt)
                 x -= tl.trans(row_of(L, i, j)) * ej
             tl.store(es + side, err, mask=there)

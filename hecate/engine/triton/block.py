@@ -80,14 +80,21 @@ def rows_at(x, at, inside, o, width):
 
 
 @triton.jit
+def writes_at(write, at, inside, MASK: tl.constexpr):
+    """True of tokens that write; of the others no bias is asked, which may be no number at 0."""
+    w = inside
+    if MASK:
+        w = inside & (tl.load(write + at, mask=inside, other=0) != 0)
+    return w
+
+
+@triton.jit
 def gates_at(
     retain, momentum, write, reset, at, inside,
     RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """(whether a token writes, 1 where it starts anew, retain, momentum), gates 1 where nothing is written."""
-    w = inside
-    if MASK:
-        w = inside & (tl.load(write + at, mask=inside, other=0) != 0)
+    w = writes_at(write, at, inside, MASK)
     born = tl.where(inside, 0.0, 0.0)
     if RESET:
         born = tl.load(reset + at, mask=inside, other=0).to(tl.float32)
@@ -304,7 +311,8 @@ def forward(
             if again:
                 pred += product(pz, Z, EXACT)
             for j in range(C):  # row j is settled, and moves the rows below
-                uj = tl.where(in_v, PSI(in_v, V, row_of(pred, i, j), row_of(vt, i, j), cu), 0.0)
+                there = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
+                uj = tl.where(there, PSI(in_v, V, row_of(pred, i, j), row_of(vt, i, j), cu), 0.0)
                 u = tl.where((i == j)[:, None], uj, u)
                 pred -= column_of(L, i, j) * uj
             if KEEPS:

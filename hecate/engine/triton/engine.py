@@ -1,5 +1,4 @@
-"""The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any bias that
-`hecate.formula` prints.
+"""The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any printed bias.
 
 There are two kernels. Blocks of tokens serve none or decay, under gradient descent of each phi channel too, and
 momentum; the loop goes token by token for what else has a form. [ENG-TRITON-D5]
@@ -34,7 +33,6 @@ from hecate.engine.tokens import Carry, Tokens, by_head
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
-from hecate.formula import formula_of
 from hecate.retention import Decay, NoRetention, StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -75,9 +73,8 @@ class Triton(TokenEngine):
             return reason
         if not rule.structure.linear or rule.structure.diagonal:
             return f"structure {rule.structure.kind!r} has no kernel"
-        # Nothing is traced within a trace of torch's compiler: there the operators ask, and run torch.
-        if not torch.compiler.is_compiling() and isinstance(bias := formula_of(rule.bias), str):
-            return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
+        if (reason := rule.unprinted()) is not None:
+            return f"bias {rule.bias.kind!r} as configured has no kernel: {reason}"
         knobs = ("retention", rule.retention), ("algorithm", rule.algorithm)
         for (name, variant), form in zip(knobs, config.forms.tokens, strict=True):
             if form is None:

@@ -17,7 +17,7 @@ from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, kept_every
-from hecate.formula import formula_of
+from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
@@ -71,10 +71,10 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     flags = tuple(name for name, has in there.items() if has)
     # Narrow values that were made wide have the precision of narrow ones.
     dtype = torch.bfloat16 if exact == "tf32" and values.dtype == torch.float32 else values.dtype
-    trusted = not isinstance(formula_of(config.bias), str)
-    if trusted and not interpreting():
-        shape = tuple(weights.shape[1:])
-        trusted = find_spec("triton") is not None and verdict(config, flags, dtype, values.device.type, shape) is None
+    trusted = interpreting() or (
+        find_spec("triton") is not None
+        and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
+    )
     return kernel_of(config, carry, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
 
 
@@ -86,8 +86,7 @@ def _record_shapes(
     channels, width = retain.dim() == v.dim(), memory.shape[-1]
     segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    formula = formula_of(config_of(rule).bias)
-    moves = keeps and exact is not None and not (isinstance(formula, str) or formula.target)
+    moves = keeps and exact is not None and not bias_formula(config_of(rule).bias).target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 

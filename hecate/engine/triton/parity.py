@@ -142,7 +142,7 @@ def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = No
     both = [json.loads(json.dumps(facts | more)) for more in ({}, own or {})]  # as they are read again
     known = [found for each in both if (found := _read(_path(each))) is not None and found["facts"] == each]
     if known:
-        reason: str | None = known[0]["reason"]
+        reason: str | None = known[-1]["reason"]
     else:
         reason = judge()
         if not isinstance(reason, Unrun):

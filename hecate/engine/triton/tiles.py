@@ -1,8 +1,7 @@
 """Biases as the kernels know them: the names of a formula's text in Triton, and its functions.
 
 They take rows of values `[C, V]`; `inside` `[1, V]` says what lies within the width N, and sums and maxima go along a
-row. Nothing is written to disk: Triton takes the text from memory, and its cache knows it by what it says.
-[ENG-TRITON-D9]
+row. Nothing is written: Triton takes the text from memory, and its cache knows it by what it says. [ENG-TRITON-D9]
 """
 
 import hashlib
@@ -67,7 +66,6 @@ NAMES = {
     **{name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()},
     "total": "total(inside, ", "top": "top(inside, ",
 }  # fmt: skip
-OWN = {"total": total, "top": top, "expm1": expm1, "tanh": tanh, "log1p": log1p, "power": power}
 
 
 class Tiles(NamedTuple):
@@ -92,9 +90,9 @@ def _tiles(formula: Formula) -> Tiles:
     given = "inside", "N: tl.constexpr", "p", "v"
     psi = printed("psi", given, [formula.u], names=NAMES)
     pull = printed("pull", (*given, "g"), formula.pulled, names=NAMES)
-    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
     text = f"{psi.source}\n{pull.source}".replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
-    return Tiles(*compiled(text), *numbers, moves=not formula.target, apart=formula.coordinatewise)
+    numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
+    return Tiles(*compiled(text), *numbers, not formula.target, formula.coordinatewise)
 
 
 @cache
@@ -102,6 +100,5 @@ def compiled(text: str) -> tuple[Any, Any]:
     """psi and pull of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    space = {"tl": tl, **OWN, "__name__": __name__}
-    exec(compile(text, file, "exec"), space)
+    exec(compile(text, file, "exec"), space := dict(globals()))
     return triton.jit(space["psi"]), triton.jit(space["pull"])
