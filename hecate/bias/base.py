@@ -18,9 +18,8 @@ class KernelForm(NamedTuple):
     coordinates may meet.
 
     With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
-    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
-
-    Where they meet: `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2). [ENG-NUM-D8]
+    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2) [ENG-NUM-D2];
+    where they meet, `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2). [ENG-NUM-D8]
     """
 
     name: Literal["target", "error", "clip", "power", "sign", "jump"]

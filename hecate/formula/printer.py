@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hecate.errors import ConfigError
 from hecate.formula.nodes import (
@@ -185,16 +185,15 @@ def traced(
 ) -> tuple[list[Node], Trace]:
     """Nodes of what a function of tensors returns; an input in capitals is one number per row."""
     (rows, width), dtype = ((MORE, WIDER), torch.float32) if wide else ((ROWS, WIDTH), torch.float64)
-    with _disable_current_modes():  # a formula may be asked for while something else is traced
-        numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
-        given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
-        with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
-            for name, tensor in zip(inputs, given, strict=True):
-                mode.name(tensor, nodes.input(name, row=name.isupper()))
-                mode.shared.add(id(tensor))
-            out = function(*given)
-            results = out if isinstance(out, tuple | list) else (out,)
-            return [mode.node(item, "the result") for item in results], mode
+    numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
+    given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
+    with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
+        for name, tensor in zip(inputs, given, strict=True):
+            mode.name(tensor, nodes.input(name, row=name.isupper()))
+            mode.shared.add(id(tensor))
+        out = function(*given)
+        results = out if isinstance(out, tuple | list) else (out,)
+        return [mode.node(item, "the result") for item in results], mode
 
 
 class Text(NamedTuple):

@@ -75,10 +75,9 @@ class Triton(TokenEngine):
             return f"structure {rule.structure.kind!r} has no kernel"
         if (reason := rule.unprinted()) is not None:
             return f"bias {rule.bias.kind!r} as configured has no kernel: {reason}"
-        knobs = ("retention", rule.retention), ("algorithm", rule.algorithm)
-        for (name, variant), form in zip(knobs, config.forms.tokens, strict=True):
+        for name, form in zip(("retention", "algorithm"), config.forms.tokens, strict=True):
             if form is None:
-                return f"{name} {variant.kind!r} as configured has no kernel"
+                return f"{name} {getattr(rule, name).kind!r} as configured has no kernel"
         algorithm = config.forms.tokens[1]
         if algorithm is not None and algorithm.ridge is not None:
             return f"algorithm {rule.algorithm.kind!r} carries a matrix of keys, which has no kernel"

@@ -11,7 +11,7 @@ One token forward, onto the state's own place, is how `decode` takes it. [ENG-TR
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import sequence_of
+from hecate.engine.triton.block import sequence_of, writes_at
 from hecate.engine.triton.maps import COUNTS
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
@@ -153,10 +153,7 @@ def backward(
             tl.store(states + own + i * V * P + cell, A, mask=whole)
             if SLOT:
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
-            w = i + 1 < count
-            if MASK:
-                w = w & (tl.load(write + at) != 0)
-            if w:
+            if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
                 A, S, _, _, _, _, _, _, _, _, _ = written(
