@@ -45,6 +45,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("phi", "activation"),
     ("structure", "activation"),
     ("engine", "rule"),
+    ("rule", "formula"),
     ("cms", "nn"),
     ("cli", "data_cli"),
     ("cli", "hf"),

@@ -14,17 +14,15 @@ from hecate.variant import Variant
 
 
 class KernelForm(NamedTuple):
-    """Formula of u = grad in the kernels of the compiled engines: as `kernel`, coordinate by coordinate; as `token`,
-    the coordinates may meet.
+    """Formula of u = grad in kernels of the compiled engines: as `kernel`, coordinate by coordinate; as `token`, the
+    coordinates may meet.
 
     With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
-    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2). [ENG-NUM-D2]
-
-    Where they meet: `"softmax"`: softmax(pred) - softmax(target/a), or - target for a = 0; `"ball"`: e min(1, a/|e|);
-    `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2); `"pull"`: e + a e / sqrt(|e|^2 + b^2). [ENG-NUM-D8]
+    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2) [ENG-NUM-D2];
+    where they meet, `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2). [ENG-NUM-D8]
     """
 
-    name: Literal["target", "error", "clip", "power", "sign", "softmax", "ball", "jump", "pull"]
+    name: Literal["target", "error", "clip", "power", "sign", "jump"]
     a: float = 0.0
     b: float = 0.0
 

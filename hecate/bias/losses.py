@@ -52,8 +52,7 @@ class KL(Bias):
     Shapes: pred, v `[..., V]`.
     VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for softmax and -g for a
     distribution.
-    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. A coordinate needs the sum over
-    all: a kernel of whole tokens alone.
+    Traits: curvature 1/2; infinite loss, but the same u, where v has negative entries. A number needs its whole row.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173) for the choice of a loss; Learning with
     Fenchel-Young Losses (Blondel et al., 2020, arXiv 1901.02324) for its form. [BIAS-KL-D1]
@@ -63,10 +62,6 @@ class KL(Bias):
     target: Literal["softmax", "distribution"] = "softmax"
     temperature: float = Field(1.0, gt=0)
     curvature: ClassVar[float] = 0.5
-
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("softmax", self.temperature if self.target == "softmax" else 0.0)
 
     def conflicts(self) -> Conflicts:
         if self.target == "distribution" and self.temperature != 1:
@@ -269,10 +264,6 @@ class Huber(ErrorBias):
     def kernel(self) -> KernelForm | None:
         return None if self.norm else KernelForm("clip", self.delta)
 
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("ball" if self.norm else "clip", self.delta)
-
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
         beyond = size > self.delta
@@ -300,7 +291,7 @@ class Yaad(ErrorBias):
     Shapes: e `[..., V]`.
     VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside, 0 at a coordinate e = 0. The threshold
     counts as inside.
-    Traits: curvature unbounded. A coordinate needs the norm of all: a kernel of whole tokens alone.
+    Traits: curvature unbounded. A coordinate needs the norm of all.
     Cost: O(V).
     Warning: at |e|_2 = delta u jumps from e to delta sign(e), whose length is up to sqrt(V) times that of e, and the
     loss by delta (|e|_1 - delta). `huber` is continuous, per coordinate and with `norm=True`.
@@ -341,7 +332,7 @@ class Robust(ErrorBias):
     Shapes: e `[..., V]`.
     VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r; at e = 0: J g = g.
     Traits: curvature 1 + radius/eps near e = 0, which bounds no useful step: declared unbounded unless radius is 0,
-    which is `l2`. A coordinate needs the norm of all: a kernel of whole tokens alone.
+    which is `l2`. A coordinate needs the norm of all.
     Cost: O(V).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), robust optimisation against shifts of
     values. [BIAS-ROBUST-D1]
@@ -350,10 +341,6 @@ class Robust(ErrorBias):
     kind: Literal["robust"] = "robust"
     radius: float = Field(0.1, ge=0)
     eps: float = Field(1e-6, gt=0)
-
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("pull", self.radius, self.eps)
 
     @property
     def curvature(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,14 +39,9 @@ class Formula(NamedTuple):
     linear: bool
 
     @property
-    def source(self) -> str:
-        """Both functions."""
-        return f"{self.psi.source}\n{self.pull.source}"
-
-    @property
     def digest(self) -> str:
         """A name by which equal texts are equal."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:24]
+        return hashlib.sha256(f"{self.psi.source}\n{self.pull.source}".encode()).hexdigest()[:24]
 
 
 def bias_formula(bias: Bias) -> Formula:
@@ -76,6 +72,11 @@ def _kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
 
 @lru_cache(KEPT)
 def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
+    with ThreadPoolExecutor(1) as apart:  # which knows nothing of what transforms, compiles or differentiates here
+        return apart.submit(_tried, make, variant).result()
+
+
+def _tried(make: Callable[[Any], Any], variant: Variant) -> Any:
     try:
         return make(variant)
     except Unprintable as reason:

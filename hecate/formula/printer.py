@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hecate.errors import ConfigError
 from hecate.formula.nodes import (
@@ -185,16 +185,15 @@ def traced(
 ) -> tuple[list[Node], Trace]:
     """Nodes of what a function of tensors returns; an input in capitals is one number per row."""
     (rows, width), dtype = ((MORE, WIDER), torch.float32) if wide else ((ROWS, WIDTH), torch.float64)
-    with _disable_current_modes():  # a formula may be asked for while something else is traced
-        numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
-        given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
-        with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
-            for name, tensor in zip(inputs, given, strict=True):
-                mode.name(tensor, nodes.input(name, row=name.isupper()))
-                mode.shared.add(id(tensor))
-            out = function(*given)
-            results = out if isinstance(out, tuple | list) else (out,)
-            return [mode.node(item, "the result") for item in results], mode
+    numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
+    given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
+    with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
+        for name, tensor in zip(inputs, given, strict=True):
+            mode.name(tensor, nodes.input(name, row=name.isupper()))
+            mode.shared.add(id(tensor))
+        out = function(*given)
+        results = out if isinstance(out, tuple | list) else (out,)
+        return [mode.node(item, "the result") for item in results], mode
 
 
 class Text(NamedTuple):
@@ -233,8 +232,11 @@ def moved(variant: Variant) -> Variant | None:
     return found
 
 
-def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None) -> Text:
-    """The function that computes nodes; those `known` are inputs under that name."""
+def printed(
+    name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Text:  # fmt: skip
+    """The function that computes nodes; those `known` are inputs under that name, `names` as `said` takes them."""
     text, used = dict(known or {}), uses(results, known or {})
     depth: dict[Node, int] = {}
     level: dict[Node, int] = {}
@@ -257,7 +259,7 @@ def printed(name: str, inputs: Sequence[str], results: Sequence[Node], known: di
         else:
             operations.add(node.op)
             depth[node] = 1 + max(depth.get(item, 0) for item in node.args)
-            own = said(node, text)
+            own = said(node, text, names)
             if count > 1 or depth[node] > DEPTH:
                 text[node], depth[node] = f"t{len(lines)}", 0
                 lines.append(f"    {text[node]} = {own}")
@@ -286,12 +288,14 @@ def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
     return {node: count[node] for node in order}
 
 
-def said(node: Node, text: Mapping[Node, str]) -> str:
-    """An operation, its arguments as they are in the text."""
+def said(node: Node, text: Mapping[Node, str], names: Mapping[str, str] | None = None) -> str:
+    """An operation, its arguments as they are in the text; `names`: how calls of some functions begin."""
     args = [text[item] for item in node.args]
     if node.op == "neg":
         return f"-{args[0]}"
-    return f"{args[0]} {INFIX[node.op]} {args[1]}" if node.op in INFIX else f"{node.op}({', '.join(args)})"
+    if node.op in INFIX:
+        return f"{args[0]} {INFIX[node.op]} {args[1]}"
+    return f"{(names or {}).get(node.op, f'{node.op}(')}{', '.join(args)})"
 
 
 def literal(value: float) -> str:
@@ -300,24 +304,3 @@ def literal(value: float) -> str:
         return "NAN"
     found = repr(abs(value)) if math.isfinite(value) else "INF"
     return f"(-{found})" if math.copysign(1, value) < 0 else found
-
-
-def torch_names(dtype: torch.dtype) -> dict[str, Any]:
-    """The names of a text as torch runs it: a check that needs no compiler."""
-
-    def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
-        x, y = (item if isinstance(item, torch.Tensor) else torch.tensor(item, dtype=dtype) for item in (x, y))
-        return torch.where(condition, x, y)
-
-    names = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
-    return names | {
-        "where": where, "power": torch.pow, "total": lambda x: x.sum(-1, keepdim=True),
-        "top": lambda x: x.amax(-1, keepdim=True), "INF": math.inf, "NAN": math.nan,
-    }  # fmt: skip
-
-
-def in_torch(text: Text, dtype: torch.dtype, width: int) -> Callable[..., Any]:
-    """A text as torch runs it, of tensors and the numbers c."""
-    names = torch_names(dtype) | {"N": float(width)}
-    exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
-    return names[text.name]

@@ -35,8 +35,8 @@ class Forms(NamedTuple):
 
     Fields:
         bias, retention, algorithm: their `kernel_form()`.
-        tokens: their `token_form()`, in this order.
-        texts: the same in JSON, which a tracer could not make, and phi last.
+        tokens: the `token_form()` of the last two.
+        texts: all three in JSON, which a tracer could not make, and phi last.
         phi: its `kernel_form()`.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
@@ -50,7 +50,7 @@ class Forms(NamedTuple):
     bias: KernelForm | None
     retention: StepForm | None
     algorithm: AlgorithmForm | None
-    tokens: tuple[KernelForm | None, StepForm | None, AlgorithmForm | None]
+    tokens: tuple[StepForm | None, AlgorithmForm | None]
     texts: tuple[str, ...]
     phi: MapForm | None
     identity: bool
@@ -72,7 +72,7 @@ class Forms(NamedTuple):
             bias=form,
             retention=retention.kernel_form(),
             algorithm=algorithm.kernel_form(),
-            tokens=(bias.token_form(), retention.token_form(), algorithm.token_form()),
+            tokens=(retention.token_form(), algorithm.token_form()),
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),
             identity=type(phi) is Identity,

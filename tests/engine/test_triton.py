@@ -32,7 +32,7 @@ def interpreted(marked: str, of: str = "") -> None:
 
 
 @WITH
-@pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2", "ENG-TRITON-D5", "ENG-TRITON-D6", "ENG-TRITON-I1")
+@pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2", "ENG-TRITON-D5", "ENG-TRITON-D6", "ENG-TRITON-D9", "ENG-TRITON-I1")
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("of", sorted(path.name for path in (ROOT / "tests/interpreted").glob("test_*.py")))
 def test_kernels_in_the_interpreter(of: str) -> None:

@@ -48,6 +48,14 @@ def test_a_verdict_is_found_once_and_shown(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.spec("ENG-TRITON-I3")
+def test_a_refusal_is_of_its_own_numbers_alone() -> None:
+    one, two, three = ({"rule": {**FACTS["rule"], "numbers": [at]}} for at in range(3))
+    assert judged(FACTS, lambda: "it differs", one) == judged(FACTS, never, one) == "it differs"
+    assert judged(FACTS, lambda: None, two) is None and judged(FACTS, never, three) is None
+    assert judged(FACTS, never, one) == "it differs"
+
+
+@pytest.mark.spec("ENG-TRITON-I3")
 def test_a_kernel_that_did_not_run_is_tried_by_the_next_process(own: Path) -> None:
     def fails() -> tuple[None, ...]:
         raise RuntimeError("out of memory")

@@ -9,7 +9,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import Gates, MemoryConfig, memory_scan
+from hecate.bias import Bias
 from hecate.engine.triton import kernel, ops
+from tests.engine.test_printed import LossAlone, Sorted
 
 RULES: dict[str, dict[str, Any]] = {
     "delta": {"key_norm": "l2"},
@@ -135,6 +137,27 @@ def test_an_operator_whose_kernels_are_not_trusted_runs_torch(loop: bool, monkey
         results.append((*own[:3], *grads(own[:3], leaves)))
     for mine, true in zip(*results, strict=True):
         assert (mine - true).norm() <= 2e-6 * true.norm()
+
+
+@pytest.mark.spec("ENG-TRITON-D9")
+def test_a_bias_of_ones_own_compiles_and_one_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Bias._registry, "printed_loss", LossAlone)
+    config = MemoryConfig(bias=LossAlone(scale=0.7), key_norm="l2", on_nonfinite="propagate")
+    leaves = leaves_of(config, 20)
+    compiled = torch.compile(lambda *own: scan(config, *own), backend="aot_eager", fullgraph=True)
+    own, plain = compiled(*leaves), scan(config, *leaves, engine="sequential")
+    for mine, true in zip((*own, *grads(own, leaves)), (*plain, *grads(plain, leaves)), strict=True):
+        assert (mine - true).norm() <= 4e-6 * true.norm()
+    other = MemoryConfig(bias=Sorted(), on_nonfinite="propagate")
+    with pytest.raises(Exception, match=r"aten\.sort has no kernel form"):
+        torch.compile(lambda *own: scan(other, *own), backend="aot_eager")(*leaves)
+
+
+def test_a_rule_is_that_of_a_class_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = ops.rule_of(MemoryConfig(bias=LossAlone()), "tf32x3", raw=False)
+    for cls in (LossAlone, type("LossAlone", (LossAlone,), {"loss": Sorted.loss, "__module__": __name__})):
+        monkeypatch.setitem(Bias._registry, "printed_loss", cls)
+        assert type(ops.config_of(told).bias) is cls
 
 
 def test_a_rule_is_told_to_the_last_number() -> None:

@@ -264,7 +264,8 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_verdict.py",
-        ("triton/parity", "if found is not None and found[\"facts\"] == facts:", "if found is not None:"),
+        ("triton/parity", "is not None and found[\"facts\"] == each]", "is not None]"),
+        ("triton/parity", "facts = both[reason is not None]", "facts = both[0]"),
         ("triton/parity", "if not isinstance(reason, Unrun):", "if True:"),
         ("triton/parity", "except (OSError, ValueError):", "except OSError:"),
     ),
@@ -274,7 +275,10 @@ FAULTS = [
         ("engine", "\"phi_w\": \"erase\" in call.general or", "\"phi_w\":"),
         ("engine", "\"write\" in call.masks or config.on_nonfinite == \"skip\"", "\"write\" in call.masks"),
         ("block", "out -= product(A, u, EXACT)", "out += product(A, u, EXACT)"),
-        ("forms", "gp = tl.where(tl.abs(e) <= a, x, 0.0)", "gp = x"),
+        ("block", "in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)", "in_v"),
+        ("tiles", "tl.sum(tl.where(inside, x, 0.0), 1)", "tl.sum(x, 1)"),
+        ("tiles", "tl.log(y) * (x / kept)", "tl.log(y)"),
+        ("tiles", "*numbers, not formula.target, formula.coordinatewise", "*numbers, not formula.target, True"),
     ),
     *_of(
         "engine",

@@ -26,23 +26,22 @@ from hecate.engine.triton.block import (
     segment_of,
     sequence_of,
     views,
+    writes_at,
 )
-from hecate.engine.triton.forms import psi, slope
 from hecate.engine.triton.maps import COUNTS, featured, featured_back
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def walk(
     q, k, kw, v, lr, retain, momentum, write, reset, docs, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
-    T, H, fa, fb,
+    T, H, cu, cg,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
-    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr, DOCS: tl.constexpr,
+    PHI: tl.constexpr, DOCS: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, and tile of values, from its last block to its first."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    MOVES: tl.constexpr = FORM != "target"
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
@@ -83,12 +82,13 @@ def walk(
             err, gvt = x * 0.0, x * 0.0
             for settled in range(C):
                 j = C - 1 - settled
-                ej, gj = slope(row_of(pred, i, j), row_of(vt, i, j), row_of(x, i, j), fa, fb, in_v, FORM)
-                ej, gj = tl.where(in_v, ej, 0.0), tl.where(in_v, gj, 0.0)
+                ej, gj = PULL(in_v, V, row_of(pred, i, j), row_of(vt, i, j), row_of(x, i, j), cg)
+                wrote = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
+                ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
                 err, gvt = tl.where((i == j)[:, None], ej, err), tl.where((i == j)[:, None], gj, gvt)
                 x -= tl.trans(row_of(L, i, j)) * ej
             tl.store(es + side, err, mask=there)
-            tl.store(us + side, tl.where(w[:, None] & in_v, psi(pred, vt, fa, fb, in_v, FORM), 0.0), mask=there)
+            tl.store(us + side, tl.where(w[:, None] & in_v, PSI(in_v, V, pred, vt, cu), 0.0), mask=there)
             if again:
                 to_Z += product(tl.trans(pz), err, EXACT)
             if MOMENTUM:
@@ -149,7 +149,7 @@ def tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
     gq, gk, gw, glr, sums, ends, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
     PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
@@ -160,7 +160,6 @@ def tokens(
     `[segments, N, 4]`: of a, s, e, z there."""
     ASKS: tl.constexpr = OF != "keys"
     WRITES: tl.constexpr = OF != "queries"
-    MOVES: tl.constexpr = FORM != "target"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
@@ -281,13 +280,12 @@ def pulled(spans, left, g, ga, first, EXACT: tl.constexpr):
 def gates(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
     PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make. That of
     retain is found at once, or by what is "ahead" of retain and then, added to it, by "after"."""
-    MOVES: tl.constexpr = FORM != "target"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     LEFT: tl.constexpr = MOVES and DECAYED
     BY_K: tl.constexpr = OF != "ahead" or EARLY_READ

@@ -19,7 +19,6 @@ for any bias: nothing is inverted. Products of gates, unlike quotients of their 
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.forms import psi
 from hecate.engine.triton.maps import COUNTS, featured
 
 
@@ -81,14 +80,21 @@ def rows_at(x, at, inside, o, width):
 
 
 @triton.jit
+def writes_at(write, at, inside, MASK: tl.constexpr):
+    """True of tokens that write; of the others no bias is asked, which may be no number at 0."""
+    w = inside
+    if MASK:
+        w = inside & (tl.load(write + at, mask=inside, other=0) != 0)
+    return w
+
+
+@triton.jit
 def gates_at(
     retain, momentum, write, reset, at, inside,
     RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """(whether a token writes, 1 where it starts anew, retain, momentum), gates 1 where nothing is written."""
-    w = inside
-    if MASK:
-        w = inside & (tl.load(write + at, mask=inside, other=0) != 0)
+    w = writes_at(write, at, inside, MASK)
     born = tl.where(inside, 0.0, 0.0)
     if RESET:
         born = tl.load(reset + at, mask=inside, other=0).to(tl.float32)
@@ -255,16 +261,15 @@ def block_at(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
-    q, k, kw, v, lr, retain, momentum, write, reset, docs, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, fa, fb,
+    q, k, kw, v, lr, retain, momentum, write, reset, docs, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, cu,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
-    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
-    EXACT: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
+    EXACT: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr, PSI: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
     if it KEEPS them, the predictions of all tokens and the states at every SEG-th."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    MOVES: tl.constexpr = FORM != "target"
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
@@ -306,7 +311,8 @@ def forward(
             if again:
                 pred += product(pz, Z, EXACT)
             for j in range(C):  # row j is settled, and moves the rows below
-                uj = tl.where(in_v, psi(row_of(pred, i, j), row_of(vt, i, j), fa, fb, in_v, FORM), 0.0)
+                there = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
+                uj = tl.where(there, PSI(in_v, V, row_of(pred, i, j), row_of(vt, i, j), cu), 0.0)
                 u = tl.where((i == j)[:, None], uj, u)
                 pred -= column_of(L, i, j) * uj
             if KEEPS:

@@ -19,12 +19,11 @@ from hecate.engine.triton.maps import COUNTS
 def channel_tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H, N,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    FORM: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr, PHI: tl.constexpr,
     DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
-    MOVES: tl.constexpr = FORM != "target"
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, DOCS)
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)

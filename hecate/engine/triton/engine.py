@@ -1,4 +1,4 @@
-"""The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any bias with a form.
+"""The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any printed bias.
 
 There are two kernels. Blocks of tokens serve none or decay, under gradient descent of each phi channel too, and
 momentum; the loop goes token by token for what else has a form. [ENG-TRITON-D5]
@@ -73,11 +73,12 @@ class Triton(TokenEngine):
             return reason
         if not rule.structure.linear or rule.structure.diagonal:
             return f"structure {rule.structure.kind!r} has no kernel"
-        knobs = (("bias", rule.bias), ("retention", rule.retention), ("algorithm", rule.algorithm))
-        for (name, variant), form in zip(knobs, config.forms.tokens, strict=True):
+        if (reason := rule.unprinted()) is not None:
+            return f"bias {rule.bias.kind!r} as configured has no kernel: {reason}"
+        for name, form in zip(("retention", "algorithm"), config.forms.tokens, strict=True):
             if form is None:
-                return f"{name} {variant.kind!r} as configured has no kernel"
-        algorithm = config.forms.tokens[2]
+                return f"{name} {getattr(rule, name).kind!r} as configured has no kernel"
+        algorithm = config.forms.tokens[1]
         if algorithm is not None and algorithm.ridge is not None:
             return f"algorithm {rule.algorithm.kind!r} carries a matrix of keys, which has no kernel"
         if config.dtype == torch.float64:

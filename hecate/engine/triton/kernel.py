@@ -15,6 +15,7 @@ from hecate.engine.features import L2_NORM, featured
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import Carry
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
+from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
@@ -90,10 +91,13 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
     """Why a kernel is not trusted, as it was found once on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
-    rule = config.model_dump(mode="json", exclude_defaults=True)
-    whole = config.model_dump(mode="json")  # what is at its default may be so for a version only
+    formula = bias_formula(config.bias)
+    bias = {"bias": f"{config.bias.kind} {formula.digest}"}  # its numbers are arguments of the kernel
+    rule = config.model_dump(mode="json", exclude_defaults=True) | bias
+    whole = config.model_dump(mode="json") | bias  # what is at its default may be so for a version only
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
-    return judged(facts, partial(distrust, config, flags, dtype, device, shape))
+    own = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}
+    return judged(facts, partial(distrust, config, flags, dtype, device, shape), own)
 
 
 @torch.inference_mode(False)
@@ -112,7 +116,7 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
 
     if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
         return reason
-    for scale in SCALES if loops else (_stable(config, shape[1]),):
+    for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):
         inputs, cotangents = trial(
             dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
         )

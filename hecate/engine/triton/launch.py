@@ -14,7 +14,8 @@ from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import BLOCK, WHOLE, Documents, card_of, kept_every, launched
+from hecate.engine.triton.table import BLOCK, Documents, card_of, kept_every, launched
+from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -36,10 +37,7 @@ class Scan:
         self.heads = given.lr.shape[2] if given.lr.dim() == 3 else 1
         self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
-        form = config.rule.bias.token_form()
-        if form is None:
-            raise TypeError("the engine was chosen without its refusal being asked")
-        self.form = form
+        self.bias = tiles_of(config.bias)
         self.length = given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
         retain = given.retain if config.retention.uses_retain else None
@@ -50,16 +48,16 @@ class Scan:
             masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
         self.launches = launched(
-            card_of(memory.device), self.height, self.width, momentum=slots != [], whole=form.name in WHOLE
+            card_of(memory.device), self.height, self.width, momentum=slots != [], whole=not self.bias.apart
         )
         self.tiles = -(-self.height // self.launches.serial.tile)
         self.channels = retain is not None and retain.dim() > given.lr.dim()
         self.segment = kept_every(self.width, exact, channels=self.channels)
         self.documents = Documents.of(borders, self.length, self.segment, self.memory)
         self.flags: dict[str, Any] = {
-            "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)), "FORM": form.name,
-            "RETAIN": retain is not None, "MOMENTUM": slots != [], "MASK": masks[0] is not None,
-            "RESET": masks[1] is not None, "APART": given.phi_w is not None,
+            "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
+            "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": slots != [],
+            "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
             "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0), "DOCS": borders is not None,
         }  # fmt: skip
@@ -84,14 +82,13 @@ class Scan:
         y, last = torch.empty_like(v), torch.empty_like(memory)
         slot = memory if self.slot is None else self.slot
         last_slot = last if self.slot is None else torch.empty_like(slot)
-        moves = self.form.name != "target"
-        preds = self.new(*v.shape) if keeps and moves else v
+        preds = self.new(*v.shape) if keeps and self.bias.moves else v
         states = self.new(*self.kept) if keeps else memory
         slots = self.new(*self.kept) if keeps and self.slot is not None else states
         forward[(self.documents.programs * self.count, self.tiles)](
             *self.arguments, self.documents.docs, memory, slot, memory if self.restart is None else self.restart, y,
-            preds, states, slots, last, last_slot, self.length, self.heads, self.form.a, self.form.b, C=BLOCK,
-            SEG=self.segment, CHANNELS=self.channels, KEEPS=keeps, **self.launches.serial.options, **self.flags,
+            preds, states, slots, last, last_slot, self.length, self.heads, self.bias.cu, C=BLOCK, SEG=self.segment,
+            CHANNELS=self.channels, KEEPS=keeps, PSI=self.bias.psi, **self.launches.serial.options, **self.flags,
         )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (preds, states, slots) if keeps else ()
@@ -104,15 +101,15 @@ class Scan:
         g1, y1 = finals[0], finals[-1]
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
-        moves = self.form.name != "target"
+        moves = self.bias.moves
         us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gv, g0, y0 = torch.empty_like(v), self.documents.each(g1), self.documents.each(y1)
         gz = torch.empty_like(g0) if self.flags["RESET"] else g0
         numbers = (self.length, self.heads)
         walk[(len(g0), self.tiles)](
             *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers,
-            self.form.a, self.form.b, C=BLOCK, SEG=self.segment, CHANNELS=self.channels,
-            **self.launches.serial.options, **self.flags,
+            self.bias.cu, self.bias.cg, C=BLOCK, SEG=self.segment, CHANNELS=self.channels, PSI=self.bias.psi,
+            PULL=self.bias.pull, **self.launches.serial.options, **self.flags,
         )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)

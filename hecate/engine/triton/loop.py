@@ -11,8 +11,7 @@ One token forward, onto the state's own place, is how `decode` takes it. [ENG-TR
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import sequence_of
-from hecate.engine.triton.forms import psi, slope
+from hecate.engine.triton.block import sequence_of, writes_at
 from hecate.engine.triton.maps import COUNTS
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
@@ -32,9 +31,9 @@ def retain_at(retain, value, at, op, ov, P: tl.constexpr, V: tl.constexpr, RETAI
 
 @triton.jit
 def written(
-    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, fa, fb, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
-    P: tl.constexpr, V: tl.constexpr, FORM: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr, LINK: tl.constexpr,
-    CAP: tl.constexpr, ALGORITHM: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
+    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
+    P: tl.constexpr, V: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr,
+    LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
     """The state after a write and its momentum; and of the write the weights that predict, prediction, key, written
     key, value, u, lr, momentum gate and direction."""
@@ -48,12 +47,12 @@ def written(
     if ALGORITHM != "gd":
         m = tl.load(momentum + at).to(tl.float32)
     pred = vt
-    if FORM != "target":
+    if MOVES:
         if DECAYED:
             ahead = moved(A, A * 0.0, r, c, cap, in_p, P, STEP, COLUMN, CAP)
             W = weights(ahead, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
         pred = tl.sum(kt * W, 0)[None, :]
-    u = tl.where(in_v, psi(pred, vt, fa, fb, in_v, FORM), 0.0)
+    u = tl.where(in_v, PSI(in_v, V, pred, vt, cu), 0.0)
     D, S = direction(S, u, wt, l, m, e, ALGORITHM)
     return moved(A, D, r, c, cap, in_p, P, STEP, COLUMN, CAP), S, W, pred, kt, wt, vt, u, l, m, D
 
@@ -61,16 +60,16 @@ def written(
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
-    fa, fb, e, c, cap, n0, n1, n2, n3, n4,
-    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, STEP: tl.constexpr,
-    COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr,
-    VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
-    EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
+    cu, e, c, cap, n0, n1, n2, n3, n4,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr,
+    STEP: tl.constexpr, COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr,
+    RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
+    DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
     if it KEEPS them, those at every SEG-th token. M1 and S1 may be M0 and S0."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    MOVES: tl.constexpr = ALGORITHM != "gd"
+    SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_p = (op < P)[:, None]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & (ov < V)[None, :]
@@ -80,7 +79,7 @@ def forward(
     else:
         A = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
     S = A * 0.0
-    if MOVES and not DOCS:
+    if SLOT and not DOCS:
         S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
     W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
     for t in range(0, length):
@@ -88,7 +87,7 @@ def forward(
         if KEEPS and t % SEG == 0:
             place = ((slot + t // SEG) * beside + own) * V * P
             tl.store(kept + place + cell, A, mask=whole)
-            if MOVES:
+            if SLOT:
                 tl.store(kept_S + place + cell, S, mask=whole)
         if RESET:
             if tl.load(reset + at) != 0:
@@ -102,31 +101,31 @@ def forward(
         if w:
             rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
             A, S, _, _, _, _, _, _, _, _, _ = written(
-                A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, fa, fb, e, c, cap, n0, n1, n2, n3, n4, in_p,
-                whole, P, V, FORM, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
+                A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, c, cap, n0, n1, n2, n3, n4, in_p,
+                whole, P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
             W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
         tl.store(y + at * V + ov, out.to(y.dtype.element_ty), mask=ov < V)
     last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
     tl.store(M1 + own * V * P + cell, A, mask=last)
-    if MOVES:
+    if SLOT:
         tl.store(S1 + own * V * P + cell, S, mask=last)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
-    gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, fa, fb, e, c, cap, n0, n1, n2, n3, n4,
-    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, FORM: tl.constexpr, STEP: tl.constexpr,
-    COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr,
-    VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
-    EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
+    gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, cu, cg, e, c, cap, n0, n1, n2, n3, n4,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
+    MOVES: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr,
+    ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, from its last token to its first. What masked tokens leave
     alone is zero before, and so is GZ."""
     n = tl.program_id(0).to(tl.int64)
-    MOVES: tl.constexpr = ALGORITHM != "gd"
+    SLOT: tl.constexpr = ALGORITHM != "gd"
     DUAL: tl.constexpr = LINK != "none"
     op, ov = tl.arange(0, BP), tl.arange(0, BV)
     in_p = (op < P)[:, None]
@@ -136,7 +135,7 @@ def backward(
     last = whole & (n + beside >= tl.num_programs(0))
     G = tl.load(G1 + mine * V * P + cell, mask=last, other=0.0)
     Y, GW = G * 0.0, G * 0.0
-    if MOVES:
+    if SLOT:
         Y = tl.load(Y1 + mine * V * P + cell, mask=last, other=0.0)
     for back in range(0, segments):
         seg = segments - 1 - back
@@ -144,7 +143,7 @@ def backward(
         count = tl.minimum(length - seg * SEG, SEG)
         A = tl.load(kept + place + cell, mask=whole, other=0.0)
         S = A * 0.0
-        if MOVES:
+        if SLOT:
             S = tl.load(kept_S + place + cell, mask=whole, other=0.0)
         for i in range(0, count):
             at = first + i * H
@@ -152,24 +151,21 @@ def backward(
                 if tl.load(reset + at) != 0:
                     A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
             tl.store(states + own + i * V * P + cell, A, mask=whole)
-            if MOVES:
+            if SLOT:
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
-            w = i + 1 < count
-            if MASK:
-                w = w & (tl.load(write + at) != 0)
-            if w:
+            if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
                 A, S, _, _, _, _, _, _, _, _, _ = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, fa, fb, e, c, cap, n0, n1, n2, n3, n4, in_p,
-                    whole, P, V, FORM, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
+                    A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, c, cap, n0, n1, n2, n3, n4, in_p,
+                    whole, P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
         tl.debug_barrier()
         for later in range(0, count):
             i = count - 1 - later
             at = first + i * H
             A = tl.load(states + own + i * V * P + cell, mask=whole, other=0.0)
             S = A * 0.0
-            if MOVES:
+            if SLOT:
                 S = tl.load(states_S + own + i * V * P + cell, mask=whole, other=0.0)
             W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
             qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
@@ -182,8 +178,8 @@ def backward(
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 r = rp * rv
                 new, _, seen, pred, kt, wt, vt, u, l, m, D = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, fa, fb, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
-                    P, V, FORM, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
+                    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
+                    P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
                 if not EARLY_READ:
                     read = tl.sum(weights(new, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP) * g, 1)
                     GW += qt * g
@@ -191,10 +187,10 @@ def backward(
                     GW = weights_vjp(new, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
                 G, X, R = moved_vjp(A, D, r, c, cap, in_p, G + GW, P, STEP, COLUMN, CAP)
                 Y, gu, gwt, gl, gmt = direction_vjp(S, u, wt, l, m, e, X, Y, ALGORITHM)
-                gp, gvt = slope(pred, vt, gu, fa, fb, (ov < V)[None, :], FORM)
+                gp, gvt = PULL((ov < V)[None, :], V, pred, vt, gu, cg)
                 GW = G * 0.0
                 gkt = gwt * 0.0
-                if FORM != "target":
+                if MOVES:
                     gp = tl.where((ov < V)[None, :], gp, 0.0)
                     GW = kt * gp
                     gkt = tl.sum(seen * gp, 1)[:, None]
@@ -211,7 +207,7 @@ def backward(
                 tl.store(gk + at * P + op[:, None], gkt, mask=in_p)
                 tl.store(gv + at * V + ov[None, :], gvt, mask=(ov < V)[None, :])
                 tl.store(glr + at, gl)
-                if MOVES:
+                if SLOT:
                     tl.store(gm + at, gmt)
                 if RETAIN == "one":
                     tl.store(gr + at, tl.sum(R * rv))
@@ -236,5 +232,5 @@ def backward(
         A = tl.load(kept + (slot * beside + mine) * V * P + cell, mask=whole, other=0.0)
         GW = weights_vjp(A, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
     tl.store(G0 + n * V * P + cell, G + GW, mask=whole)
-    if MOVES:
+    if SLOT:
         tl.store(Y0 + n * V * P + cell, Y, mask=whole)

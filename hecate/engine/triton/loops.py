@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.loop import backward, forward
-from hecate.engine.triton.table import SEGMENT, WHOLE, Documents
+from hecate.engine.triton.table import SEGMENT, Documents
+from hecate.engine.triton.tiles import Tiles, tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -19,9 +20,10 @@ CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where th
 
 
 class Formulas(NamedTuple):
-    """A config as the kernels take it: the constants that make a kernel, the numbers that it is given, and whether
-    values know nothing of each other."""
+    """A config as the kernels take it: its bias, the constants that make a kernel, the numbers that it is given beside
+    those of the bias, and whether values know nothing of each other."""
 
+    bias: Tiles
     flags: dict[str, Any]
     numbers: tuple[float, ...]
     apart: bool
@@ -29,9 +31,8 @@ class Formulas(NamedTuple):
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
-    bias, step = config.rule.bias.token_form(), config.rule.retention.token_form()
-    algorithm = config.rule.algorithm.token_form()
-    if bias is None or step is None or algorithm is None:
+    bias, (step, algorithm) = tiles_of(config.bias), config.forms.tokens
+    if step is None or algorithm is None:
         raise TypeError("the engine was chosen without its refusal being asked")
     name, c, column = "plain", 0.0, False
     if step.length is not None:
@@ -49,12 +50,12 @@ def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
         how = "stable" if algorithm.bounded else "erase"
     numbers = [] if step.link is None else [float(x) for x in step.link.numbers]
     flags = {
-        "FORM": bias.name, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap, "ALGORITHM": how,
-        "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
+        "PSI": bias.psi, "MOVES": bias.moves, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap,
+        "ALGORITHM": how, "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
-    apart = bias.name not in WHOLE and cap == "none" and link != "powers" and algorithm.erase is None and not column
-    own = (bias.a, bias.b, algorithm.erase or 0.0, c, step.cap or 0.0, *numbers, *[0.0] * (5 - len(numbers)))
-    return Formulas(flags, own, apart)
+    apart = bias.apart and cap == "none" and link != "powers" and algorithm.erase is None and not column
+    own = (algorithm.erase or 0.0, c, step.cap or 0.0, *numbers, *[0.0] * (5 - len(numbers)))
+    return Formulas(bias, flags, own, apart)
 
 
 def warps(tile: int, width: int) -> int:
@@ -126,7 +127,7 @@ class Loop:
         forward[(self.documents.programs * self.count, -(-self.height // tile))](
             *self.arguments, self.documents.docs, memory, memory if self.slot is None else self.slot,
             memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
-            self.heads, SEGMENT, *self.formulas.numbers, BV=tile, KEEPS=keeps,
+            self.heads, SEGMENT, self.formulas.bias.cu, *self.formulas.numbers, BV=tile, KEEPS=keeps,
             num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
 
@@ -142,11 +143,11 @@ class Loop:
         new = torch.empty_like if self.given[8] is None else torch.zeros_like  # masked: left as they are
         grads = [None if x is None else new(x) for x in self.given[:8]]
         to = [gy if x is None else x for x in grads]  # what is not there is not written
-        tile = rounded(self.height)
+        tile, bias = rounded(self.height), self.formulas.bias
         backward[(len(g0),)](
             *self.arguments, self.documents.docs, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1,
-            y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, *self.formulas.numbers, BV=tile,
-            num_warps=warps(tile, self.flags["BP"]), **self.flags,
+            y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, bias.cu, bias.cg,
+            *self.formulas.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull, **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)

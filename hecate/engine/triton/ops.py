@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, kept_every
+from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
@@ -45,9 +47,13 @@ def scanned(
     return y, carry._replace(memory=(last,), slots=() if slot is None else (last_slot,))
 
 
-@lru_cache(256)
 def config_of(rule: str) -> MemoryConfig:
-    """A config of such a text."""
+    """A config of such a text, in which a bias is a class by its name."""
+    return _config_of(rule, tuple(Bias.variants().values()))
+
+
+@lru_cache(256)
+def _config_of(rule: str, classes: tuple[type[Bias], ...]) -> MemoryConfig:
     return MemoryConfig.model_validate_json(rule)
 
 
@@ -80,7 +86,7 @@ def _record_shapes(
     channels, width = retain.dim() == v.dim(), memory.shape[-1]
     segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    moves = keeps and exact is not None and not config_of(rule).forms.target
+    moves = keeps and exact is not None and not bias_formula(config_of(rule).bias).target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 

@@ -2,7 +2,7 @@
 and verdicts, kept on disk.
 
 A verdict lies in a file of its own beside what Triton has compiled, and goes with it. It holds for one rule, dtype,
-widths, card, versions and text of the kernels; any other is judged anew. [ENG-TRITON-I3]
+widths, card, versions and text of the kernels, that of the bias included; any other is judged anew. [ENG-TRITON-I3]
 """
 
 from __future__ import annotations
@@ -136,18 +136,18 @@ def here(device: str) -> Facts:
     return {"card": card, "torch": torch.__version__, "triton": version("triton"), "kernels": _text()}
 
 
-def judged(facts: Facts, judge: Callable[[], str | None]) -> str | None:
+def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = None) -> str | None:
     """Why a kernel is not trusted, None if it is: as kept on disk, else as found by `judge`, and kept. A kernel that is
-    not trusted is told of in a warning of the log."""
-    facts = json.loads(json.dumps(facts))  # as they are read again
-    path = folder() / f"{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
-    found = _read(path)
-    if found is not None and found["facts"] == facts:
-        reason: str | None = found["reason"]
+    not trusted is told of in a warning of the log, and is so for its `own` facts alone: other numbers may do."""
+    both = [json.loads(json.dumps(facts | more)) for more in ({}, own or {})]  # as they are read again
+    known = [found for each in both if (found := _read(_path(each))) is not None and found["facts"] == each]
+    if known:
+        reason: str | None = known[-1]["reason"]
     else:
         reason = judge()
         if not isinstance(reason, Unrun):
-            _keep(path, {"facts": facts, "reason": reason})
+            facts = both[reason is not None]
+            _keep(_path(facts), {"facts": facts, "reason": reason})
     if reason is not None:
         _LOG.warning("a kernel is not used: %s", reason)
     return reason
@@ -158,6 +158,10 @@ def kept() -> Iterator[tuple[Facts, str | None]]:
     for path in sorted(folder().glob("*.json")):
         if (found := _read(path)) is not None:
             yield found["facts"], found["reason"]
+
+
+def _path(facts: Facts) -> Path:
+    return folder() / f"{sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]}.json"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-WHOLE = {"softmax", "ball", "jump", "pull"}  # forms whose coordinates meet: a row is one tile
 BLOCK, SEGMENT = 16, 64  # tokens that a block's kernels take at once, and between kept states
 
 
