@@ -1,8 +1,8 @@
 """Attentional biases: the inner losses that a memory descends at every write."""
 
-from hecate.bias.base import Bias, BiasKind, KernelForm
+from hecate.bias.base import Bias, BiasKind
 from hecate.bias.losses import ErrorBias
 from hecate.variant import import_variants
 
-__all__ = ["Bias", "BiasKind", "ErrorBias", "KernelForm"]
+__all__ = ["Bias", "BiasKind", "ErrorBias"]
 __all__ += import_variants(__name__, Bias)

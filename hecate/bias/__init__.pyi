@@ -1,4 +1,4 @@
-from hecate.bias.base import Bias, BiasKind, KernelForm
+from hecate.bias.base import Bias, BiasKind
 from hecate.bias.losses import KL, L1, L2, Dot, ErrorBias, Huber, Lp, Robust, Yaad
 
-__all__ = ["KL", "L1", "L2", "Bias", "BiasKind", "Dot", "ErrorBias", "Huber", "KernelForm", "Lp", "Robust", "Yaad"]
+__all__ = ["KL", "L1", "L2", "Bias", "BiasKind", "Dot", "ErrorBias", "Huber", "Lp", "Robust", "Yaad"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,26 +13,12 @@ from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
-class KernelForm(NamedTuple):
-    """Formula of u = grad in kernels of the compiled engines: as `kernel`, coordinate by coordinate; as `token`, the
-    coordinates may meet.
-
-    With e = pred - target: `"target"`: u = -target; `"error"`: e; `"clip"`: e clipped to [-a, a]; `"power"`: s^(a-1)
-    e/r with r = s = |e| for a >= 2, else r = sqrt(e^2 + b^2), s = r - b; `"sign"`: e / sqrt(e^2 + b^2) [ENG-NUM-D2];
-    where they meet, `"jump"`: e for |e| <= a, else a e / sqrt(e_i^2 + b^2). [ENG-NUM-D8]
-    """
-
-    name: Literal["target", "error", "clip", "power", "sign", "jump"]
-    a: float = 0.0
-    b: float = 0.0
-
-
 class Bias(Variant, family="bias"):
     """An inner loss `ell(pred, target)`, summed over the value dimension.
 
     A variant gives `loss`, `grad = d ell / d pred`, and `grad_vjp`, the derivative of `grad`; the last two fall back to
     `torch.func` when left out (`hecate list` says so). There is no hidden factor: what `loss` says is what `grad`
-    differentiates. `kernel_form` and `token_form` are a `KernelForm`.
+    differentiates. Kernels are printed from these formulas: `hecate.formula`.
 
     Shapes: pred and target `[..., V]`; loss `[...]`; grad `[..., V]`.
     """

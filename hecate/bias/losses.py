@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.bias.base import Bias, KernelForm
+from hecate.bias.base import Bias
 from hecate.tape.ops import floored_root, onto_ball, onto_ball_vjp, torch_vjp
 from hecate.variant import Conflicts
 
@@ -30,7 +30,6 @@ class Dot(Bias):
     kind: Literal["dot"] = "dot"
     curvature: ClassVar[float] = 0.0
     linear: ClassVar[bool] = True
-    kernel: ClassVar[KernelForm] = KernelForm("target")
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
         return -(pred * target).sum(-1)
@@ -137,7 +136,6 @@ class L2(ErrorBias):
     kind: Literal["l2"] = "l2"
     curvature: ClassVar[float] = 1.0
     linear: ClassVar[bool] = True
-    kernel: ClassVar[KernelForm] = KernelForm("error")
 
     def rho(self, error: Tensor) -> Tensor:
         return 0.5 * error.square().sum(-1)
@@ -167,10 +165,6 @@ class L1(ErrorBias):
 
     kind: Literal["l1"] = "l1"
     eps: float = Field(1e-6, gt=0)
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm("sign", b=self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         # r - eps without its cancellation.
@@ -209,10 +203,6 @@ class Lp(ErrorBias):
     @property
     def linear(self) -> bool:
         return self.p == 2
-
-    @property
-    def kernel(self) -> KernelForm:
-        return KernelForm("power", self.p, self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         size, _, live = self._sizes(error)
@@ -260,10 +250,6 @@ class Huber(ErrorBias):
     norm: bool = False
     curvature: ClassVar[float] = 1.0
 
-    @property
-    def kernel(self) -> KernelForm | None:
-        return None if self.norm else KernelForm("clip", self.delta)
-
     def rho(self, error: Tensor) -> Tensor:
         size, square = error.abs(), error.square()
         beyond = size > self.delta
@@ -300,10 +286,6 @@ class Yaad(ErrorBias):
     kind: Literal["yaad"] = "yaad"
     delta: float = Field(1.0, gt=0)
     eps: float = Field(1e-6, gt=0)
-
-    @property
-    def token(self) -> KernelForm:
-        return KernelForm("jump", self.delta, self.eps)
 
     def rho(self, error: Tensor) -> Tensor:
         far = (error.square() / (_radius(error, self.eps) + self.eps)).sum(-1)

@@ -150,13 +150,13 @@ class SelfReferenceConfig(Config):
 
     def _erases_once_only(self) -> str | None:
         """Why the rule cannot erase twice, and what to use; None if it can."""
-        rule, bias = self.memory, self.memory.bias.kernel_form()
+        rule = self.memory
         if rule.structure.diagonal or not rule.structure.linear:
             return (
                 f"the second erase multiplies a matrix by I - lr k k^T, and structure {rule.structure.kind!r} is none; "
                 "use structure 'matrix'"
             )
-        if bias is None or bias.name != "error":
+        if not rule.forms.error:
             return (
                 f"it adds the erase of delta gradient descent to that of bias l2, got bias {rule.bias.kind!r}; with "
                 "bias 'dot' the result is bias 'l2' and erase='once'"

@@ -37,6 +37,7 @@ from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
 from hecate.engine.walks import States, cotangents_of, plus, solve_columns, solve_rows, walk_linear, walk_linear_vjp
+from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import (
@@ -480,7 +481,8 @@ def solve(bias: Bias, base: Tensor, lower: Tensor, v: Tensor) -> Tensor:
 
 def adjoint(bias: Bias, pred: Tensor, lower: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """Cotangent e of `base`, from that of u and from the solution `pred = base - L u`."""
-    if waits(g) and bias.kernel_form() is not None:  # coordinates apart: a slope for each, the same for every row's x
+    formula = formula_of(bias) if waits(g) else ""
+    if not isinstance(formula, str) and formula.coordinatewise:  # a slope for each, the same for every row's x
         slope = bias.grad_jvp(pred, v, torch.ones_like(pred))
         return _substituted(torch.mul, lower.mT, g, (slope,), backwards=True)
     return _substituted(lambda x, pred, v: bias.grad_jvp(pred, v, x), lower.mT, g, (pred, v), backwards=True)
@@ -549,7 +551,7 @@ def _settled(before: Tensor, after: Tensor) -> bool:
 
 def coordinate_refusal(config: MemoryConfig) -> str | None:
     """Why a diagonal memory is not a memory per coordinate; None if it is, or is not diagonal."""
-    if config.structure.diagonal and config.forms.bias is None:
+    if config.structure.diagonal and not config.forms.apart:
         return (
             f"bias {config.bias.kind!r} as configured is not known to treat coordinates apart, "
             f"as structure {config.structure.kind!r} needs here"

@@ -46,14 +46,14 @@ class TargetConv(Gating):
             yield ("ahead",), f"{self.ahead} taps ahead and the token's own are more than taps={self.taps}; raise taps"
 
     def refusal(self, config: Any) -> str | None:
-        form, writes = config.bias.kernel_form(), self.ahead + 1
+        writes = self.ahead + 1
         if config.writes != writes:
             return (
                 f"{self.ahead} taps ahead make {writes} writes of a token, got writes={config.writes}; set both alike"
             )
         if config.commit != "chunk" or config.read != "before":
             return "it looks ahead within a chunk, which is causal with commit='chunk' and read='before' alone"
-        if form is None or form.name != "target":
+        if not config.forms.target:
             return f"bias {config.bias.kind!r} makes a write depend on those before it, and it changes their order"
         if config.normalizer != "none":
             return f"normalizer={config.normalizer!r} would count each of its writes as a token; it needs 'none'"

@@ -78,8 +78,7 @@ class Readout(Variant, family="readout"):
         """Why a `MemoryConfig` cannot be read this way."""
         if self.plain:
             return
-        form = config.bias.kernel_form()
-        if form is None or form.name != "target":
+        if not config.forms.target:
             yield f"bias {config.bias.kind!r} corrects what is stored, which this read-out does itself; use bias 'dot'"
         if not config.structure.linear or config.structure.diagonal:
             yield f"{config.structure.named} is no linear map of phi(k); use structure 'matrix'"

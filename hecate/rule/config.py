@@ -11,9 +11,10 @@ from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler,
 from pydantic_core import CoreSchema
 
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
-from hecate.bias import L2, BiasKind, Dot, KernelForm
+from hecate.bias import L2, BiasKind, Dot
 from hecate.checks import Count, Depth
 from hecate.errors import ConfigError, not_known, shorten
+from hecate.formula import formula_of
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.readout import Direct, ReadoutKind
@@ -34,12 +35,13 @@ class Forms(NamedTuple):
     """Forms and traits of a config's knobs that engines need at every call, computed once.
 
     Fields:
-        bias, retention, algorithm: their `kernel_form()`.
-        tokens: the `token_form()` of the last two.
-        texts: all three in JSON, which a tracer could not make, and phi last.
+        retention, algorithm: their `kernel_form()`.
+        tokens: their `token_form()`.
+        texts: bias, both and phi in JSON, which a tracer could not make.
         phi: its `kernel_form()`.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
+        apart: whether no coordinate of u is known to need another.
         linear, transposed: as the structure says.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
         defaults: what these are where none is given.
@@ -47,7 +49,6 @@ class Forms(NamedTuple):
         per_head: whether the default retain differs between heads; then it is that of the first.
     """
 
-    bias: KernelForm | None
     retention: StepForm | None
     algorithm: AlgorithmForm | None
     tokens: tuple[StepForm | None, AlgorithmForm | None]
@@ -56,6 +57,7 @@ class Forms(NamedTuple):
     identity: bool
     target: bool
     error: bool
+    apart: bool
     linear: bool
     transposed: bool
     gates: tuple[bool, ...]
@@ -67,17 +69,18 @@ class Forms(NamedTuple):
     def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
         """The forms of a rule's knobs and phi."""
         bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
-        form = bias.kernel_form()
+        found = formula_of(bias)
+        formula = None if isinstance(found, str) else found
         return cls(
-            bias=form,
             retention=retention.kernel_form(),
             algorithm=algorithm.kernel_form(),
             tokens=(retention.token_form(), algorithm.token_form()),
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),
             identity=type(phi) is Identity,
-            target=form is not None and form.name == "target",
-            error=form is not None and form.name == "error",
+            target=formula is not None and formula.target,
+            error=formula is not None and formula.error,
+            apart=formula is not None and formula.coordinatewise,
             linear=rule.structure.linear,
             transposed=rule.structure.transposed,
             gates=(True, retention.uses_retain, algorithm.uses_momentum),

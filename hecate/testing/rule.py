@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Algorithm
-from hecate.bias import KernelForm
 from hecate.engine import exact_engines, memory_scan
+from hecate.formula import formula_of
+from hecate.formula.nodes import NAMES
+from hecate.formula.printer import Text
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
@@ -118,24 +122,31 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
         most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
         within = bool((most <= bias.curvature + 1e-12).all())
         require(within, f"{name}: declared curvature {bias.curvature:g}, found {float(most.max()):g}")
-    form = bias.kernel_form()
-    if form is not None:
-        close(f"{name}: declared {form}, {_KERNELS}", bias.grad(pred, target), _of_form(form, pred, target))
+    found = formula_of(bias)
+    if not isinstance(found, str):
+        text = in_torch(found.psi, pred.dtype, pred.shape[-1])(pred, target, found.psi.numbers)
+        close(f"{name}: its text, {_KERNELS}", bias.grad(pred, target), text.expand_as(pred))
 
 
-def _of_form(form: KernelForm, pred: Tensor, target: Tensor) -> Tensor:
-    """u as `KernelForm` says it."""
-    error = pred - target
-    radius = error.abs() if form.name == "power" and form.a >= 2 else (error.square() + form.b**2).sqrt()
-    size = radius if form.a >= 2 else radius - form.b
-    gradients = {
-        "target": lambda: -target,
-        "error": lambda: error,
-        "clip": lambda: error.clamp(-form.a, form.a),
-        "power": lambda: size.pow(form.a - 1) * error / radius,
-        "sign": lambda: error / radius,
-    }
-    return gradients[form.name]()
+def torch_names(dtype: torch.dtype) -> dict[str, Any]:
+    """The names of a text as torch runs it."""
+
+    def where(condition: Tensor, x: Any, y: Any) -> Tensor:
+        x, y = (item if isinstance(item, Tensor) else torch.tensor(item, dtype=dtype) for item in (x, y))
+        return torch.where(condition, x, y)
+
+    names = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
+    return names | {
+        "where": where, "power": torch.pow, "total": lambda x: x.sum(-1, keepdim=True),
+        "top": lambda x: x.amax(-1, keepdim=True), "INF": math.inf, "NAN": math.nan,
+    }  # fmt: skip
+
+
+def in_torch(text: Text, dtype: torch.dtype, width: int) -> Callable[..., Any]:
+    """A text as torch runs it, of tensors and the numbers c."""
+    names = torch_names(dtype) | {"N": float(width)}
+    exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
+    return names[text.name]
 
 
 def _check_algorithm(algorithm: Algorithm, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> None:

@@ -172,11 +172,6 @@ def test_a_temperature_without_a_softmax_is_refused():
         bias.KL(target="distribution", temperature=0.5)
 
 
-def test_no_kernel_claims_the_losses_that_it_cannot_compute():
-    assert all((knob.kernel_form() is None) == (knob.kind != "l1") for knob in KNOBS)
-    assert bias.Lp(p=1.5).kernel_form() is not None
-
-
 @pytest.mark.spec("BIAS-HUBER-D1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inside_its_ball_huber_is_half_a_square(dtype):

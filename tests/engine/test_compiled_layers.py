@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hecate import MemoryConfig, named_rule
-from hecate.bias import Yaad
 from hecate.engine import Call, Engine, choose, explain
 from hecate.engine.cpu import deep as module
 from hecate.errors import ConfigError
@@ -149,15 +148,6 @@ def test_auto_takes_it_for_named_rules(rule):
     assert explain(Call.sketch(MemoryConfig(), length=64))[0] == "compiled"
 
 
-class Louder(Yaad):
-    """louder: another derivative below a class that declares a form."""
-
-    kind: Literal["layers_test_louder"] = "layers_test_louder"
-
-    def psi(self, error):
-        return 2 * super().psi(error)
-
-
 class Colder(KL):
     """colder: other weights below a class whose link has a form."""
 
@@ -169,9 +159,6 @@ class Colder(KL):
 
 @pytest.mark.spec("ENG-LAYERS-D3")
 def test_forms_are_lost_where_the_formula_is_another():
-    assert Yaad().token_form() is not None
-    assert Yaad().kernel_form() is None
-    assert Louder().token_form() is None
     assert KL().token_form() == StepForm(centred=True, link=SoftmaxLink().kernel_form())
     assert Lq().token_form() == StepForm(link=LqLink().kernel_form())
     assert Colder().token_form() is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hecate.algorithm import Algorithm, AlgorithmForm
-from hecate.bias import Bias, ErrorBias, KernelForm
+from hecate.bias import Bias, ErrorBias
 from hecate.engine import Call, choose, exact_engines
 from hecate.errors import ConfigError
 from hecate.retention import Retention, StepForm
@@ -65,10 +65,6 @@ class Difference(ErrorBias):
 
     kind: Literal["forms_test_difference"] = "forms_test_difference"
 
-    @property
-    def kernel(self):
-        return KernelForm("error")
-
     def rho(self, error):
         return 0.5 * error.square().sum(-1)
 
@@ -83,10 +79,6 @@ class Aligned(Bias):
     """forms_test_aligned: dot by someone else."""
 
     kind: Literal["forms_test_aligned"] = "forms_test_aligned"
-
-    @property
-    def kernel(self):
-        return KernelForm("target")
 
     def loss(self, pred, target):
         return -(pred * target).sum(-1)

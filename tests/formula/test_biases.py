@@ -17,7 +17,7 @@ from torch import Tensor
 from hecate.bias import Bias
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable, bias_formula
-from tests.formula.texts import in_torch
+from hecate.testing.rule import in_torch
 
 SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
 IEEE = {

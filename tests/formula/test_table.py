@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hecate.formula.nodes import COMPONENTWISE, ROWWISE, Nodes, Unprintable
 from hecate.formula.printer import nodes_of, printed, traced
-from tests.formula.texts import in_torch
+from hecate.testing.rule import in_torch
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, 20.0, 21.0, -21.0, 1e30, -1e30, math.inf, -math.inf, math.nan]
 EXACT = "sub rsub mul div neg reciprocal sqrt abs sign sgn floor relu maximum minimum where threshold".split()
