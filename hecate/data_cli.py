@@ -128,17 +128,15 @@ def train_tokenizer(
     from hecate.data.corpus import Limits, documents, find
     from hecate.data.tokenizer import FileTokenizer, train_tokenizer
     from hecate.errors import DataError
-    from hecate.files import write_file
+    from hecate.files import refusing, write_file
 
     if out.exists():
         raise DataError(f"{out} exists; shards may have been made with it: choose another --out")
     how: dict[str, Any] = {"field": field, "separator": separator, "limits": Limits(document << 20, line << 20)}
     text = train_tokenizer((text for file in find(inputs) for text in documents(file, **how)), vocab)
-    try:
+    with refusing(f"write {out}", "choose another --out", kind=DataError):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text)
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
     with afterwards():
         echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
 
