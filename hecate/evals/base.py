@@ -9,18 +9,26 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hecate.data import IGNORED
 from hecate.errors import ConfigError
-from hecate.evals.haystack import Encoder, Ids
 from hecate.train.evaluate import Buckets, Positions, evaluating
 from hecate.variant import Variant
 
 PIECE = 1024
 """Tokens that a model with a state reads at once."""
 Metric = Literal["exact", "accuracy", "loss"]
+Ids = NDArray[np.int64]
+
+
+class Encoder(NamedTuple):
+    """Encoder of texts into the ids of each; every row begins with the ids `start`."""
+
+    ids: Callable[[Sequence[str]], list[Ids]]
+    start: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):

@@ -11,10 +11,8 @@ import torch
 from hecate.data import DataConfig, Task, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, not_known, shorten
 from hecate.evals.base import PIECE, Evaluation, Given, Reader, Result
-from hecate.evals.haystack import MOST, encoder_of, read_text
-from hecate.evals.needles import Niah
 from hecate.evals.report import Report
-from hecate.evals.tasks import Synthetic
+from hecate.evals.tasks import MOST, Niah, Synthetic, encoder_of, read_text
 from hecate.models import LanguageModel
 from hecate.train.folder import home_of
 from hecate.train.trained import Trained, open_model
