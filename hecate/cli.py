@@ -401,9 +401,8 @@ def evaluate(
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
     from hecate.train.display import print_table
-    from hecate.train.lengths import by_length, parse_lengths, source_of, tables
     from hecate.train.run import open_run
-    from hecate.train.trained import open_model
+    from hecate.train.trained import by_length, open_model, parse_lengths, source_of, tables
 
     if tasks is not None:
         from hecate.evals import evaluate_run
@@ -584,7 +583,7 @@ def doctor(
     width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
 ) -> None:  # fmt: skip
     """Say what this machine has and which engines run here, or compile kernels before their first use."""
-    from hecate.train import doctor as found
+    from hecate.train import catalogue as found
     from hecate.train.display import print_table
 
     if not warm:

@@ -15,7 +15,7 @@ from hecate.errors import CheckpointError
 from hecate.evals.base import Result
 from hecate.files import make_folder, new_folder, refusing, sweep_evaluations, write_file
 from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish
-from hecate.train.lengths import Table
+from hecate.train.trained import Table
 
 HOPE = "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Table"
 _SIZES = "a larger model after some 5e10 tokens of other text; RULER's essays, generated answers"

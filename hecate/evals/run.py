@@ -14,8 +14,7 @@ from hecate.evals.base import PIECE, Evaluation, Given, Reader, Result
 from hecate.evals.report import Report
 from hecate.evals.tasks import MOST, Niah, Synthetic, encoder_of, read_text
 from hecate.models import LanguageModel
-from hecate.train.folder import home_of
-from hecate.train.trained import Trained, open_model
+from hecate.train.trained import Trained, home_of, open_model
 
 AT_ONCE = 1 << 14
 """Tokens of a batch."""

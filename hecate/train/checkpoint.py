@@ -41,7 +41,6 @@ from hecate.files import (
     write_file,
 )  # fmt: skip
 from hecate.optim.sharding import local
-from hecate.train.folder import refuse_link
 from hecate.variant import Config, read_json
 
 FORMAT = "hecate-checkpoint"
@@ -504,6 +503,14 @@ def _age(path: Path) -> tuple[int, bool, int]:
     match = _NAME.fullmatch(path.name)
     retired, step, edition = match.groups() if match else (None, "0", None)
     return int(step), retired is None, int(edition or 1)
+
+
+def refuse_link(path: Path) -> None:
+    """A link may lead out of the run: to a file of others, or one that changes."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
+        )
 
 
 def bad(file: Path, reason: str) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""A run folder: training with files, display, signals and a report at the end."""
+"""A run folder: training with files, display, hooks, signals and a report at the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -33,18 +33,51 @@ from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Signals
 from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
-from hecate.train.folder import CHECKPOINTS, CONFIG, METRICS, check_entries, expect_run
-from hecate.train.hooks import Hooks, call_hooks
-from hecate.train.loggers import Record, check_loggers, open_loggers
+from hecate.train.export import begin_from
+from hecate.train.loggers import Record, check_loggers, open_loggers, telling
 from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
 from hecate.train.progress import Progress
 from hecate.train.report import write_report
-from hecate.train.saver import Saver
-from hecate.train.sharded import group_of
+from hecate.train.sharded import Saver, group_of
 from hecate.train.state import model_state, run_facts
-from hecate.train.trained import chosen_checkpoint, numbers_of
+from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, check_entries, chosen_checkpoint, expect_run, numbers_of
 from hecate.train.trainer import Trainer
-from hecate.train.warm import begin_from
+
+if TYPE_CHECKING:
+    from hecate.train.trainer import Trainer
+
+
+class Hooks:
+    """Calls of a run, each of which does nothing until a subclass overrides it. [TRAIN-HOOK-D1]
+
+        class Shout(Hooks):
+            def on_eval(self, trainer, record):
+                print(record["step"], record["validation_loss"])
+
+        run_experiment(config, folder, hooks=[Shout()])
+
+    Records are those of metrics.jsonl. In a world of several processes every one has its hooks called; `trainer.world`
+    tells which it is. An exception ends the run, which can be resumed. A hook that changes the trainer changes the run;
+    of torch's random numbers it should draw from a generator of its own.
+    """
+
+    def on_step(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """After each step, whose record has loss, lr, grad_norm and tokens."""
+
+    def on_eval(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """After each evaluation, whose record has validation_loss."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is on disk, complete; of one that is written behind the run, ahead of the next."""
+
+
+def call_hooks(hooks: Sequence[Hooks], name: str, *given: Any) -> None:
+    """Calls `name` of each in turn; an exception of one is told as `HookError` with its name."""
+    for hook in hooks:
+        act: Callable[..., None] = getattr(hook, name)
+        with telling(f"hook {type(hook).__name__}.{name}"):
+            act(*given)
+
 
 Status = Literal["finished", "interrupted", "out of time"]
 

@@ -25,14 +25,13 @@ from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
-from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
 from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.sampling import generate
-from hecate.train.state import pack, refuse_other_config, run_facts, unpack
+from hecate.train.state import Carried, pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):

@@ -29,8 +29,7 @@ from hecate.optim import PhiMomentum
 from hecate.train import Checkpoint, checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from hecate.train import sharded as module
 from hecate.train.checkpoint import best_checkpoint, prune_checkpoints, tiles
-from hecate.train.saver import Saver
-from hecate.train.sharded import LeftAloneError, load_sharded, newest_for, save_sharded
+from hecate.train.sharded import LeftAloneError, Saver, load_sharded, newest_for, save_sharded
 from hecate.train.state import OptimizerFacts, pack, unpack
 from tests.ranks import run_ranks
 
