@@ -348,7 +348,7 @@ def compare(
     and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from."""
     from hecate.compare import Budget, cells_of, report, run
     from hecate.compare.cells import rates_of
-    from hecate.train.display import Interrupted, print_table
+    from hecate.train.display import Interrupted, print_table, print_tables
     from hecate.train.run import fresh_folder
 
     folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
@@ -358,8 +358,8 @@ def compare(
     how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
     try:
         if planned:
-            header, lines, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
-            print_table(header, lines)
+            table, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
+            print_table(*table)
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
@@ -369,9 +369,7 @@ def compare(
         raise typer.Exit(3) from None
     written = report.write(found, folder)
     with afterwards():
-        for header, lines in report.tables(found):
-            print_table(header, lines)
-            echo("")
+        print_tables(report.tables(found))
         for text in (*found.notes, *map(str, written)):
             echo(text)
 
@@ -400,7 +398,7 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
-    from hecate.train.display import print_table
+    from hecate.train.display import print_table, print_tables
     from hecate.train.run import open_run
     from hecate.train.trained import by_length, open_model, parse_lengths, source_of, tables
 
@@ -413,9 +411,7 @@ def evaluate(
         found, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
         picture = "" if (folder / "scores.png").exists() else f"; no figure without matplotlib: {install_line('plot')}"
         with afterwards():
-            for header, rows in found.tables():
-                print_table(header, rows)
-                echo("")
+            print_tables(found.tables())
             echo(f"results: {folder}{picture}")
         return
     for name, value in (("samples", samples), ("out", out)):
@@ -425,9 +421,7 @@ def evaluate(
         trained = open_model(run, checkpoint)
         wanted = parse_lengths(lengths) if lengths else [trained.config.seq_len]
         source = source_of(trained, data)
-        for header, rows in tables(trained, source, by_length(trained, source, wanted)):
-            print_table(header, rows)
-            echo("")
+        print_tables(tables(trained, source, by_length(trained, source, wanted)))
         return
     trainer, step = open_run(run, checkpoint)
     metric, score = trainer.source.metric, trainer.evaluate()
@@ -591,9 +585,9 @@ def doctor(
             raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
         print_table(*found.machine())
         print_table(*found.engines())
-        header, rows = found.kernels()
-        if rows:
-            print_table(header, rows)
+        tried = found.kernels()
+        if tried[1]:
+            print_table(*tried)
         return
     for what, seconds in found.warm(rules or [], width):
         echo(f"{what}, {seconds:.1f} s")

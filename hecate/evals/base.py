@@ -22,6 +22,9 @@ PIECE = 1024
 """Tokens that a model with a state reads at once."""
 Metric = Literal["exact", "accuracy", "loss"]
 Ids = NDArray[np.int64]
+COLUMNS = ("name", "length", "metric", "score", "error", "chance", "rows", "answers", "labels", "exact", "accuracy",
+           "loss")  # fmt: skip
+"""Facts of a result that are one value each."""
 
 
 class Encoder(NamedTuple):
@@ -176,10 +179,9 @@ class Result:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        plain = {name: getattr(self, name) for name in ("name", "length", "metric", "score", "error", "chance")}
-        counts = {name: getattr(self, name) for name in ("rows", "answers", "labels", "exact", "accuracy", "loss")}
+        plain = {name: getattr(self, name) for name in COLUMNS}
         depths = [{"depth": depth, "exact": share} for depth, share in sorted(self.depths.items())]
-        return {**plain, **counts, "depths": depths, "positions": [own._asdict() for own in self.positions]}
+        return {**plain, "depths": depths, "positions": [own._asdict() for own in self.positions]}
 
 
 class _Tally:

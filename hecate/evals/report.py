@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hecate.errors import CheckpointError
-from hecate.evals.base import Result
+from hecate.evals.base import COLUMNS, Result
 from hecate.files import make_folder, new_folder, refusing, sweep_evaluations, write_file
 from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish
-from hecate.train.trained import Table
+from hecate.train.report import Table, csv_text, figure_type, png, table_by_position
 
 HOPE = "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Table"
 _SIZES = "a larger model after some 5e10 tokens of other text; RULER's essays, generated answers"
@@ -69,10 +67,6 @@ def beside(results: Sequence[Result]) -> list[Published]:
     return [figure for figure in PUBLISHED if figure.task in names]
 
 
-_COLUMNS = ("name", "length", "metric", "score", "error", "chance", "rows", "answers", "labels", "exact", "accuracy",
-            "loss")  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Report:
     """Results, in the order of the tasks."""
@@ -106,19 +100,11 @@ class Report:
 
     def _positions(self) -> Table:
         wanted = [own for own in self.results if own.metric == "loss"]
-        losses = [{(span.first, span.last): span.loss for span in own.positions} for own in wanted]
-        rows = []
-        for first, last in sorted(set(chain.from_iterable(losses))):
-            cells = [f"{own[first, last]:.4f}" if (first, last) in own else "" for own in losses]
-            rows.append((f"{first:,}" if first == last else f"{first:,} to {last:,}", *cells))
-        return ("tokens read", *(f"loss at {own.length:,}" for own in wanted)), rows
+        return table_by_position([(own.length, own.positions) for own in wanted]) if wanted else ((), ())
 
     def _published(self) -> Table:
-        rows: list[tuple[str, ...]] = [
-            (f.task, f.at, f.model, f"{f.score:.1f}", f.source, f.differs) for f in beside(self.results)
-        ]
-        header: tuple[str, ...] = ("published", "at", "model", "per cent", "source", "what differs")
-        return header, rows
+        rows = [(f.task, f.at, f.model, f"{f.score:.1f}", f.source, f.differs) for f in beside(self.results)]
+        return ("published", "at", "model", "per cent", "source", "what differs"), rows
 
     def json(self, facts: Mapping[str, Any]) -> str:
         """Everything, with facts about what was evaluated."""
@@ -128,29 +114,22 @@ class Report:
 
     def csv(self) -> str:
         """A line for each part."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(own.record() for own in self.results)
-        return text.getvalue()
+        return csv_text((own.record() for own in self.results), COLUMNS)
 
     def png(self) -> bytes | None:
         """Scores by length beside chance, and the loss by position; None without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
+        drawn_on = figure_type()
+        if drawn_on is None:
             return None
         asked = [own for own in self.results if own.metric != "loss"]
         read = [own for own in self.results if own.metric == "loss"]
-        figure = Figure(figsize=(6.4 * (bool(asked) + bool(read)), 4.8), layout="constrained")
+        figure = drawn_on(figsize=(6.4 * (bool(asked) + bool(read)), 4.8), layout="constrained")
         axes = list(figure.subplots(1, bool(asked) + bool(read), squeeze=False)[0])
         if asked:
             _scores(axes.pop(0), asked)
         if read:
             _losses(axes.pop(0), read)
-        image = io.BytesIO()
-        figure.savefig(image, dpi=120, format="png")
-        return image.getvalue()
+        return png(figure)
 
     def save(self, folder: Path, name: str, facts: Mapping[str, Any]) -> Path:
         """results.json, results.csv and scores.png in the first of folder/NAME, NAME-2, ... that is free.

@@ -25,10 +25,10 @@ from hecate.rule import RULES, MemoryConfig, MemoryRule, named_rule
 from hecate.train.compose import BACKBONES, BY_RULE, folded_presets, load_experiment, preset_about, shipped_presets
 from hecate.train.document import parse_value
 from hecate.train.loggers import LoggerKind
+from hecate.train.report import Table
 from hecate.train.run import versions
 from hecate.variant import Variant
 
-Table = tuple[list[str], list[list[str]]]
 PACKAGES = ("torch", "numpy", "pydantic", "numba", "flash-linear-attention", "triton", "matplotlib")
 LENGTH = 1024
 """Tokens of the sequence that engines are chosen for: not a step."""

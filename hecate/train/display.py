@@ -151,6 +151,13 @@ WRAPPED = 32
 """Columns of a terminal that a cell needs to be read in lines; where a table has fewer, its rows stand one by one."""
 
 
+def print_tables(tables: Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]]) -> None:
+    """Tables one after the other, each with an empty line behind it."""
+    for header, rows in tables:
+        print_table(header, rows)
+        echo("")
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """On a terminal a rich table, or its rows one by one where cells would be too narrow; aligned lines elsewhere.
     Nothing is cut."""

@@ -28,6 +28,7 @@ from hecate.train.checkpoint import (
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_opening
 from hecate.train.evaluate import Positions, loss_by_position
+from hecate.train.report import Table, table_by_position
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import build_model
 
@@ -142,9 +143,6 @@ def _tokenizer(path: Path, config: ExperimentConfig) -> Tokenizer | None:
     return open_tokenizer(copy) if copy is not None and copy.is_file() else config.data.tokenizer()
 
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-
-
 class OfLength(NamedTuple):
     """A model's loss on sequences of a length, by how much of them it has read."""
 
@@ -216,15 +214,9 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
 def tables(trained: Trained, source: Source, found: Sequence[OfLength]) -> list[Table]:
     """The printed tables: a row for each length, and the loss by position of all of them."""
     each = source.metric == "bits_per_byte" and source.lengths is None
-    header: tuple[str, ...] = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
-    rows: list[tuple[str, ...]] = []
+    header = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
+    rows = []
     for own in found:
         last = own.loss / math.log(2) if each else math.exp(min(own.loss, 700))
         rows.append((f"{own.length:,}", f"{own.sequences:,}", f"{own.labels:,}", f"{own.loss:.4f}", f"{last:.4f}"))
-    spans = dict.fromkeys((span.first, span.last) for own in found for span in own.positions)
-    losses = [{(span.first, span.last): span.loss for span in own.positions} for own in found]
-    places: list[tuple[str, ...]] = []
-    for first, last in sorted(spans):
-        cells = [f"{own[first, last]:.4f}" if (first, last) in own else "" for own in losses]
-        places.append((f"{first:,}" if first == last else f"{first:,} to {last:,}", *cells))
-    return [(header, rows), (("tokens read", *(f"loss at {own.length:,}" for own in found)), places)]
+    return [(header, rows), table_by_position((own.length, own.positions) for own in found)]
