@@ -11,11 +11,12 @@ from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hecate.checks import Size
 from hecate.data.base import IGNORED, Batch, DataConfig, Source, as_batch, stream
 from hecate.errors import ConfigError, DataError
+from hecate.variant import Conflicts
 
 Rows = NDArray[np.int64]
 VALIDATION_SEED = 0
@@ -148,23 +149,21 @@ class MQAR(Task):
     power: float = Field(0.01, gt=0)
     random_filler: bool = True
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.seq_len % 2:
-            raise ConfigError(f"must be even, pairs and query slots are two tokens, got {self.seq_len}", ("seq_len",))
+            yield ("seq_len",), f"must be even, pairs and query slots are two tokens, got {self.seq_len}"
         if 4 * self.num_pairs > self.seq_len:
-            raise ConfigError(
+            yield (
+                ("num_pairs",),
                 f"num_pairs={self.num_pairs} needs seq_len >= {4 * self.num_pairs} (two tokens per pair and two per "
                 f"query), got seq_len={self.seq_len}",
-                ("num_pairs",),
             )
         if self.num_pairs > self.vocab_size // 2 - 1:
-            raise ConfigError(
+            yield (
+                ("num_pairs",),
                 f"num_pairs={self.num_pairs} distinct keys need vocab_size >= {2 * self.num_pairs + 2}, got "
                 f"vocab_size={self.vocab_size}",
-                ("num_pairs",),
             )
-        return self
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         pairs, half = self.num_pairs, self.vocab_size // 2
@@ -218,13 +217,9 @@ class Retrieval(Task):
     replacement: bool = False
     queries: Size = Field(1, ge=1)
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.queries > self.num_keys:
-            raise ConfigError(
-                f"queries={self.queries} distinct keys cannot be asked with num_keys={self.num_keys}", ("queries",)
-            )
-        return self
+            yield ("queries",), f"queries={self.queries} distinct keys cannot be asked with num_keys={self.num_keys}"
 
     @property
     def pairs(self) -> int:

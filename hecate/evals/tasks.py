@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hecate.checks import Count
 from hecate.data import IGNORED, DataConfig, Task, Tokenizer, stream
 from hecate.data.corpus import Limits, documents, find
 from hecate.errors import ConfigError, DataError, shorten
 from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_lengths, draws
+from hecate.variant import Conflicts
 
 MOST = 1 << 20
 """Characters of a text that are used."""
@@ -331,11 +332,10 @@ class Synthetic(Evaluation):
     samples: Samples = 256
     seed: Count = Field(1, ge=1)
 
-    @model_validator(mode="after")
-    def _is_a_task(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Data that are no task."""
         if not isinstance(self.data, Task):
-            raise ConfigError(f"must be a synthetic task, got {self.data.kind!r}, a text", ("data",))
-        return self
+            yield ("data",), f"must be a synthetic task, got {self.data.kind!r}, a text"
 
     def parts(self, given: Given) -> list[Part]:
         """The task at every length; `ConfigError` where the model knows fewer ids."""

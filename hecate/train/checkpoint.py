@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -41,7 +41,7 @@ from hecate.files import (
     write_file,
 )  # fmt: skip
 from hecate.optim.sharding import local
-from hecate.variant import Config, read_json
+from hecate.variant import Config, Conflicts, read_json
 
 FORMAT = "hecate-checkpoint"
 VERSION, SHARDED = 1, 2
@@ -103,43 +103,55 @@ class Spread(Config):
     shape: Extents
     pieces: tuple[Piece, ...]
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Blocks that leave a number out, or have it twice."""
         boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
         if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # which torch cannot even make empty
-            raise ConfigError(f"must be of at most {MAX_COUNT:,} numbers", ("shape",))
+            yield ("shape",), f"must be of at most {MAX_COUNT:,} numbers"
         ranks = {len(self.shape), *(len(x) for p in self.pieces for x in (p.offset, p.shape))}
         if len(ranks) > 1 or not tiles([box for box in boxes if all(length for _, length in box)], self.shape):
-            raise ConfigError(f"must cover each number of {list(self.shape)} once", ("pieces",))
-        return self
+            yield ("pieces",), f"must cover each number of {list(self.shape)} once"
 
 
-class Content(Config):
+class Manifest(Config):
     """Step, plain facts, names of tensors that share memory with a stored one, stored tensors."""
 
     step: int = Field(ge=0)
     facts: dict[str, Any]
     aliases: dict[str, str]
+    tensors: dict[str, Any]
+
+    def conflicts(self) -> Conflicts:
+        """Aliases of what is not stored, another step, and metrics that are no numbers."""
+        for name, base in self.aliases.items():
+            if name in self.tensors or base not in self.tensors:
+                yield ("aliases", name), f"must name a stored tensor, got {base!r}"
+        own = self.facts.get("step", self.step)
+        if type(own) is not int or own != self.step:
+            yield ("facts", "step"), f"must be the step {self.step}, got {own!r}"
+        metrics = self.facts.get("metrics", {})
+        if not isinstance(metrics, dict):
+            yield ("facts", "metrics"), f"must be a mapping, got {metrics!r}"
+        for name, value in metrics.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                yield ("facts", "metrics", name), f"must be a finite number, got {value!r}"
+
+
+class Content(Manifest):
+    """Of a checkpoint that one process wrote, into one file."""
+
     tensors: dict[str, Summary]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        _check_content(self.step, self.facts, self.aliases, self.tensors)
-        return self
 
+class ShardedContent(Manifest):
+    """Of a checkpoint that many processes wrote, and its files."""
 
-class ShardedContent(Config):
-    """Of a checkpoint that many processes wrote: the same, and its files."""
-
-    step: int = Field(ge=0)
-    facts: dict[str, Any]
-    aliases: dict[str, str]
     files: dict[Annotated[str, Field(pattern=_FILE)], StoredFile]
     tensors: dict[str, Spread]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        _check_content(self.step, self.facts, self.aliases, self.tensors)
+    def conflicts(self) -> Conflicts:
+        """As of any, and blocks in files that are not listed or too small."""
+        yield from super().conflicts()
         claimed = Counter[str]()
         for name, spread in self.tensors.items():
             for piece in spread.pieces:
@@ -147,37 +159,16 @@ class ShardedContent(Config):
             unknown = [piece.file for piece in spread.pieces if piece.file not in self.files]
             twice = [file for file, times in Counter(piece.file for piece in spread.pieces).items() if times > 1]
             if unknown or twice:
-                raise ConfigError(
-                    f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}", ("tensors", name)
-                )
+                yield ("tensors", name), f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}"
         for file, size in claimed.items():
             if size > self.files[file].bytes:
-                raise ConfigError(
-                    f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}", ("files", file)
-                )
-        return self
+                yield ("files", file), f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}"
 
 
 def _itemsize(dtype: str) -> int:
     """Bytes of a number; of a dtype that there is not one."""
     found = getattr(torch, dtype, None)
     return found.itemsize if isinstance(found, torch.dtype) else 1
-
-
-def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], tensors: Mapping[str, Any]) -> None:
-    """Checks that a manifest of either version is consistent."""
-    for name, base in aliases.items():
-        if name in tensors or base not in tensors:
-            raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
-    own = facts.get("step", step)
-    if type(own) is not int or own != step:
-        raise ConfigError(f"must be the step {step}, got {own!r}", ("facts", "step"))
-    metrics = facts.get("metrics", {})
-    if not isinstance(metrics, dict):
-        raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
-    for name, value in metrics.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
