@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hecate.checks import MAX_COUNT, Count, check_room
@@ -57,6 +57,10 @@ _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 MAX_AXES, MAX_BYTES = 64, 1 << 28
 """Axes of a tensor, as torch has them at most; bytes of a manifest."""
 Extents = Annotated[tuple[Annotated[Count, Field(ge=0)], ...], Field(max_length=MAX_AXES)]
+
+
+class LeftAloneError(CheckpointError):
+    """Another process of the run has ended, or does not answer."""
 
 
 class Checkpoint(NamedTuple):
@@ -244,7 +248,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         check_files(path, content, content.files)
         stored = _gathered(path, content)
     else:
-        stored = _whole(path, content)
+        stored = dict(whole(path, content))
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
     return Checkpoint(tensors, content.facts)
 
@@ -255,28 +259,19 @@ def check_name(path: Path, step: int) -> None:
         raise bad(path / MANIFEST, f"is of step {step}")
 
 
-def _whole(path: Path, content: Content) -> dict[str, Tensor]:
-    """The verified tensors of version 1."""
+def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of version 1, or a share of them, each verified when it is its turn."""
     file = path / TENSORS
-    try:
-        stored = load_file(file)
-    except FileNotFoundError:
-        raise bad(file, "is missing") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
-    if odd := sorted(set(stored) ^ set(content.tensors)):
-        raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
-    for name, tensor in stored.items():
-        check_tensor(file, name, tensor, content.tensors[name])
-    return stored
-
-
-def check_tensor(file: Path, name: str, tensor: Tensor, expected: Summary) -> None:
-    """Refuses a tensor of version 1 that is not what was written."""
-    own = expected.model_dump(mode="json")
-    for key, found in summary(tensor).items():
-        if found != own[key]:
-            raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+    with _opened(file) as opened:
+        names = sorted(opened.keys())
+        if odd := sorted(set(names) ^ set(content.tensors)):
+            raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+        for name in names[share]:
+            tensor, expected = opened.get_tensor(name), content.tensors[name].model_dump(mode="json")
+            for key, found in summary(tensor).items():
+                if found != expected[key]:
+                    raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+            yield name, tensor
 
 
 def check_listed(path: Path, content: Content | ShardedContent) -> None:
@@ -342,6 +337,8 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
+    except FileNotFoundError:
+        raise bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise bad(file, f"is truncated or not a safetensors file ({error})") from None
 
@@ -372,24 +369,27 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
     `CheckpointError` if there are checkpoints but all are damaged. [CKPT-RESUME-D1]
     """
-    skipped: list[Skipped] = []
-    paths = checkpoints(folder)
+    return newest_of(folder, lambda: checkpoints(folder), load_checkpoint)
+
+
+def newest_of(
+    folder: Path, listed: Callable[[], list[Path]], load: Callable[[Path], Checkpoint]
+) -> tuple[Path, Checkpoint, list[Skipped]] | None:
+    """As `newest_checkpoint`, of those that are listed, as they are loaded."""
+    skipped, paths = list[Skipped](), listed()
     for path in reversed(paths):
         try:
-            return path, load_checkpoint(path), skipped
+            return path, load(path), skipped
+        except LeftAloneError:
+            raise
         except CheckpointError as error:
             skipped.append(Skipped(path, str(error)))
-    if checkpoints(folder) != paths:  # a run that goes on has replaced them since
-        return newest_checkpoint(folder)
+    if listed() != paths:  # a run that goes on has replaced them since
+        return newest_of(folder, listed, load)
     if skipped:
-        raise none_usable(folder, skipped)
+        reasons = "; ".join(item.reason for item in skipped)
+        raise CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
     return None
-
-
-def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
-    """The error for a folder all of whose checkpoints were skipped."""
-    reasons = "; ".join(item.reason for item in skipped)
-    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:

@@ -32,6 +32,7 @@ from hecate.train.checkpoint import (
     TENSORS,
     Checkpoint,
     Content,
+    LeftAloneError,
     Piece,
     ShardedContent,
     Skipped,
@@ -42,7 +43,6 @@ from hecate.train.checkpoint import (
     check_files,
     check_listed,
     check_name,
-    check_tensor,
     checkpoints,
     copies,
     describe_file,
@@ -50,10 +50,11 @@ from hecate.train.checkpoint import (
     manifest_text,
     named,
     newest_checkpoint,
-    none_usable,
+    newest_of,
     prune_checkpoints,
     publishing,
     read_manifest,
+    whole,
     write_checkpoint,
 )
 from hecate.train.state import blank
@@ -62,16 +63,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype."""
-
-
-class LeftAloneError(CheckpointError):
-    """Another process of the run has ended, or does not answer."""
 
 
 class Restorable(Protocol):
@@ -332,28 +326,14 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         if isinstance(content, ShardedContent):
             check_files(path, content, sorted(content.files)[team.rank :: team.size])
         else:
-            _check_whole(path, content, team)
+            for _ in whole(path, content, slice(team.rank, None, team.size)):
+                pass  # each is verified as it is read
         read.append(content)
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
     if len(set(team.all(f"read {path}", own))) > 1:
         raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
     return read[0]
-
-
-def _check_whole(path: Path, content: Content, team: Team) -> None:
-    """This rank's share of the tensors that one process wrote."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path / TENSORS, framework="pt") as opened:
-            names = sorted(opened.keys())
-            if odd := sorted(set(names) ^ set(content.tensors)):
-                raise bad(path / TENSORS, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
-            for name in names[team.rank :: team.size]:
-                check_tensor(path / TENSORS, name, opened.get_tensor(name), content.tensors[name])
-    except (SafetensorError, OSError, ValueError) as error:
-        raise bad(path / TENSORS, f"is truncated or not a safetensors file ({error})") from None
 
 
 def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Tensor], team: Team) -> None:
@@ -403,24 +383,21 @@ def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[
     """As `newest_checkpoint`, together: its tensors are placed as the trainer's and fit its `restore`. [CKPT-SHARD-D2]
 
     A rank reads no more than its parts, whatever world has written the checkpoint."""
-    team, skipped = Team(group), list[Skipped]()
-    for name in reversed(team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]):
-        path = folder / name
-        try:
-            content = verified(path, team)
-        except LeftAloneError:
-            raise
-        except CheckpointError as error:
-            skipped.append(Skipped(path, str(error)))
-            continue
+    team = Team(group)
+
+    def listed() -> list[Path]:
+        names = team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]
+        return [folder / name for name in names]
+
+    def load(path: Path) -> Checkpoint:
+        content = verified(path, team)
         shapes = {name: (item.shape, dtype_of(path, name, item)) for name, item in content.tensors.items()}
         shapes |= {name: shapes[base] for name, base in content.aliases.items()}
         tensors = blank(trainer.model, trainer.optimizers.values(), shapes)
         fill(path, content, tensors, team)
-        return path, Checkpoint(tensors, content.facts), skipped
-    if skipped:
-        raise none_usable(folder, skipped)
-    return None
+        return Checkpoint(tensors, content.facts)
+
+    return newest_of(folder, listed, load)
 
 
 class Saver:
