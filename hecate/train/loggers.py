@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -57,7 +57,13 @@ class Tensorboard(LoggerKind):
     package, name = "torch.utils.tensorboard", "TensorBoard"
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
-        return _Board(importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard")))
+        writer = importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard"))
+
+        def tell(found: dict[str, float], record: Mapping[str, Any]) -> None:
+            for name, value in found.items():
+                writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+
+        return _Library(tell, writer.close)
 
 
 class Wandb(LoggerKind):
@@ -85,7 +91,7 @@ class Wandb(LoggerKind):
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # steps that a resume repeats are told again
-        return _Wandb(run)
+        return _Library(lambda found, record: run.log({**found, "step": record["step"]}), run.finish)
 
 
 class Trackio(LoggerKind):
@@ -104,43 +110,27 @@ class Trackio(LoggerKind):
         trackio = importlib.import_module(self.package)
         name = f"{config['name']}-{identity_of(folder)[:8]}"
         with redirect_stdout(sys.stderr):  # it greets, and standard output is the result's
-            return _Trackio(trackio.init(project=self.project, name=name, config=dict(config), resume="allow"))
+            run = trackio.init(project=self.project, name=name, config=dict(config), resume="allow")
+
+        def end() -> None:
+            with redirect_stdout(sys.stderr):
+                run.finish()
+
+        return _Library(lambda found, record: run.log(found, step=record["step"]), end)
 
 
-class _Board(Logger):
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+class _Library(Logger):
+    """Hands the numbers of records on to a library."""
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        for name, value in numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+    def __init__(self, tell: Callable[[dict[str, float], Mapping[str, Any]], None], end: Callable[[], None]) -> None:
+        self._tell, self._end = tell, end
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Run(Logger):
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-
-class _Wandb(_Run):
     def log(self, record: Mapping[str, Any]) -> None:
         if found := numbers(record):
-            self._run.log({**found, "step": record["step"]})
+            self._tell(found, record)
 
     def close(self) -> None:
-        self._run.finish()
-
-
-class _Trackio(_Run):
-    def log(self, record: Mapping[str, Any]) -> None:
-        if found := numbers(record):
-            self._run.log(found, step=record["step"])
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
+        self._end()
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:

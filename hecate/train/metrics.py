@@ -36,7 +36,6 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self.loggers: list[tuple[str, Logger]] = []
-        self.last: Record = {}
         self._path = path
         self._again: list[Record] = []
         with refusing(f"write {path}", then=_AFTER):
@@ -66,17 +65,17 @@ class MetricsWriter:
             with telling(f"logger {name}"):
                 logger.log(record)
 
-    def rewind(self, step: int) -> None:
-        """Drops the records after `step`, which a run that continues there writes again.
+    def rewind(self, step: int) -> Record:
+        """Drops the records after `step`, which a run that continues there writes again; the latest of each fact that
+        is kept.
 
-        What it writes of `step` itself a second time is left out; `last` has the latest of each fact that is
-        kept. [TRAIN-METRICS-D1]
+        What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
         """
         lines = _lines(self._path)
         records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
         self._again = [_timeless(record) for _, record in records if record["step"] == step]
-        self.last = {key: value for _, record in records for key, value in record.items()}
+        return {key: value for _, record in records for key, value in record.items()}
 
     def sync(self) -> None:
         """Forces the records to disk: a checkpoint must not outlive those before it."""
@@ -108,21 +107,6 @@ class MetricsWriter:
             for name, logger in self.loggers:  # each is closed, whatever another one says
                 stack.enter_context(telling(f"logger {name}"))
                 stack.callback(logger.close)
-
-
-class NoMetrics:
-    """The writer of a process whose records another one writes."""
-
-    last: Record = {}  # noqa: RUF012 - nothing writes to it
-
-    def write(self, record: Record) -> None:
-        """Writes nothing."""
-
-    def rewind(self, step: int) -> None:
-        """Drops nothing."""
-
-    def sync(self) -> None:
-        """Waits for nothing."""
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -35,7 +35,7 @@ from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
 from hecate.train.export import begin_from
 from hecate.train.loggers import Record, check_loggers, open_loggers, telling
-from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
+from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
 from hecate.train.progress import Progress
 from hecate.train.report import write_report
 from hecate.train.sharded import Saver, group_of
@@ -144,7 +144,7 @@ def run_experiment(
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks, allow)
+        run = _Run(trainer, folder, shown, found[0] if found else None, signals, saver, hooks, allow)
         run.restore()
         world.from_main(begun)
         world.remember(str(folder))
@@ -240,7 +240,7 @@ class _Run:
     trainer: Trainer
     folder: Path
     display: Display
-    metrics: MetricsWriter | NoMetrics
+    metrics: MetricsWriter | None  # of the process that writes the records
     signals: Signals
     saver: Saver
     hooks: Sequence[Hooks] = ()
@@ -275,9 +275,9 @@ class _Run:
         kept = self.trainer.step if found else -1
 
         def rewound() -> Record:
-            self.metrics.rewind(kept)
+            last = {} if self.metrics is None else self.metrics.rewind(kept)
             rewind_samples(self.folder / "samples.txt", kept)
-            return self.metrics.last
+            return last
 
         self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewound))
 
@@ -319,7 +319,8 @@ class _Run:
         """Writes a record of what has happened now."""
         record = {"event": event, "step": self.trainer.step, **facts, **self.progress.clock()}
         with self._alone():
-            self.metrics.write(record)
+            if self.metrics is not None:
+                self.metrics.write(record)
         return record
 
     def _call(self, name: str, given: Any) -> None:
@@ -393,7 +394,8 @@ class _Run:
                 return
             metrics = self.saved[1]
         with self._alone():
-            self.metrics.sync()
+            if self.metrics is not None:
+                self.metrics.sync()
         self._landed()
         self._meet()
         self.saver.save(step, self.trainer.checkpoint(metrics))
