@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,13 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from hecate import terminal
-from hecate.data_cli import commands as data_commands
-from hecate.data_cli import importing
+from hecate import data_cli, terminal
+from hecate.data_cli import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
-from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
 
@@ -84,20 +81,8 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-class _Command(TyperCommand):
-    """A command after the user's imports; a warning is one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: echo(
-                f"warning: {printable(str(message), MESSAGE)}", err=True
-            )
-            import_modules(ctx.find_root().params.get("imports") or [])
-            return super().invoke(ctx)
-
-
-_command = partial(app.command, cls=_Command)
-app.add_typer(data_commands(_Command), name="data")
+_command = partial(app.command, cls=Command)
+app.add_typer(data_cli.app, name="data")
 
 
 def _presets(incomplete: str) -> list[str]:
