@@ -27,7 +27,7 @@ from hecate.data.shards import (
     read_sidecar,
     tokenizer_of,
 )
-from hecate.data.tokenizer import Tokenizer, open_tokenizer
+from hecate.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.variant import Conflicts
 
@@ -216,7 +216,7 @@ def _opened(path: Path, wanted: Split) -> Opened:
         files = {split: files_of(path, sidecar, split) for split in get_args(Split)}
         if wanted == "validation" and not files[wanted]:
             files[wanted] = files["train"]
-        maker = tokenizer_sha256(sidecar)
+        maker = sidecar.tokenizer or Bytes.sha256
         return Opened(
             files, digest_of(sidecar.model_dump(mode="json")), sidecar.vocabulary, maker, lengths_of(path, sidecar)
         )
@@ -229,11 +229,6 @@ def _opened(path: Path, wanted: Split) -> Opened:
         )
     files = {split: [nanogpt_file(p) for p in named[split]] for split in get_args(Split)}
     return Opened(files, _print_of([*files["train"], *files["validation"]]))
-
-
-def tokenizer_sha256(sidecar: Sidecar) -> str:
-    """Of the tokenizer; bytes have one, too."""
-    return sidecar.tokenizer or hashlib.sha256(b"").hexdigest()
 
 
 def _print_of(files: list[TokenFile]) -> str:

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,14 +69,6 @@ class Hooks:
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         """After a checkpoint is on disk, complete; of one that is written behind the run, ahead of the next."""
-
-
-def call_hooks(hooks: Sequence[Hooks], name: str, *given: Any) -> None:
-    """Calls `name` of each in turn; an exception of one is told as `HookError` with its name."""
-    for hook in hooks:
-        act: Callable[..., None] = getattr(hook, name)
-        with telling(f"hook {type(hook).__name__}.{name}"):
-            act(*given)
 
 
 Status = Literal["finished", "interrupted", "out of time"]
@@ -324,9 +316,11 @@ class _Run:
         return record
 
     def _call(self, name: str, given: Any) -> None:
-        """Calls the hooks of this rank."""
+        """Calls the hooks of this rank in turn; an exception of one is told as `HookError` with its name."""
         with self._alone():
-            call_hooks(self.hooks, name, self.trainer, given)
+            for hook in self.hooks:
+                with telling(f"hook {type(hook).__name__}.{name}"):
+                    getattr(hook, name)(self.trainer, given)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

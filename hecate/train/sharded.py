@@ -37,7 +37,6 @@ from hecate.train.checkpoint import (
     ShardedContent,
     Skipped,
     Spread,
-    Summary,
     aliases_of,
     bad,
     check_files,
@@ -239,16 +238,13 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
             process_group=team.group,
         )
     except CheckpointException as error:  # the same on all ranks
+        faults = [fault for fault, _ in error.failures.values()]
+        help_ = next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
         raise CheckpointError(
-            f"cannot {what}: {_reasons(error)}; {_cure(error)}choose another --out (earlier checkpoints are intact)"
+            f"cannot {what}: {_reasons(error)}; {help_}choose another --out (earlier checkpoints are intact)"
         ) from None
     except RuntimeError as error:
         raise lost(what, error) from None
-
-
-def _cure(error: Any) -> str:
-    faults = [fault for fault, _ in error.failures.values()]
-    return next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
 
 
 def _reasons(error: Any) -> str:
@@ -369,14 +365,14 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
     """The blocks that DCP would read are those of the manifest."""
     expected: set[Block] = set()
     for name, item in content.tensors.items():
-        pieces = item.pieces if isinstance(item, Spread) else (_all_of(item),)
+        pieces = (
+            item.pieces
+            if isinstance(item, Spread)
+            else (Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape),)
+        )
         expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
     for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
-
-
-def _all_of(item: Summary) -> Piece:
-    return Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
 
 
 def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[Path, Checkpoint, list[Skipped]] | None:
