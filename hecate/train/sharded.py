@@ -144,23 +144,11 @@ def group_of(world: World) -> ProcessGroup | None:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
-def save_sharded(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], group: ProcessGroup
-) -> Path:
-    """Writes `folder/step_XXXXXXXX` together; the folder is one that all processes share. [CKPT-SHARD-D1]
-
-    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
-    are written. Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
-    """
-    team = Team(group)
-    stored, aliases = staged(tensors, team)
-    return write_sharded(folder, step, stored, aliases, facts, team)
-
-
 def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Copies on the CPU of what is to be stored, as it stands now, and aliases; together.
 
-    Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
+    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
+    are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
     tensors = {name: _summed(tensor) for name, tensor in sorted(tensors.items())}
 
     def known() -> list[Any]:
@@ -194,7 +182,11 @@ def write_sharded(
     facts: Mapping[str, Any],
     team: Team,
 ) -> Path:
-    """Writes the checkpoint of `save_sharded`, of what is `staged`; all processes together."""
+    """Writes `folder/step_XXXXXXXX`, of what is `staged`, together; the folder is one that all processes share.
+    [CKPT-SHARD-D1]
+
+    Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
+    """
     what, first = f"write checkpoint {folder / f'step_{step:08d}'}", team.rank == 0
     with ExitStack() as held:
 
@@ -298,19 +290,6 @@ def _manifest(
     return manifest_text(SHARDED, step=step, facts=facts, aliases=aliases, files=files, tensors=tensors)
 
 
-def load_sharded(path: Path, tensors: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Any]:
-    """Fills tensors in place from a checkpoint of any world, one process included; gives its facts. [CKPT-SHARD-D2]
-
-    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
-    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
-    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
-    """
-    team = Team(group)
-    content = verified(path, team)
-    fill(path, content, tensors, team)
-    return content.facts
-
-
 def verified(path: Path, team: Team) -> Content | ShardedContent:
     """The content of a checkpoint whose files are what was written; together."""
     read: list[Content | ShardedContent] = []
@@ -333,7 +312,12 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
 
 
 def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Tensor], team: Team) -> None:
-    """Fills tensors of any placement from a `verified` checkpoint; together."""
+    """Fills tensors in place from a `verified` checkpoint of any world, one process included; together. [CKPT-SHARD-D2]
+
+    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
+    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
+    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
