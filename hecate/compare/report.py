@@ -14,7 +14,7 @@ from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
 from hecate.files import refusing, write_file
-from hecate.train.progress import counted
+from hecate.train.display import counted
 from hecate.train.report import Table, csv_text, figure_type, png
 from hecate.train.run import versions
 

@@ -25,9 +25,8 @@ from hecate.files import lock, make_folder, read_whole, refusing, write_file
 from hecate.processes import interpreter
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.display import Interrupted, Signals
+from hecate.train.display import Interrupted, Signals, duration
 from hecate.train.estimate import flops_of, sizes_of
-from hecate.train.progress import duration
 from hecate.variant import read_json
 
 POLL, PATIENCE = 0.05, 60.0

@@ -20,7 +20,7 @@ from hecate.errors import install_line
 from hecate.files import write_file
 from hecate.train.document import dump_yaml
 from hecate.train.evaluate import Positions, Score, model_health, state_leaves
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from hecate.train.trainer import Trainer
 from hecate.variant import Config
 

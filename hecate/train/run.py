@@ -30,13 +30,11 @@ from hecate.files import make_folder, refusing, sweep, write_file
 from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.display import Display, Interrupted, Signals
+from hecate.train.display import Display, Interrupted, Progress, Signals
 from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
 from hecate.train.export import begin_from
-from hecate.train.loggers import Record, check_loggers, open_loggers, telling
-from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
-from hecate.train.progress import Progress
+from hecate.train.loggers import MetricsWriter, Record, add_sample, check_loggers, open_loggers, rewind_samples, telling
 from hecate.train.report import write_report
 from hecate.train.sharded import Saver, group_of
 from hecate.train.state import model_state, run_facts

@@ -23,7 +23,7 @@ from hecate.errors import CheckpointError, ConfigError, DataError
 from hecate.train import Trainer, run_experiment
 from hecate.train.checkpoint import load_checkpoint, save_checkpoint
 from hecate.train.evaluate import evaluate, loss_by_position
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from hecate.train.state import Carried
 from tests.data.corpora import bytes_folder, jsonl, texts
 from tests.data.test_shards import documents_of, nanogpt
