@@ -1,5 +1,5 @@
-"""Asking a model several tasks, any callable or a run of hecate's, and the report of it: tables beside published figures,
-files and a figure."""
+"""Asking a model several tasks, any callable or a run of hecate's; and the report of it, with tables beside published
+figures, files and a figure."""
 
 from __future__ import annotations
 

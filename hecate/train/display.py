@@ -1,4 +1,4 @@
-"""A run and its terminal: speed, time left and memory, a live bar or plain lines, tables, and the signals that end it."""
+"""A run and its terminal: speed, time left, memory, a live bar or plain lines, tables, and the signals that end it."""
 
 from __future__ import annotations
 
