@@ -241,6 +241,14 @@ def _sorted(names: Any) -> Any:
     return sorted(names) if listed else names
 
 
+def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
+    """The run's own tensor that each of a checkpoint's is to be placed as, by name: of state that no step has made yet
+    its parameter; None for what the run has not."""
+    own, _ = pack(model, optimizers)
+    params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
+    return {name: own.get(name, params.get(name.rpartition("/")[0])) for name in names}
+
+
 def blank(
     model: nn.Module, optimizers: Iterable[Optimizer], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Tensor]:
@@ -249,14 +257,7 @@ def blank(
     What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU, and so is what this run
     has not: it is for `restore` to say what differs.
     """
-    optimizers = list(optimizers)
-    placed, _ = pack(model, optimizers)
-    for optimizer in optimizers:
-        names = chain(*_parameter_names(model, optimizer))
-        for name, state in zip(names, _stepped(optimizer) or (), strict=False):
-            for key, value in state.items():
-                placed.setdefault(f"optimizer/{name}/{key}", value)
-    return {name: _blank(placed.get(name), *what) for name, what in stored.items()}
+    return {name: _blank(own, *stored[name]) for name, own in alike(model, optimizers, stored).items()}
 
 
 def _blank(own: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
