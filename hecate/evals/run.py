@@ -22,6 +22,7 @@ from hecate.models import LanguageModel
 from hecate.train.report import Table, csv_text, figure_type, png, table_by_position
 from hecate.train.trained import Trained, home_of, open_model
 
+# Figures of papers, beside which a result stands: none was measured here, and what differs is said of each.
 HOPE = "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Table"
 _SIZES = "a larger model after some 5e10 tokens of other text; RULER's essays, generated answers"
 _WHOLE = "trained on several lengths; taken to be the share of whole strings, as 0 is below a coin: see `exact`"

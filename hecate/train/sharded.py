@@ -4,6 +4,7 @@ torch's distributed checkpoint (DCP) writes the parts as safetensors files and c
 size. It trusts the folder it reads: a missing file, one of a former world or another dtype passes silently. So here a
 manifest lists every file with its hash and every block of every tensor; it is written last, and held against the folder
 before anything is loaded. All processes succeed, or all raise the same `CheckpointError`. Nothing in a file is pickled.
+`Saver` writes those of a run while it goes on, by one process or many.
 """
 
 from __future__ import annotations
@@ -381,7 +382,7 @@ def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[
 
 
 class Saver:
-    """Writes a run's checkpoints into `folder` and keeps the `keep` newest there, and the best.
+    """Writes a run's checkpoints into `folder` and keeps the `keep` newest there, and the best. [CKPT-ASYNC-D1]
 
     `behind`: `save` returns once all is copied to memory, and a thread writes the copy; the next save, `wait` and the
     end of the `with` block wait for it. What fails there is raised by whichever of them comes first.
@@ -390,7 +391,6 @@ class Saver:
     """
 
     def __init__(self, folder: Path, keep: int, *, behind: bool = False, group: ProcessGroup | None = None) -> None:
-
         self.folder, self.keep = folder, keep
         self._team = None if group is None else Team(group)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if behind else None

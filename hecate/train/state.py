@@ -24,6 +24,9 @@ from hecate.train.config import ExperimentConfig
 from hecate.variant import Config
 
 PREFIX = "carried/"
+MOVING = ("params", "param_names", "lr", "elapsed", "commits")
+_MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
+_SHOWN = 8
 _ALONE = World.alone()
 
 
@@ -115,11 +118,6 @@ def _check_rows(state: Any) -> None:
                 "the batch; write data.state=fresh",
                 ("data", "state"),
             )
-
-
-MOVING = ("params", "param_names", "lr", "elapsed", "commits")
-_MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
-_SHOWN = 8
 
 
 class OptimizerFacts(Config):
