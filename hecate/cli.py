@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,13 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
-from hecate import terminal
-from hecate.data_cli import commands as data_commands
-from hecate.data_cli import importing
+from hecate import data_cli, terminal
+from hecate.data_cli import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
-from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
 
@@ -84,20 +81,8 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-class _Command(TyperCommand):
-    """A command after the user's imports; a warning is one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: echo(
-                f"warning: {printable(str(message), MESSAGE)}", err=True
-            )
-            import_modules(ctx.find_root().params.get("imports") or [])
-            return super().invoke(ctx)
-
-
-_command = partial(app.command, cls=_Command)
-app.add_typer(data_commands(_Command), name="data")
+_command = partial(app.command, cls=Command)
+app.add_typer(data_cli.app, name="data")
 
 
 def _presets(incomplete: str) -> list[str]:
@@ -348,7 +333,7 @@ def compare(
     and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from."""
     from hecate.compare import Budget, cells_of, report, run
     from hecate.compare.cells import rates_of
-    from hecate.train.display import Interrupted, print_table
+    from hecate.train.display import Interrupted, print_table, print_tables
     from hecate.train.run import fresh_folder
 
     folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
@@ -358,8 +343,8 @@ def compare(
     how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
     try:
         if planned:
-            header, lines, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
-            print_table(header, lines)
+            table, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
+            print_table(*table)
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
@@ -369,9 +354,7 @@ def compare(
         raise typer.Exit(3) from None
     written = report.write(found, folder)
     with afterwards():
-        for header, lines in report.tables(found):
-            print_table(header, lines)
-            echo("")
+        print_tables(report.tables(found))
         for text in (*found.notes, *map(str, written)):
             echo(text)
 
@@ -400,10 +383,9 @@ def evaluate(
 ) -> None:  # fmt: skip
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
     tasks."""
-    from hecate.train.display import print_table
-    from hecate.train.lengths import by_length, parse_lengths, source_of, tables
+    from hecate.train.display import print_table, print_tables
     from hecate.train.run import open_run
-    from hecate.train.trained import open_model
+    from hecate.train.trained import by_length, open_model, parse_lengths, source_of, tables
 
     if tasks is not None:
         from hecate.evals import evaluate_run
@@ -414,9 +396,7 @@ def evaluate(
         found, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
         picture = "" if (folder / "scores.png").exists() else f"; no figure without matplotlib: {install_line('plot')}"
         with afterwards():
-            for header, rows in found.tables():
-                print_table(header, rows)
-                echo("")
+            print_tables(found.tables())
             echo(f"results: {folder}{picture}")
         return
     for name, value in (("samples", samples), ("out", out)):
@@ -426,9 +406,7 @@ def evaluate(
         trained = open_model(run, checkpoint)
         wanted = parse_lengths(lengths) if lengths else [trained.config.seq_len]
         source = source_of(trained, data)
-        for header, rows in tables(trained, source, by_length(trained, source, wanted)):
-            print_table(header, rows)
-            echo("")
+        print_tables(tables(trained, source, by_length(trained, source, wanted)))
         return
     trainer, step = open_run(run, checkpoint)
     metric, score = trainer.source.metric, trainer.evaluate()
@@ -584,7 +562,7 @@ def doctor(
     width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
 ) -> None:  # fmt: skip
     """Say what this machine has and which engines run here, or compile kernels before their first use."""
-    from hecate.train import doctor as found
+    from hecate.train import catalogue as found
     from hecate.train.display import print_table
 
     if not warm:
@@ -592,9 +570,9 @@ def doctor(
             raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
         print_table(*found.machine())
         print_table(*found.engines())
-        header, rows = found.kernels()
-        if rows:
-            print_table(header, rows)
+        tried = found.kernels()
+        if tried[1]:
+            print_table(*tried)
         return
     for what, seconds in found.warm(rules or [], width):
         echo(f"{what}, {seconds:.1f} s")

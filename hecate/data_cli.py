@@ -1,19 +1,23 @@
-"""The commands of `hecate data`: corpora to token shards, tokenizers, and what is in a folder of shards; and what
-commands say of slow imports."""
+"""The commands of `hecate data`: corpora to token shards, tokenizers, and what is in a folder of shards; and what all
+commands do ahead of their work and say of slow imports."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from hecate.errors import MESSAGE, printable
+from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
 _Inputs = Annotated[list[str], typer.Argument(
@@ -49,26 +53,29 @@ def importing(quiet: bool) -> Iterator[None]:
         waiting.cancel()
 
 
-def commands(kind: type[TyperCommand]) -> typer.Typer:
-    """The commands, each one of this class."""
-    app = typer.Typer(
-        help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
-    )
-    app.command(
-        cls=kind, short_help="Turn a corpus into token shards.",
-        epilog="Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens",
-    )(tokenize)  # fmt: skip
-    app.command(
-        "train-tokenizer", cls=kind, short_help="Train a byte-level BPE on a corpus.",
-        epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
-    )(train_tokenizer)  # fmt: skip
-    app.command(
-        cls=kind, short_help="What token shards hold, and whether they are whole.",
-        epilog="Example: hecate data inspect tokens",
-    )(inspect)  # fmt: skip
-    return app
+class Command(TyperCommand):
+    """A command after the user's imports; a warning is one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it."""
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: echo(
+                f"warning: {printable(str(message), MESSAGE)}", err=True
+            )
+            import_modules(ctx.find_root().params.get("imports") or [])
+            return super().invoke(ctx)
 
 
+app = typer.Typer(
+    help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
+)
+_command = partial(app.command, cls=Command)
+
+
+@_command(
+    short_help="Turn a corpus into token shards.",
+    epilog="Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens",
+)
 def tokenize(
     inputs: _Inputs,
     out: Annotated[Path, typer.Option("--out", help="Folder of the shards.", show_default=False)],
@@ -82,8 +89,6 @@ def tokenize(
     line: _Line = 16,
 ) -> None:
     """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped."""
-    import os
-
     from hecate.data.corpus import Limits
     from hecate.data.tokenize import Progress
     from hecate.data.tokenize import tokenize as make
@@ -115,6 +120,11 @@ def tokenize(
         echo(f"train with: --set data.kind=tokens --set data.path={out}{end}")
 
 
+@_command(
+    "train-tokenizer",
+    short_help="Train a byte-level BPE on a corpus.",
+    epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
+)
 def train_tokenizer(
     inputs: _Inputs,
     vocab: Annotated[int, typer.Option("--vocab", help="Tokens, at most.", show_default=False)],
@@ -128,21 +138,22 @@ def train_tokenizer(
     from hecate.data.corpus import Limits, documents, find
     from hecate.data.tokenizer import FileTokenizer, train_tokenizer
     from hecate.errors import DataError
-    from hecate.files import write_file
+    from hecate.files import refusing, write_file
 
     if out.exists():
         raise DataError(f"{out} exists; shards may have been made with it: choose another --out")
     how: dict[str, Any] = {"field": field, "separator": separator, "limits": Limits(document << 20, line << 20)}
     text = train_tokenizer((text for file in find(inputs) for text in documents(file, **how)), vocab)
-    try:
+    with refusing(f"write {out}", "choose another --out", kind=DataError):
         out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, text)
-    except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror or error}; choose another --out") from None
     with afterwards():
         echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
 
 
+@_command(
+    short_help="What token shards hold, and whether they are whole.", epilog="Example: hecate data inspect tokens"
+)
 def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.", show_default=False)],
     show: Annotated[int, typer.Option("--documents", min=0, help="How many documents to print.")] = 3,

@@ -13,11 +13,12 @@ import re
 import shutil
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hecate.errors import CheckpointError, FileSystemWarning, HecateError, shorten
+from hecate.errors import CheckpointError, DataError, FileSystemWarning, HecateError, shorten
 
 TEMPORARY = ".tmp-"
 HOUR = 3600
@@ -177,14 +178,26 @@ def _warn_once(what: str, path: Path, error: OSError, lack: str, so: str) -> Non
 
 
 @contextmanager
-def refusing(what: str, instead: str = "", *, then: str = "") -> Iterator[None]:
-    """Tells an OSError as `CheckpointError`: cannot WHAT: reason; what helps against that or INSTEAD, and THEN."""
+def refusing(
+    what: str, instead: str = "", *, then: str = "", kind: type[HecateError] = CheckpointError
+) -> Iterator[None]:
+    """Tells an OSError as an error of this kind: cannot WHAT: reason; what helps against that or INSTEAD, and THEN."""
     try:
         yield
     except OSError as error:
         help_ = [text for text in (cure(error), instead) if text] or ["mend that"]
         remedy = " or ".join(help_) + (f", then {then}" if then else "")
-        raise CheckpointError(f"cannot {what}: {error.strerror or error}; {remedy}") from None
+        raise kind(f"cannot {what}: {error.strerror or error}; {remedy}") from None
+
+
+@contextmanager
+def reading(what: object, instead: str = "put it back") -> Iterator[None]:
+    """Tells a failure to read a file of data as `DataError`: cannot read WHAT: reason; INSTEAD."""
+    try:
+        yield
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot read {what}: {why}" + (f"; {instead}" if instead else "")) from None
 
 
 def cure(error: OSError) -> str:

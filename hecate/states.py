@@ -94,7 +94,7 @@ class State:
 
 def bytes_of(state: Any) -> int:
     """Size of all tensors of a state."""
-    return sum(leaf.numel() * leaf.element_size() for _, leaf in _leaves(state))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(state).values())
 
 
 def detach(state: Tree) -> Tree:
@@ -172,7 +172,7 @@ def stack(states: Iterable[Tree]) -> Tree:
     trees = list(states)
     if not trees:
         raise ShapeError("there are no states to stack; give at least one")
-    named = [dict(_leaves(tree)) for tree in trees]
+    named = [leaves(tree, "state") for tree in trees]
     for number, (tree, own) in enumerate(zip(trees, named, strict=True)):
         _batch(tree)
         if missing := sorted(own.keys() ^ named[0].keys()):
@@ -190,7 +190,7 @@ def stack(states: Iterable[Tree]) -> Tree:
                 raise ShapeError(f"{path} belongs to all rows, and is {both}; only states of equal ones can be stacked")
 
     def joined(path: Any, item: Any) -> Any:
-        every = [own[_text(path)] for own in named] if isinstance(item, Tensor) and item.dim() else []
+        every = [own["state" + pytree.keystr(path)] for own in named] if isinstance(item, Tensor) and item.dim() else []
         return torch.cat(every) if every else item
 
     return pytree.tree_map_with_path(joined, trees[0])
@@ -299,25 +299,21 @@ def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
     return f"is {tensor.dtype}, where {wanted or 'real numbers'} must stand".replace("torch.", "")
 
 
-def _text(path: Any) -> str:
-    return "state" + pytree.keystr(path)
-
-
-def _leaves(state: Any) -> list[tuple[str, Tensor]]:
-    """Tensors of a state by their place."""
+def leaves(state: Any, root: str = "") -> dict[str, Tensor]:
+    """Tensors of a state by their place below `root`."""
     found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
-    return [(_text(path), leaf) for path, leaf in found if isinstance(leaf, Tensor)]
+    return {root + pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
 
 
 def _batch(state: Any) -> int:
     """Rows of a state; refuses one whose tensors are not by rows."""
-    leaves = [(path, leaf) for path, leaf in _leaves(state) if leaf.dim()]
-    if not leaves:
+    by_rows = [(path, leaf) for path, leaf in leaves(state, "state").items() if leaf.dim()]
+    if not by_rows:
         raise ShapeError(f"a state is a pytree of tensors [B, ...], got {shorten(state)}")
-    count = len(leaves[0][1])
-    for path, leaf in leaves:
+    count = len(by_rows[0][1])
+    for path, leaf in by_rows:
         if len(leaf) != count:
-            raise ShapeError(f"{path} is {list(leaf.shape)}, not by the {count} rows of {leaves[0][0]}")
+            raise ShapeError(f"{path} is {list(leaf.shape)}, not by the {count} rows of {by_rows[0][0]}")
     return count
 
 

@@ -21,7 +21,7 @@ from hecate.engine import Engine
 from hecate.rule import RULES, named_rule
 from hecate.train import ExperimentConfig, checkpoints
 from hecate.train.compose import experiment_schema
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 
 TINY = """
 name: tiny

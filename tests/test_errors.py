@@ -16,9 +16,9 @@ from hecate.evals.run import evaluation_of
 from hecate.microscope import View
 from hecate.models import LanguageModelConfig
 from hecate.optim import PhiMomentum, level_groups
-from hecate.train import doctor, load_experiment
+from hecate.train import load_experiment
 from hecate.train.allow import check_allowed
-from hecate.train.catalogue import catalogue
+from hecate.train.catalogue import catalogue, warm
 from hecate.variant import Config
 
 
@@ -148,7 +148,7 @@ def misnamed() -> dict[str, Callable[[], object]]:
         "'optimizer'": lambda: load_experiment("mqar", ["optimiser=sgd"]),
         "'optim.lr'": lambda: check_allowed(["optim.lrr"], load_experiment("mqar"), True),
         "'niah'": lambda: evaluation_of("nia"),
-        "'delta'": lambda: list(doctor.warm(["detla"], 4)),
+        "'delta'": lambda: list(warm(["detla"], 4)),
         "'fast'": lambda: View(fast=None)["fst"],
     }
 

@@ -21,7 +21,7 @@ from hecate.data.tokenizer import FileTokenizer, open_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, FileSystemWarning
 from hecate.files import by_library, make_folder, new_folder, write_file
 from hecate.processes import import_modules, interpreter, safe_path
-from hecate.train.metrics import MetricsWriter
+from hecate.train.loggers import MetricsWriter
 
 TRAP = "open({mark!r}, 'a').write(__name__ + ' ')\n"
 NAMES = ("statistics", "random", "selectors", "socket", "struct", "queue", "signal", "numpy", "torch", "typing")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -16,16 +14,15 @@ from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
 from hecate.files import refusing, write_file
-from hecate.train.progress import counted
+from hecate.train.display import counted
+from hecate.train.report import Table, csv_text, figure_type, png
 from hecate.train.run import versions
 
-Table = tuple[Sequence[str], list[list[str]]]
 
-
-def of_plan(rows: Sequence[tuple[str, int, int, float]]) -> tuple[Sequence[str], list[list[str]], float]:
+def of_plan(rows: Sequence[tuple[str, int, int, float]]) -> tuple[Table, float]:
     """The table of a plan, and its hours in all."""
     texts = [[name, str(runs), f"{steps:,}", f"{hours:.2f}"] for name, runs, steps, hours in rows]
-    return ("cell", "runs", "steps", "hours"), texts, sum(hours for *_, hours in rows)
+    return (("cell", "runs", "steps", "hours"), texts), sum(hours for *_, hours in rows)
 
 
 def tables(found: Comparison) -> list[Table]:
@@ -84,7 +81,8 @@ def write(found: Comparison, out: Path) -> list[Path]:
     }  # fmt: skip
     runs = [{"for": kind, **row} for kind, rows in (("report", found.rows), ("rate", found.tuning)) for row in rows]
     contents: dict[str, str | bytes] = {
-        "cells.csv": _csv(cells), "pairs.csv": _csv(verdicts), "runs.csv": _csv(runs),
+        "cells.csv": csv_text(cells, _columns(cells)), "pairs.csv": csv_text(verdicts, _columns(verdicts)),
+        "runs.csv": csv_text(runs, _columns(runs)),
         "comparison.json": json.dumps(_plain(facts), indent=1, allow_nan=False) + "\n",
     }  # fmt: skip
     image = _image(found)
@@ -100,13 +98,8 @@ def _spread(value: Interval) -> str:
     return f"{value.mean:.4f}" + ("" if math.isnan(value.half) else f" +- {value.half:.4f}")
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("positions", "curve")))
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return stream.getvalue()
+def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row if name not in ("positions", "curve")))
 
 
 def _plain(value: Any) -> Any:
@@ -126,14 +119,13 @@ def _label(name: str) -> str:
 def _image(found: Comparison) -> bytes | None:
     """Every seed as a point, the mean and its interval across, and training losses of the first seed against what was
     read; None without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    drawn_on = figure_type()
+    if drawn_on is None:
         return None
     facts = [fact for fact in cell_facts(found) if math.isfinite(fact["loss"])][::-1]
     curves = {fact["cell"]: found.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
     drawn = any(curves.values())
-    figure = Figure(figsize=(12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), layout="constrained")
+    figure = drawn_on(figsize=(12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), layout="constrained")
     axes, *beside = figure.subplots(1, 1 + drawn, squeeze=False)[0]
     for height, fact in enumerate(facts):
         half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
@@ -153,6 +145,4 @@ def _image(found: Comparison) -> bytes | None:
         other.set_ylabel("training loss (nats), first seed")
         other.grid(alpha=0.3)
         other.legend(fontsize="small")
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format="png")
-    return image.getvalue()
+    return png(figure, 150)

@@ -25,9 +25,8 @@ from hecate.files import lock, make_folder, read_whole, refusing, write_file
 from hecate.processes import interpreter
 from hecate.train.compose import dump_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.display import Interrupted, Signals
+from hecate.train.display import Interrupted, Signals, duration
 from hecate.train.estimate import flops_of, sizes_of
-from hecate.train.progress import duration
 from hecate.variant import read_json
 
 POLL, PATIENCE = 0.05, 60.0
@@ -112,8 +111,7 @@ class _Work:
         try:
             for line in read_whole(path).decode().splitlines():
                 record = read_json(line)
-                _check_result(record["result"])
-                self.known[record["run"]] = record
+                self.known[record["run"]] = {**record, "result": _checked(record["result"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}; delete it, and runs without folders are run anew"
@@ -144,11 +142,9 @@ class _Work:
         if not path.is_file() and (known := self.known.get(self._key(job))) is not None:
             return dict(known["result"])
         try:
-            found = read_json(read_whole(path))
-            _check_result(found)
+            return _checked(read_json(read_whole(path)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
-        return dict(found)
 
     def _keep(self, job: _Job) -> None:
         """Adds what a run came to to the records, which are all that going on needs of finished runs."""
@@ -208,14 +204,15 @@ class _Work:
         self.running.clear()
 
 
-def _check_result(found: Any) -> None:
-    """Refuses what no run came to. Raises ValueError, KeyError or TypeError."""
+def _checked(found: Any) -> Row:
+    """A result that a run may have come to. Raises ValueError, KeyError or TypeError."""
     numbers = ["steps_per_second"] if "steps_per_second" in found else []
     if not numbers and found["status"] != "diverged":
         numbers = ["loss", "seconds"]
     for name in numbers:
         if type(found[name]) not in (int, float):
             raise ValueError(f"{name} is no number: {shorten(found[name])}")
+    return dict(found)
 
 
 def _digest(text: str) -> str:
@@ -256,24 +253,16 @@ def compare(
     Raises:
         Interrupted: a signal came or the minutes are over; unfinished runs have a checkpoint.
     """
-    expect_number(jobs, "--jobs", 1, 1024)
+    for value, name, low, high in (
+        (jobs, "--jobs", 1, 1024), (positions, "--positions", 0, 1024), (part, "--tuning-part", 0.001, 1),
+        *([] if keep is None else [(keep, "--keep", 1, len(cells) - 1)]),
+    ):  # fmt: skip
+        expect_number(value, name, low, high)
+    if keep is not None and part != 1:
+        raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
     reported, other = seeds_of(seeds, tuning)
-    check_once(cells, budget, lrs)
-    expect_number(positions, "--positions", 0, 1024)
-    expect_number(part, "--tuning-part", 0.001, 1)
-    if keep is not None:
-        expect_number(keep, "--keep", 1, len(cells) - 1)
-        if part != 1:
-            raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
-    if budget == Budget() and len({cell.config.budget.steps for cell in cells}) > 1:
-        raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")
-    if any(cell.config.budget.device == "cuda" for cell in cells) and jobs > 1:
-        raise ConfigError(f"--jobs {jobs} processes would share one GPU under budget.device=cuda; give --jobs 1")
+    _check_cells(cells, budget, lrs, jobs)
     until = None if minutes is None else time.monotonic() + 60 * minutes
-    if budget.seconds is None:  # all that is to be run is valid before anything is
-        for cell in cells:
-            for lr in [*lrs] or [cell.config.optim.lr]:
-                cell.at(0, budget.steps_of(cell), lr)
     with _locked(out) as lock, Signals() as signals:
         work = _Work(out, jobs, imports, until, signals, say, lock)
         steps = _steps(work, cells, budget)
@@ -288,6 +277,20 @@ def compare(
         notes.append(f"tokens/s and seconds are those of {jobs} processes side by side")
     losses = {cell.label: [row["loss"] for row in rows if row["cell"] == cell.label] for cell in cells}
     return Comparison(cells, rows, rounds + tuned, pairs(losses), notes)
+
+
+def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jobs: int) -> None:
+    """Refuses cells that this budget or so many processes do not serve: all that is to be run is valid before anything
+    is."""
+    check_once(cells, budget, lrs)
+    if budget == Budget() and len({cell.config.budget.steps for cell in cells}) > 1:
+        raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")
+    if any(cell.config.budget.device == "cuda" for cell in cells) and jobs > 1:
+        raise ConfigError(f"--jobs {jobs} processes would share one GPU under budget.device=cuda; give --jobs 1")
+    if budget.seconds is None:
+        for cell in cells:
+            for lr in [*lrs] or [cell.config.optim.lr]:
+                cell.at(0, budget.steps_of(cell), lr)
 
 
 def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:

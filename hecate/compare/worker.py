@@ -28,7 +28,7 @@ from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display
 from hecate.train.evaluate import loss_by_position
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from hecate.train.report import column
 from hecate.train.run import open_run, run_experiment
 from hecate.train.trainer import Trainer

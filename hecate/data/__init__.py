@@ -1,9 +1,8 @@
 """Training data: byte-level text, token shards and synthetic tasks, as an open family of configs."""
 
 from hecate.data.base import IGNORED, Batch, DataConfig, Loader, Source, stream
-from hecate.data.formal import ModularCounting, Parity, Permutations
 from hecate.data.mad import MADCompression, MADFuzzyRecall, MADMemorization, MADNoisyRecall, MADRecall, MADSelectiveCopy
-from hecate.data.tasks import MQAR, Copy, Retrieval, Task, TaskSource
+from hecate.data.tasks import MQAR, Copy, ModularCounting, Parity, Permutations, Retrieval, Task, TaskSource
 from hecate.data.text import Bundled, NGrams, Text, TextSource, fit_ngrams
 from hecate.data.tokenizer import Bytes, FileTokenizer, Tokenizer
 from hecate.data.tokens import Tokens, TokenSource

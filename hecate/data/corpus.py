@@ -6,15 +6,14 @@ import codecs
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from hecate.data.pages import largest_page
 from hecate.errors import DataError, install_line, shorten
+from hecate.files import reading
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
 PACKED = (".gz", ".zst")
@@ -24,7 +23,7 @@ _ROWS, _AT_ONCE = 1024, 1 << 26
 """Rows of Parquet that are read at once, and bytes that they may take unless one row alone takes more."""
 _PIECE = 1 << 10
 """Bytes of zstandard that are unpacked at once: to 32 MiB at most, as 4 bytes may stand for a block of 128 KiB."""
-_GLOB, _SHOWN = frozenset("*?["), 8
+GLOB, _SHOWN = frozenset("*?["), 8
 
 
 class Limits(NamedTuple):
@@ -66,8 +65,14 @@ def _matches(text: str) -> list[Path]:
             known = ", ".join((*TEXT, *LINES, *TABLE))
             raise DataError(f"{path} has no suffix that tells what it is; known are {known}, also with .gz or .zst")
         return [path]
-    if not _GLOB & set(text):
+    return globbed(text)
+
+
+def globbed(text: str) -> list[Path]:
+    """The files that match a pattern; none where a text is no pattern."""
+    if not GLOB & set(text):
         return []
+    path = Path(text)
     anchor = Path(path.anchor) if path.anchor else Path()
     pattern = str(path.relative_to(path.anchor)) if path.anchor else text
     return [p for p in anchor.glob(pattern) if p.is_file()]
@@ -90,18 +95,15 @@ def documents(
     in the `field`. Nothing is unpacked beyond `limits`. [DATA-CORPUS-D3]
     """
     kind = _suffix(path)
-    try:
+    with reading(path, ""):
         if kind in TABLE:
             yield from _rows(path, field, limits)
-        else:
+            return
+        try:
             with _opened(path) as file:
-                lines = _lines(path, file, field, limits) if kind in LINES else _texts(path, file, separator, limits)
-                yield from lines
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no UTF-8: {error.reason} at byte {error.start}; convert it first") from None
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"cannot read {path}: {reason}") from None
+                yield from _lines(path, file, field, limits) if kind in LINES else _texts(path, file, separator, limits)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is no UTF-8: {error.reason} at byte {error.start}; convert it first") from None
 
 
 @contextmanager
@@ -294,3 +296,82 @@ def _library(name: str) -> Any:
     except ImportError:
         package = name.split(".")[0]
         raise DataError(f"this needs the library {package}: {install_line('data')}") from None
+
+
+# Sizes of the pages of a Parquet column, before a reader allocates them: the footer of a file says what a column
+# unpacks to, and may say anything; the header ahead of each page says what the page does, and is what the reader goes
+# by. Headers are structs in Thrift's compact protocol.
+_UNPACKED, _PACKED = 2, 3  # fields of a PageHeader
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+_DEEPEST = 16
+
+
+def largest_page(file: BinaryIO, chunk: Any) -> int:
+    """Bytes of the largest page of a column chunk, given its metadata of pyarrow, once it is unpacked.
+
+    No value of the chunk is longer: a page has it whole, or has the part that differs from those before.
+    Raises ValueError for what are no pages.
+    """
+    begin = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < begin:
+        begin = chunk.dictionary_page_offset
+    end, largest = begin + chunk.total_compressed_size, 0
+    while begin < end:
+        file.seek(begin)
+        fields = _struct(file, 0)
+        packed, unpacked = fields.get(_PACKED, -1), fields.get(_UNPACKED, -1)
+        if packed < 0 or unpacked < 0:
+            raise ValueError("a page has no size")
+        begin, largest = file.tell() + packed, max(largest, unpacked)
+    return largest
+
+
+def _struct(file: BinaryIO, depth: int) -> dict[int, int]:
+    """The whole numbers of a struct by their field; all else is passed over."""
+    if depth > _DEEPEST:
+        raise ValueError("a page's header is nested too deeply")
+    found: dict[int, int] = {}
+    field = 0
+    while head := _byte(file):
+        kind, step = head & 15, head >> 4
+        field = field + step if step else _signed(_varint(file))
+        if kind in (_I16, _I32, _I64):
+            found[field] = _signed(_varint(file))
+        else:
+            _pass(file, kind, depth)
+    return found
+
+
+def _pass(file: BinaryIO, kind: int, depth: int) -> None:
+    """Moves behind a value; a bool in a struct has no bytes."""
+    if kind == _BINARY:
+        file.seek(_varint(file), 1)
+    elif kind == _STRUCT:
+        _struct(file, depth + 1)
+    elif kind in (_BYTE, _DOUBLE):
+        file.seek(1 if kind == _BYTE else 8, 1)
+    elif kind not in (_TRUE, _FALSE):  # headers have neither lists, sets nor maps
+        raise ValueError("a page's header has a field that none has")
+
+
+def _byte(file: BinaryIO) -> int:
+    byte = file.read(1)
+    if not byte:
+        raise ValueError("it is cut off")
+    return byte[0]
+
+
+def _varint(file: BinaryIO) -> int:
+    value = shift = 0
+    while True:
+        byte = _byte(file)
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number in a page's header has too many bytes")
+
+
+def _signed(value: int) -> int:
+    return value >> 1 ^ -(value & 1)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeVar
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hecate.checks import Size
 from hecate.data.base import IGNORED
 from hecate.data.tasks import Rows, Task, distinct
-from hecate.errors import ConfigError
+from hecate.variant import Conflicts
 
 Length = Field(128, ge=4, le=1 << 20)
-Given = TypeVar("Given", bound=Task)
 
 
-def _even(task: Given) -> Given:
-    length = task.length() or 0
+def _even(length: int) -> Conflicts:
     if length % 2:
-        raise ConfigError(f"must be even, pairs are two tokens, got {length}", ("seq_len",))
-    return task
+        yield ("seq_len",), f"must be even, pairs are two tokens, got {length}"
 
 
 class MADRecall(Task):
@@ -42,7 +39,8 @@ class MADRecall(Task):
     vocab_size: Size = Field(16, ge=4)
     seq_len: int = Length
 
-    _possible = model_validator(mode="after")(_even)
+    def conflicts(self) -> Conflicts:
+        return _even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         return _pairs(rng, (rows, self.seq_len // 2), self.vocab_size, np.ones((rows, self.seq_len // 2), dtype=bool))
@@ -69,15 +67,14 @@ class MADNoisyRecall(Task):
     noise: float = Field(0.2, ge=0, lt=1)
     seq_len: int = Length
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.vocab_size - self.noise_vocab < 4:
-            raise ConfigError(
+            yield (
+                ("noise_vocab",),
                 f"noise_vocab={self.noise_vocab} leaves {self.vocab_size - self.noise_vocab} of "
                 f"vocab_size={self.vocab_size} for keys and values, which need 4 at least",
-                ("noise_vocab",),
             )
-        return _even(self)
+        yield from _even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         shape, used = (rows, self.seq_len // 2), self.vocab_size - self.noise_vocab
@@ -113,23 +110,21 @@ class MADFuzzyRecall(Task):
     value_size: int = Field(3, ge=1, le=64)
     seq_len: int = Length
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         keys = (self.vocab_size - 1) // 2
         for name, size, ids in (("key", self.key_size, keys), ("value", self.value_size, self.vocab_size - 1 - keys)):
             if size > ids:
-                raise ConfigError(
+                yield (
+                    (f"{name}_size",),
                     f"{name}_size={size} different tokens cannot be drawn from the {ids} of vocab_size="
                     f"{self.vocab_size} that {name}s have",
-                    (f"{name}_size",),
                 )
         if self.seq_len < 2 * (self.key_size + self.value_size):
-            raise ConfigError(
+            yield (
+                ("seq_len",),
                 f"must be at least {2 * (self.key_size + self.value_size)}, a pair of key_size={self.key_size} and "
                 f"value_size={self.value_size} twice, got {self.seq_len}",
-                ("seq_len",),
             )
-        return self
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         tokens = np.full((rows, self.seq_len), self.vocab_size - 1, dtype=np.int64)
@@ -182,14 +177,10 @@ class MADSelectiveCopy(Task):
     symbols: int = Field(16, ge=1, le=1 << 18)
     seq_len: int = Field(256, ge=3, le=1 << 20)
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.seq_len < 2 * self.symbols + 1:
-            raise ConfigError(
-                f"symbols={self.symbols} twice and a sign need seq_len >= {2 * self.symbols + 1}, got {self.seq_len}",
-                ("symbols",),
-            )
-        return self
+    def conflicts(self) -> Conflicts:
+        least = 2 * self.symbols + 1
+        if self.seq_len < least:
+            yield ("symbols",), f"symbols={self.symbols} twice and a sign need seq_len >= {least}, got {self.seq_len}"
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         count, room = self.symbols, self.seq_len - self.symbols - 1
@@ -224,11 +215,9 @@ class MADCompression(Task):
     vocab_size: Size = Field(16, ge=3)
     seq_len: int = Field(63, ge=3, le=1 << 20)
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.seq_len % 2 == 0:
-            raise ConfigError(f"must be odd, n symbols, a sign and n places, got {self.seq_len}", ("seq_len",))
-        return self
+            yield ("seq_len",), f"must be odd, n symbols, a sign and n places, got {self.seq_len}"
 
     def vocabulary(self) -> int:
         return self.vocab_size + self.seq_len // 2
@@ -263,7 +252,8 @@ class MADMemorization(Task):
     seq_len: int = Field(32, ge=2, le=1 << 20)
     facts: int = Field(12345, ge=0, lt=1 << 63)
 
-    _possible = model_validator(mode="after")(_even)
+    def conflicts(self) -> Conflicts:
+        return _even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         keys = (self.vocab_size - 1) // 2

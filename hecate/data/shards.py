@@ -23,7 +23,7 @@ from pydantic import Field
 from hecate.checks import Count
 from hecate.data.tokenizer import MOST, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import ConfigError, DataError
-from hecate.files import read_file
+from hecate.files import read_file, reading
 from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
@@ -86,15 +86,12 @@ def digest_of(content: Any) -> str:
 def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder; `DataError` says why there is none that can be used."""
     path = folder / SIDECAR
-    try:
+    with reading(path, "make the folder with `hecate data tokenize`"):
         text = read_file(path, _MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which no sidecar has; is it one?")
+    if len(text) > _MOST_BYTES:
+        raise DataError(f"{path} has more than {_MOST_BYTES >> 20} MiB, which no sidecar has; is it one?")
+    try:
         document = read_json(text, strict=True)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror or error}; make the folder with `hecate data tokenize`"
-        ) from None
     except ConfigError:
         raise DataError(f"{path} is cut off or no JSON; make the folder again with `hecate data tokenize`") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -115,10 +112,8 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
     sidecar, path = sidecar or read_sidecar(folder), folder / TOKENIZER
     if sidecar.tokenizer is None:
         return Bytes()
-    try:
+    with reading(path):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; put it back") from None
     if hashlib.sha256(text.encode()).hexdigest() != sidecar.tokenizer:
         raise DataError(f"{path} is not the tokenizer that the shards beside it were made with; put that back")
     return FileTokenizer(text, str(path))
@@ -144,10 +139,8 @@ class TokenFile(NamedTuple):
 
 
 def _check_size(path: Path, needed: int) -> None:
-    try:
+    with reading(path):
         found = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
     if found != needed:
         what = "is cut off" if found < needed else "has grown"
         raise DataError(f"{path} {what}: it has {found} bytes, its folder says {needed}; put it back as it was written")
@@ -164,15 +157,10 @@ def files_of(folder: Path, sidecar: Sidecar, split: Split) -> list[TokenFile]:
 
 def nanogpt_file(path: Path) -> TokenFile:
     """A `.bin` of uint16 tokens: with nanoGPT's header, or without one. [DATA-SHARD-D4]"""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = np.frombuffer(file.read(12), dtype="<i4")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
-        head = np.zeros(0, dtype="<i4")
-    magic, version, count = (*head.tolist(), 0, 0, 0)[:3]
+    with reading(path, ""), path.open("rb") as file:
+        size, head = path.stat().st_size, file.read(12)
+    whole = np.frombuffer(head[: len(head) // 4 * 4], dtype="<i4").tolist()
+    magic, version, count = (*whole, 0, 0, 0)[:3]
     if magic == OTHER_MAGIC:
         raise DataError(f"{path} has the header {OTHER_MAGIC}, of uint32 shards; only uint16 shards are read as .bin")
     if magic == NANOGPT:
@@ -283,14 +271,12 @@ class TokenStream:
         return Starts(lambda at, count: self._read(path, at, count), file.documents)
 
     def _read(self, path: Path, at: int, count: int) -> bytes:
-        try:
+        with reading(path):
             if path not in self._open:
                 if len(self._open) >= _MOST_OPEN:
                     os.close(self._open.pop(next(iter(self._open))))
                 self._open[path] = os.open(path, os.O_RDONLY)
             found = os.pread(self._open[path], count, at)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
         if len(found) != count:
             raise DataError(f"{path} was cut off while it was read; put it back as it was written")
         return found
@@ -303,11 +289,8 @@ def _close(handles: dict[Path, int]) -> None:
 
 def file_sha256(path: Path) -> str:
     """The SHA-256 of a file."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}; put it back") from None
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:

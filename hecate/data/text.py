@@ -19,14 +19,12 @@ from pydantic import Field
 
 from hecate.checks import Count
 from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
+from hecate.data.corpus import GLOB, globbed
 from hecate.data.tokenizer import BYTES, Bytes, Tokenizer
 from hecate.errors import DataError
-from hecate.files import read_file
+from hecate.files import read_file, reading
 
 SEPARATOR = b"\n"
-_GLOB = frozenset("*?[")
-
-
 _DOCUMENT_BYTES, _SUFFIXES = 64 << 10, (".txt", ".md", ".rst", ".py")
 
 
@@ -58,11 +56,9 @@ class Text(DataConfig):
         """Reads every file; `DataError` names what is missing, empty, unreadable or too large."""
         documents, total = [], 0
         for path in self._files():
-            try:
+            with reading(path, ""):
                 documents.append(read_file(path, self.max_bytes - total + 1))  # whatever size it claims
-                total += len(documents[-1])
-            except OSError as error:
-                raise DataError(f"cannot read {path}: {error.strerror or error}") from None
+            total += len(documents[-1])
             if total > self.max_bytes:
                 raise DataError(
                     f"the corpus exceeds max_bytes={self.max_bytes} at {path}; raise data.max_bytes or name fewer files"
@@ -78,12 +74,8 @@ class Text(DataConfig):
                 wanted = f"files ending in {', '.join(self.suffixes)} in folder"
             elif path.is_file():
                 matches, wanted = [path], ""
-            elif _GLOB & set(text):
-                anchor = Path(path.anchor) if path.anchor else Path()
-                pattern = str(path.relative_to(path.anchor)) if path.anchor else text
-                matches, wanted = [p for p in anchor.glob(pattern) if p.is_file()], "files matching"
             else:
-                matches, wanted = [], "file or folder"
+                matches, wanted = globbed(text), "files matching" if GLOB & set(text) else "file or folder"
             if not matches:
                 raise DataError(f"no {wanted} {text!r} (working directory {Path.cwd()})")
             found.update(matches)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hecate.errors import DataError, install_line, printable, shorten
-from hecate.files import read_file
+from hecate.files import read_file, reading
 from hecate.processes import interpreter
 
 BYTES = 256
@@ -233,17 +233,15 @@ def open_tokenizer(given: str | Path, *, tried: bool = False) -> Tokenizer:
     if str(given) == "bytes":
         return Bytes()
     path = Path(given)
-    try:
+    with reading(f"tokenizer {path}", "give a tokenizer.json, or bytes"):
         content = read_file(path, MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise DataError(f"tokenizer {path} has more than {MOST_BYTES:,} bytes; is it really a tokenizer.json?")
-        return FileTokenizer(content.decode(), str(path), tried=tried)
+    if len(content) > MOST_BYTES:
+        raise DataError(f"tokenizer {path} has more than {MOST_BYTES:,} bytes; is it really a tokenizer.json?")
+    try:
+        text = content.decode()
     except UnicodeDecodeError:
         raise DataError(f"{path} is no tokenizer: it is not text; give a tokenizer.json, or bytes") from None
-    except OSError as error:
-        raise DataError(
-            f"cannot read tokenizer {path}: {error.strerror or error}; give a tokenizer.json, or bytes"
-        ) from None
+    return FileTokenizer(text, str(path), tried=tried)
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:

@@ -1,11 +1,8 @@
 """Evaluations: needles in text, chains of assignments, loss by position and synthetic tasks, for any causal model."""
 
 from hecate.evals.base import Evaluation, Given, Part, Reader, Result, Row
-from hecate.evals.needles import Niah, VariableTracking
-from hecate.evals.published import PUBLISHED, Published
-from hecate.evals.report import Report
-from hecate.evals.run import evaluate_run, evaluate_tasks, evaluation_of, task_names
-from hecate.evals.tasks import LossByPosition, Synthetic
+from hecate.evals.run import PUBLISHED, Published, Report, evaluate_run, evaluate_tasks, evaluation_of, task_names
+from hecate.evals.tasks import LossByPosition, Niah, Synthetic, VariableTracking
 
 __all__ = [
     "PUBLISHED", "Evaluation", "Given", "LossByPosition", "Niah", "Part", "Published", "Reader", "Report", "Result",

@@ -9,18 +9,29 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hecate.data import IGNORED
 from hecate.errors import ConfigError
-from hecate.evals.haystack import Encoder, Ids
 from hecate.train.evaluate import Buckets, Positions, evaluating
 from hecate.variant import Variant
 
 PIECE = 1024
 """Tokens that a model with a state reads at once."""
 Metric = Literal["exact", "accuracy", "loss"]
+Ids = NDArray[np.int64]
+COLUMNS = ("name", "length", "metric", "score", "error", "chance", "rows", "answers", "labels", "exact", "accuracy",
+           "loss")  # fmt: skip
+"""Facts of a result that are one value each."""
+
+
+class Encoder(NamedTuple):
+    """Encoder of texts into the ids of each; every row begins with the ids `start`."""
+
+    ids: Callable[[Sequence[str]], list[Ids]]
+    start: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):
@@ -168,10 +179,9 @@ class Result:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        plain = {name: getattr(self, name) for name in ("name", "length", "metric", "score", "error", "chance")}
-        counts = {name: getattr(self, name) for name in ("rows", "answers", "labels", "exact", "accuracy", "loss")}
+        plain = {name: getattr(self, name) for name in COLUMNS}
         depths = [{"depth": depth, "exact": share} for depth, share in sorted(self.depths.items())]
-        return {**plain, **counts, "depths": depths, "positions": [own._asdict() for own in self.positions]}
+        return {**plain, "depths": depths, "positions": [own._asdict() for own in self.positions]}
 
 
 class _Tally:

@@ -1,19 +1,317 @@
-"""Evaluations of what a model was trained on: a synthetic task at any length, and text by position."""
+"""The tasks that a model is asked: needles in text and chains of assignments, as RULER builds them; what it was trained
+on at any length; the loss by position."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hecate.checks import Count
-from hecate.data import DataConfig, Task, stream
-from hecate.errors import ConfigError, DataError
-from hecate.evals.base import Evaluation, Given, Part, Row, check_lengths, draws
-from hecate.evals.haystack import Haystack
-from hecate.evals.needles import Lengths, Samples
+from hecate.data import IGNORED, DataConfig, Task, Tokenizer, stream
+from hecate.data.corpus import Limits, documents, find
+from hecate.errors import ConfigError, DataError, shorten
+from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_lengths, draws
+from hecate.variant import Conflicts
+
+MOST = 1 << 20
+"""Characters of a text that are used."""
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""RULER's repeated haystack, a line of its own each time."""
+_SENTENCE, _LINE = re.compile(r"(?<=[.!?])\s+|\n+"), re.compile(r"\n+")
+
+
+def encoder_of(tokenizer: Any) -> Encoder:
+    """A tokenizer of hecate's or of transformers, as what tasks ask; of the latter a row begins with the token that it
+    puts ahead of a text."""
+    if isinstance(tokenizer, Tokenizer):
+        return Encoder(lambda texts: [found.astype(np.int64) for found in tokenizer.encode(texts)])
+    if not callable(getattr(tokenizer, "encode", None)):
+        raise ConfigError(
+            f"tokenizer must be one of hecate's or have transformers' encode(text, add_special_tokens=False), got "
+            f"{shorten(tokenizer)}"
+        )
+    begin, ahead = getattr(tokenizer, "bos_token_id", None), list(tokenizer.encode("a"))[:1]
+
+    def ids(texts: Sequence[str]) -> list[Ids]:
+        return [np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64) for text in texts]
+
+    return Encoder(ids, (begin,) if begin is not None and ahead == [begin] else ())
+
+
+class Haystack:
+    """Sentences one after the other, from the first again where they end; each keeps the space or line end behind it.
+
+    Sentences end behind `.`, `!` or `?` and a space, and where a line does; with `lines` there alone.
+    [EVAL-HAYSTACK-D1]
+    """
+
+    def __init__(self, text: str, encoder: Encoder, *, lines: bool = False) -> None:
+        self.text = text
+        cuts = [0, *(match.end() for match in (_LINE if lines else _SENTENCE).finditer(text)), len(text)]
+        sentences = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]
+        found = [ids for ids in encoder.ids(sentences) if len(ids)] if sentences else []
+        if not found:
+            raise DataError("the text for the haystack has no sentence; name a file with text")
+        self._ids = np.concatenate(found)
+        self._starts = np.cumsum([0, *(len(ids) for ids in found)])[:-1]
+
+    def around(
+        self, rng: np.random.Generator, room: int, needles: Sequence[Ids], depths: Sequence[float]
+    ) -> tuple[Ids, list[int]]:
+        """`room` tokens up to the end of a random sentence, the needles included, and where each needle starts.
+
+        A needle stands ahead of the sentence that starts nearest to its depth, a share of the text's tokens; at depth 1
+        it is the last. The first sentence is the one that is cut. Raises ConfigError if `room` is smaller than the
+        needles.
+        """
+        length, size = room - sum(map(len, needles)), len(self._ids)
+        if length < 0:
+            raise ConfigError(f"{room} tokens cannot hold needles of {room - length}")
+        begin = int(self._starts[rng.integers(len(self._starts))]) - length
+        text = self._ids[(begin + np.arange(length)) % size]
+        laps = np.arange(begin // size, (begin + length) // size + 1)[:, None] * size
+        starts = (laps + self._starts).ravel() - begin
+        places = np.array([0, *starts[(starts > 0) & (starts < length)], length])
+        chosen = [int(places[np.argmin(np.abs(places - depth * length))]) for depth in depths]
+        parts, at, begins, done = [], 0, [0] * len(needles), 0
+        for which in sorted(range(len(needles)), key=lambda n: (chosen[n], n)):
+            parts += [text[at : chosen[which]], needles[which]]
+            done, at = done + chosen[which] - at, chosen[which]
+            begins[which] = done
+            done += len(needles[which])
+        return np.concatenate([*parts, text[at:]]), begins
+
+
+def read_text(path: Path) -> str:
+    """The text of a file or of a folder of them, as far as it is used; `DataError` where there is none."""
+    found, room = [], MOST
+    for file in find([str(path)]):
+        for document in documents(file, limits=Limits(cut=4 * MOST)):  # a character has at most four bytes
+            found.append(document[:room])
+            room -= len(found[-1])
+            if room <= 0:
+                return "\n".join(found)
+    return "\n".join(found)
+
+
+Lengths = Annotated[tuple[Annotated[int, Field(ge=16, le=1 << 24)], ...], Field(strict=False, min_length=1)]
+Samples = Annotated[int, Field(ge=1, le=1 << 20)]
+_FIRST = (
+    "amber brave calm dark eager faint gentle hollow idle jolly keen lively mellow narrow odd plain quiet rapid silent "
+    "tidy urban vivid warm young zealous"
+).split()
+_SECOND = (
+    "anchor basket candle desert engine forest garden harbour island jacket kettle ladder mirror needle orchard pencil "
+    "quarry ribbon saddle tunnel umbrella valley window yard zipper"
+).split()
+_INTRO = (
+    "A special magic {what} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{what} afterwards.\n"
+)
+_NEEDLE = "One of the special magic {what}s for {key} is: {value}."
+_QUESTION = (
+    "\nWhat is the special magic {what} for {key} mentioned in the provided text? The special magic {what} for {key} "
+    "mentioned in the provided text is"
+)
+_TRACK = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+_ASKED = (
+    "\nQuestion: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
+    "chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, they are:"
+)
+_TRIES = 100
+Drawn = TypeVar("Drawn", str, list[str])
+
+
+class Niah(Evaluation):
+    """niah: text with one needle, its question, and the answer; right where every token of the answer is the likeliest.
+
+    RULER's single needles. Form 1: a repeated sentence of noise, a number of 7 digits (the pass-key); 2: text, a
+    number; 3: text, a uuid. Prompt and answer have exactly `length` tokens. Row i has its needle at depth (i mod
+    `depths`) / (depths - 1), at the sentence nearest to it. One forward pass on the right answer tells what greedy
+    generation would begin with; RULER generates 128 tokens and looks for the value anywhere in them, which is kinder.
+
+    Shapes: rows of `length` tokens; the labels are those of the answer.
+    Cost: a forward pass of length tokens for each of `samples` rows.
+    Warning: the text is what is given, not RULER's essays, and keys come from 625 pairs of words.
+    References: RULER: What's the Real Context Size of Your Long-Context Language Models? (Hsieh et al., 2024, arXiv
+    2404.06654). [EVAL-NIAH-D1]
+    """
+
+    kind: Literal["niah"] = "niah"
+    forms: Annotated[tuple[Literal[1, 2, 3], ...], Field(strict=False, min_length=1)] = (1, 2, 3)
+    lengths: Lengths = (1024, 2048, 4096)
+    samples: Samples = 40
+    depths: int = Field(5, ge=2, le=1 << 10)
+    seed: Count = Field(1, ge=0)
+
+    def parts(self, given: Given) -> list[Part]:
+        """A part for every form and length; `DataError` where text is needed and there is none."""
+        check_lengths(self.kind, given, self.lengths)
+        encoder = _encoder(self.kind, given)
+        found = []
+        for form in self.forms:
+            hay = _noise(encoder) if form == 1 else _text(f"niah_{form}", given, encoder)
+            chance = 2.0**-122 if form == 3 else 1 / 9_000_000
+            for length in self.lengths:
+                row = partial(self._row, form, length, hay, encoder)
+                row(0)  # what does not fit is told before any is asked
+                found.append(Part(f"niah_{form}", length, self.samples, row, "exact", chance))
+        return found
+
+    def _row(self, form: int, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
+        rng = draws(self.seed, form, index)
+        what = "uuid" if form == 3 else "number"
+        key = _absent(hay.text, lambda: f"{_FIRST[rng.integers(25)]}-{_SECOND[rng.integers(25)]}")
+        value = _absent(hay.text, lambda: _uuid(rng) if form == 3 else str(rng.integers(10**6, 10**7)))
+        words = {"what": what, "key": key, "value": value}
+        texts = [_INTRO, _NEEDLE + ("\n" if form == 1 else " "), _QUESTION, " {value}"]
+        intro, needle, question, answer = encoder.ids([text.format(**words) for text in texts])
+        depth = index % self.depths / (self.depths - 1)
+        fixed = [np.array(encoder.start, dtype=np.int64), intro, question, answer]
+        room = _room(f"niah_{form}", length, fixed, [needle])
+        text, _ = hay.around(rng, room, [needle], [depth])
+        return _answered([*fixed[:2], text, question], [answer], depth)
+
+
+class VariableTracking(Evaluation):
+    """variable_tracking: chains `VAR B = VAR A` hidden in noise; the names that hold a value are the answer, in order.
+
+    RULER's task: `chains` chains of 1 + `hops` names of 5 letters, their sentences at random depths in their order
+    among repeated noise; an example of the format comes first. The answer has the names of the first chain, and the
+    score is the share of names all of whose tokens are the likeliest, given the right names before. RULER counts the
+    names anywhere in what is generated.
+
+    Shapes: rows of `length` tokens, 1 + hops answers each.
+    Cost: a forward pass of length tokens for each of `samples` rows.
+    References: RULER: What's the Real Context Size of Your Long-Context Language Models? (Hsieh et al., 2024, arXiv
+    2404.06654). [EVAL-TRACK-D1]
+    """
+
+    kind: Literal["variable_tracking"] = "variable_tracking"
+    lengths: Lengths = (1024, 2048, 4096)
+    chains: int = Field(1, ge=1, le=64)
+    hops: int = Field(4, ge=1, le=64)
+    samples: Samples = 40
+    seed: Count = Field(1, ge=0)
+
+    def parts(self, given: Given) -> list[Part]:
+        """A part for every length."""
+        check_lengths(self.kind, given, self.lengths)
+        encoder = _encoder(self.kind, given)
+        hay, found = _noise(encoder), []
+        chance = 1 / (self.chains * (1 + self.hops))
+        for length in self.lengths:
+            row = partial(self._row, length, hay, encoder)
+            row(0)
+            found.append(Part(self.kind, length, self.samples, row, "exact", chance))
+        return found
+
+    def _row(self, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
+        rng = draws(self.seed, 0, index)
+        names, values = _names(rng, self.chains * (1 + self.hops)), _values(rng, self.chains)
+        chains = [names[n * (1 + self.hops) : (n + 1) * (1 + self.hops)] for n in range(self.chains)]
+        sentences, depths = [], []
+        for chain, value in zip(chains, values, strict=True):
+            sentences += _assigned(chain, value)
+            depths += np.sort(rng.random(len(chain))).tolist()
+        asked = _ASKED.format(value=values[0], count=1 + self.hops)
+        shown = _example(rng, names, values, self.hops)
+        intro, question, *needles = encoder.ids([shown + _TRACK, asked, *sentences])
+        answers = encoder.ids([f" {name}" for name in chains[0]])
+        fixed = [np.array(encoder.start, dtype=np.int64), intro, question, *answers]
+        room = _room(self.kind, length, fixed, needles)
+        text, _ = hay.around(rng, room, needles, depths)
+        return _answered([*fixed[:2], text, question], answers)
+
+
+def _assigned(chain: Sequence[str], value: str) -> list[str]:
+    """The sentences of a chain, each a line."""
+    return [f"VAR {chain[0]} = {value}\n"] + [f"VAR {b} = VAR {a}\n" for a, b in pairwise(chain)]
+
+
+def _example(rng: np.random.Generator, names: Sequence[str], values: Sequence[str], hops: int) -> str:
+    """A short task and its answer, of names of 3 letters and a value that the row has not."""
+    chain = _absent(" ".join(["VAR", *names]), lambda: _names(rng, 1 + hops, 3))
+    (value,) = _absent(" ".join(values), lambda: _values(rng, 1))
+    text = f"{NOISE}\n{''.join(_assigned(chain, value))}{NOISE}"
+    return f"{_TRACK}{text}{_ASKED.format(value=value, count=1 + hops)} {' '.join(chain)}\n\n"
+
+
+def _names(rng: np.random.Generator, count: int, letters: int = 5) -> list[str]:
+    """Different names of capital letters."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(map(chr, 65 + rng.integers(26, size=letters)))] = None
+    return list(found)
+
+
+def _values(rng: np.random.Generator, count: int) -> list[str]:
+    """Different numbers of 5 digits."""
+    return [str(10_000 + number) for number in rng.choice(90_000, size=count, replace=False)]
+
+
+def _uuid(rng: np.random.Generator) -> str:
+    """A random uuid of version 4."""
+    digits = rng.integers(16, size=32)
+    digits[12], digits[16] = 4, 8 + digits[16] % 4
+    text = "".join(f"{digit:x}" for digit in digits)
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _absent(text: str, draw: Callable[[], Drawn]) -> Drawn:
+    """The first draw that the text does not have: the answer must be in one place alone."""
+    for _ in range(_TRIES):
+        drawn = draw()
+        if not any(part in text for part in ([drawn] if isinstance(drawn, str) else drawn)):
+            return drawn
+    raise DataError("the text for the haystack has every key or value that was drawn to hide in it; take another text")
+
+
+def _noise(encoder: Encoder) -> Haystack:
+    """RULER's noise, line after line."""
+    return Haystack(f"{NOISE}\n", encoder, lines=True)
+
+
+def _text(name: str, given: Given, encoder: Encoder) -> Haystack:
+    if given.text is None:
+        raise DataError(f"no text for the haystack of {name}; name a file or folder with --data, or take niah_1")
+    return Haystack(given.text, encoder)
+
+
+def _encoder(name: str, given: Given) -> Encoder:
+    if given.encoder is None:
+        raise ConfigError(f"{name} is a task in text, and the model comes without a tokenizer; give one")
+    return given.encoder
+
+
+def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) -> int:
+    """Tokens for the text with its needles; refused where they do not fit."""
+    around, inside = sum(map(len, fixed)), sum(map(len, needles))
+    if around + inside > length:
+        raise ConfigError(
+            f"{name} of length {length} has no room for its question, needle and answer, {around + inside} tokens; "
+            f"take at least {around + inside}"
+        )
+    return length - around
+
+
+def _answered(prompt: Sequence[Ids], answers: Sequence[Ids], depth: float | None = None) -> Row:
+    """Prompt and answers as a row; what comes before a token of an answer is labelled with it."""
+    tokens = np.concatenate([*prompt, *answers])
+    targets, numbers = np.full_like(tokens, IGNORED), np.full_like(tokens, -1)
+    place = sum(map(len, prompt))
+    for number, answer in enumerate(answers):
+        span = slice(place - 1, place - 1 + len(answer))
+        targets[span], numbers[span] = answer, number
+        place += len(answer)
+    return Row(tokens, targets, numbers, depth)
 
 
 class Synthetic(Evaluation):
@@ -34,11 +332,10 @@ class Synthetic(Evaluation):
     samples: Samples = 256
     seed: Count = Field(1, ge=1)
 
-    @model_validator(mode="after")
-    def _is_a_task(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Data that are no task."""
         if not isinstance(self.data, Task):
-            raise ConfigError(f"must be a synthetic task, got {self.data.kind!r}, a text", ("data",))
-        return self
+            yield ("data",), f"must be a synthetic task, got {self.data.kind!r}, a text"
 
     def parts(self, given: Given) -> list[Part]:
         """The task at every length; `ConfigError` where the model knows fewer ids."""
@@ -92,13 +389,12 @@ class LossByPosition(Evaluation):
     def parts(self, given: Given) -> list[Part]:
         """A part for every length; `DataError` without a text."""
         check_lengths(self.kind, given, self.lengths)
-        if given.encoder is None:
-            raise ConfigError(f"{self.kind} is a task in text, and the model comes without a tokenizer; give one")
+        encoder = _encoder(self.kind, given)
         if given.text is None:
             raise DataError(f"no text for {self.kind}; name a file or folder with --data")
-        hay = Haystack(given.text, given.encoder)
+        hay = Haystack(given.text, encoder)
         return [
-            Part(self.kind, n, self.samples, partial(self._row, n, hay, given.encoder.start), "loss", None)
+            Part(self.kind, n, self.samples, partial(self._row, n, hay, encoder.start), "loss", None)
             for n in self.lengths
         ]
 

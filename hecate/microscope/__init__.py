@@ -1,8 +1,7 @@
 """The memory microscope: pictures of a trained memory at work."""
 
-from hecate.microscope.attention import Attention, implicit_attention, nonlinearity
 from hecate.microscope.look import look
-from hecate.microscope.view import MemoryView, Recall, View
+from hecate.microscope.view import Attention, MemoryView, Recall, View, implicit_attention, nonlinearity
 from hecate.nn.strength import Strength, write_strength
 
 __all__ = [

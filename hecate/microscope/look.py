@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from hecate.cms import CMS
 from hecate.cms.self_referential import Boxes
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.microscope.attention import in_double
-from hecate.microscope.view import MemoryView, View, joined_mask
+from hecate.microscope.view import MemoryView, View, in_double, joined_mask
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.rule import Asked, FeatureMemory
 from hecate.rule import Gates, MemoryState

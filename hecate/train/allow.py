@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hecate.errors import CheckpointError, ConfigError, did_you_mean, shorten
+from hecate.errors import CheckpointError, ConfigError, did_you_mean, format_path, shorten
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.compose import parse_path
+from hecate.train.compose import parse_path, paths
 from hecate.train.config import ExperimentConfig
 from hecate.train.document import Location
 from hecate.train.state import MOVING
@@ -32,7 +32,7 @@ def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) 
     for name in names:
         path = parse_path(name)
         if path is None or _at(tree, path) is None:
-            known = [".".join(p) for p in _branches(tree)]
+            known = map(format_path, paths(tree))
             raise ConfigError(
                 f"--allow {shorten(name)}: an experiment has no such setting.{did_you_mean(name, known)} "
                 "Write its whole path, such as optim.lr"
@@ -136,10 +136,3 @@ def _with(tree: Any, path: Location, value: Any) -> Any:
     if isinstance(tree, list):
         return [_with(item, rest, value) if n == head else item for n, item in enumerate(tree)]
     return {key: _with(item, rest, value) if key == head else item for key, item in tree.items()}
-
-
-def _branches(tree: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all settings by their names."""
-    if not isinstance(tree, Mapping):
-        return [path]
-    return [*([path] if path else []), *(p for key, item in tree.items() for p in _branches(item, (*path, key)))]

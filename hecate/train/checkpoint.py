@@ -15,16 +15,16 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hecate.checks import MAX_COUNT, Count, check_room
@@ -41,8 +41,7 @@ from hecate.files import (
     write_file,
 )  # fmt: skip
 from hecate.optim.sharding import local
-from hecate.train.folder import refuse_link
-from hecate.variant import Config, read_json
+from hecate.variant import Config, Conflicts, read_json
 
 FORMAT = "hecate-checkpoint"
 VERSION, SHARDED = 1, 2
@@ -58,6 +57,10 @@ _NAME = re.compile(r"(\.tmp-old-)?step_(\d{8,})(?:-(\d+))?")
 MAX_AXES, MAX_BYTES = 64, 1 << 28
 """Axes of a tensor, as torch has them at most; bytes of a manifest."""
 Extents = Annotated[tuple[Annotated[Count, Field(ge=0)], ...], Field(max_length=MAX_AXES)]
+
+
+class LeftAloneError(CheckpointError):
+    """Another process of the run has ended, or does not answer."""
 
 
 class Checkpoint(NamedTuple):
@@ -104,43 +107,55 @@ class Spread(Config):
     shape: Extents
     pieces: tuple[Piece, ...]
 
-    @model_validator(mode="after")
-    def _complete(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Blocks that leave a number out, or have it twice."""
         boxes = [list(zip(p.offset, p.shape, strict=False)) for p in self.pieces]
         if math.prod(max(n, 1) for n in self.shape) > MAX_COUNT:  # which torch cannot even make empty
-            raise ConfigError(f"must be of at most {MAX_COUNT:,} numbers", ("shape",))
+            yield ("shape",), f"must be of at most {MAX_COUNT:,} numbers"
         ranks = {len(self.shape), *(len(x) for p in self.pieces for x in (p.offset, p.shape))}
         if len(ranks) > 1 or not tiles([box for box in boxes if all(length for _, length in box)], self.shape):
-            raise ConfigError(f"must cover each number of {list(self.shape)} once", ("pieces",))
-        return self
+            yield ("pieces",), f"must cover each number of {list(self.shape)} once"
 
 
-class Content(Config):
+class Manifest(Config):
     """Step, plain facts, names of tensors that share memory with a stored one, stored tensors."""
 
     step: int = Field(ge=0)
     facts: dict[str, Any]
     aliases: dict[str, str]
+    tensors: dict[str, Any]
+
+    def conflicts(self) -> Conflicts:
+        """Aliases of what is not stored, another step, and metrics that are no numbers."""
+        for name, base in self.aliases.items():
+            if name in self.tensors or base not in self.tensors:
+                yield ("aliases", name), f"must name a stored tensor, got {base!r}"
+        own = self.facts.get("step", self.step)
+        if type(own) is not int or own != self.step:
+            yield ("facts", "step"), f"must be the step {self.step}, got {own!r}"
+        metrics = self.facts.get("metrics", {})
+        if not isinstance(metrics, dict):
+            yield ("facts", "metrics"), f"must be a mapping, got {metrics!r}"
+        for name, value in metrics.items():
+            if type(value) not in (int, float) or not math.isfinite(value):
+                yield ("facts", "metrics", name), f"must be a finite number, got {value!r}"
+
+
+class Content(Manifest):
+    """Of a checkpoint that one process wrote, into one file."""
+
     tensors: dict[str, Summary]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        _check_content(self.step, self.facts, self.aliases, self.tensors)
-        return self
 
+class ShardedContent(Manifest):
+    """Of a checkpoint that many processes wrote, and its files."""
 
-class ShardedContent(Config):
-    """Of a checkpoint that many processes wrote: the same, and its files."""
-
-    step: int = Field(ge=0)
-    facts: dict[str, Any]
-    aliases: dict[str, str]
     files: dict[Annotated[str, Field(pattern=_FILE)], StoredFile]
     tensors: dict[str, Spread]
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        _check_content(self.step, self.facts, self.aliases, self.tensors)
+    def conflicts(self) -> Conflicts:
+        """As of any, and blocks in files that are not listed or too small."""
+        yield from super().conflicts()
         claimed = Counter[str]()
         for name, spread in self.tensors.items():
             for piece in spread.pieces:
@@ -148,37 +163,16 @@ class ShardedContent(Config):
             unknown = [piece.file for piece in spread.pieces if piece.file not in self.files]
             twice = [file for file, times in Counter(piece.file for piece in spread.pieces).items() if times > 1]
             if unknown or twice:
-                raise ConfigError(
-                    f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}", ("tensors", name)
-                )
+                yield ("tensors", name), f"must be in files that are listed, once in each, got {(unknown + twice)[0]!r}"
         for file, size in claimed.items():
             if size > self.files[file].bytes:
-                raise ConfigError(
-                    f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}", ("files", file)
-                )
-        return self
+                yield ("files", file), f"must hold blocks of {size:,} bytes, got {self.files[file].bytes:,}"
 
 
 def _itemsize(dtype: str) -> int:
     """Bytes of a number; of a dtype that there is not one."""
     found = getattr(torch, dtype, None)
     return found.itemsize if isinstance(found, torch.dtype) else 1
-
-
-def _check_content(step: int, facts: dict[str, Any], aliases: dict[str, str], tensors: Mapping[str, Any]) -> None:
-    """Checks that a manifest of either version is consistent."""
-    for name, base in aliases.items():
-        if name in tensors or base not in tensors:
-            raise ConfigError(f"must name a stored tensor, got {base!r}", ("aliases", name))
-    own = facts.get("step", step)
-    if type(own) is not int or own != step:
-        raise ConfigError(f"must be the step {step}, got {own!r}", ("facts", "step"))
-    metrics = facts.get("metrics", {})
-    if not isinstance(metrics, dict):
-        raise ConfigError(f"must be a mapping, got {metrics!r}", ("facts", "metrics"))
-    for name, value in metrics.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise ConfigError(f"must be a finite number, got {value!r}", ("facts", "metrics", name))
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
@@ -254,7 +248,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         check_files(path, content, content.files)
         stored = _gathered(path, content)
     else:
-        stored = _whole(path, content)
+        stored = dict(whole(path, content))
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
     return Checkpoint(tensors, content.facts)
 
@@ -265,28 +259,19 @@ def check_name(path: Path, step: int) -> None:
         raise bad(path / MANIFEST, f"is of step {step}")
 
 
-def _whole(path: Path, content: Content) -> dict[str, Tensor]:
-    """The verified tensors of version 1."""
+def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of version 1, or a share of them, each verified when it is its turn."""
     file = path / TENSORS
-    try:
-        stored = load_file(file)
-    except FileNotFoundError:
-        raise bad(file, "is missing") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise bad(file, f"is truncated or not a safetensors file ({error})") from None
-    if odd := sorted(set(stored) ^ set(content.tensors)):
-        raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
-    for name, tensor in stored.items():
-        check_tensor(file, name, tensor, content.tensors[name])
-    return stored
-
-
-def check_tensor(file: Path, name: str, tensor: Tensor, expected: Summary) -> None:
-    """Refuses a tensor of version 1 that is not what was written."""
-    own = expected.model_dump(mode="json")
-    for key, found in summary(tensor).items():
-        if found != own[key]:
-            raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+    with _opened(file) as opened:
+        names = sorted(opened.keys())
+        if odd := sorted(set(names) ^ set(content.tensors)):
+            raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
+        for name in names[share]:
+            tensor, expected = opened.get_tensor(name), content.tensors[name].model_dump(mode="json")
+            for key, found in summary(tensor).items():
+                if found != expected[key]:
+                    raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
+            yield name, tensor
 
 
 def check_listed(path: Path, content: Content | ShardedContent) -> None:
@@ -352,6 +337,8 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
+    except FileNotFoundError:
+        raise bad(file, "is missing") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise bad(file, f"is truncated or not a safetensors file ({error})") from None
 
@@ -382,24 +369,27 @@ def newest_checkpoint(folder: Path) -> tuple[Path, Checkpoint, list[Skipped]] | 
 
     `CheckpointError` if there are checkpoints but all are damaged. [CKPT-RESUME-D1]
     """
-    skipped: list[Skipped] = []
-    paths = checkpoints(folder)
+    return newest_of(folder, lambda: checkpoints(folder), load_checkpoint)
+
+
+def newest_of(
+    folder: Path, listed: Callable[[], list[Path]], load: Callable[[Path], Checkpoint]
+) -> tuple[Path, Checkpoint, list[Skipped]] | None:
+    """As `newest_checkpoint`, of those that are listed, as they are loaded."""
+    skipped, paths = list[Skipped](), listed()
     for path in reversed(paths):
         try:
-            return path, load_checkpoint(path), skipped
+            return path, load(path), skipped
+        except LeftAloneError:
+            raise
         except CheckpointError as error:
             skipped.append(Skipped(path, str(error)))
-    if checkpoints(folder) != paths:  # a run that goes on has replaced them since
-        return newest_checkpoint(folder)
+    if listed() != paths:  # a run that goes on has replaced them since
+        return newest_of(folder, listed, load)
     if skipped:
-        raise none_usable(folder, skipped)
+        reasons = "; ".join(item.reason for item in skipped)
+        raise CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
     return None
-
-
-def none_usable(folder: Path, skipped: Iterable[Skipped]) -> CheckpointError:
-    """The error for a folder all of whose checkpoints were skipped."""
-    reasons = "; ".join(item.reason for item in skipped)
-    return CheckpointError(f"no checkpoint in {folder} can be used; start again with another --out: {reasons}")
 
 
 def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", *, upto: int | None = None) -> None:
@@ -504,6 +494,14 @@ def _age(path: Path) -> tuple[int, bool, int]:
     match = _NAME.fullmatch(path.name)
     retired, step, edition = match.groups() if match else (None, "0", None)
     return int(step), retired is None, int(edition or 1)
+
+
+def refuse_link(path: Path) -> None:
+    """A link may lead out of the run: to a file of others, or one that changes."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a symbolic link, which may lead out of the run; put what it points to in its place"
+        )
 
 
 def bad(file: Path, reason: str) -> CheckpointError:

@@ -205,11 +205,11 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
     try:  # on the resolved settings, so that a field of a default can be reached as well
         config = ExperimentConfig.model_validate(document.value)
         value = config.model_dump(mode="json")
-        known = list(_paths(value, ()))
+        known = list(paths(value))
         value = _told(config, value)
     except ConfigError:  # the overrides may be what repairs it
         value = document.value
-        known = list(_paths(value, ()))
+        known = list(paths(value))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
     marks, seen = dict(document.marks), dict[Location, str]()
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
@@ -235,12 +235,13 @@ def _subject(path: Location) -> Location:
     return path[:-1] if path[-1] == "kind" else path
 
 
-def _paths(value: Any, path: Location) -> Iterable[Location]:
+def paths(value: Any, path: Location = ()) -> Iterable[Location]:
+    """The paths of all settings."""
     if path:
         yield path
     keys: Iterable[Any] = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in keys:
-        yield from _paths(value[key], (*path, key))
+        yield from paths(value[key], (*path, key))
 
 
 def _full_path(item: _Override, known: list[Location]) -> Location:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -17,7 +17,7 @@ from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
 from hecate.train.loggers import LoggerKind, Tensorboard
 from hecate.train.optimisers import AdamW
-from hecate.variant import Config, FrozenDict
+from hecate.variant import Config, Conflicts, FrozenDict
 
 TEXT_LENGTH = 256
 """Window of a text when `budget.seq_len` is not given."""
@@ -126,13 +126,12 @@ class BudgetConfig(Config):
     save: Literal["sync", "async"] = "sync"
     timeout: float = Field(600.0, gt=0, le=86400)
 
-    @model_validator(mode="after")
-    def _parts(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Parts that do not divide a batch, and chunks compiled for a CPU."""
         if self.batch_size % self.accumulate:
-            raise ConfigError(f"must divide batch_size={self.batch_size}, got {self.accumulate}", ("accumulate",))
+            yield ("accumulate",), f"must divide batch_size={self.batch_size}, got {self.accumulate}"
         if self.compile == "chunk" and self.device == "cpu":
-            raise ConfigError("'chunk' is for a GPU, and device is 'cpu'; take none or block", ("compile",))
-        return self
+            yield ("compile",), "'chunk' is for a GPU, and device is 'cpu'; take none or block"
 
 
 class SampleConfig(Config):
@@ -191,8 +190,8 @@ class ExperimentConfig(Config):
             )
         return data
 
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Parts of an experiment that do not fit together."""
         given = self.model.vocab_size
         try:
             needed = self.data.vocabulary()
@@ -201,10 +200,10 @@ class ExperimentConfig(Config):
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
         if given is not None and given != needed:
-            raise ConfigError(
+            yield (
+                ("model", "vocab_size"),
                 f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out and it is "
                 "filled in",
-                ("model", "vocab_size"),
             )
         try:
             check_shapes({"embedding": (needed, self.model.d_model)}, "lower d_model")
@@ -212,25 +211,24 @@ class ExperimentConfig(Config):
             raise error.or_at("model", "d_model") from None
         fixed, asked = self.data.length(), self.budget.seq_len
         if fixed is not None and asked not in (None, fixed):
-            raise ConfigError(
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
+            yield (
                 ("budget", "seq_len"),
+                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
             )
         attention = self.model.attention
         if self.data.carries and attention is not None and attention.window is None and not attention.by_segment:
-            raise ConfigError(
+            yield (
+                ("data", "state"),
                 "is 'carry', but model.attention.window is null: the keys of every token so far would be kept; give a "
                 "window, or write data.state=fresh",
-                ("data", "state"),
             )
         steps = self.budget.steps
         for pattern, period in self.optim.periods.items():
             if period > steps:
-                raise ConfigError(
-                    f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
+                yield (
                     ("optim", "periods", pattern),
+                    f"must be at most budget.steps, {steps}, got {period}: those parameters would never step",
                 )
-        return self
 
     def asked_loggers(self) -> list[tuple[tuple[str | int, ...], LoggerKind]]:
         """Every logger once, and the setting that asks for it."""

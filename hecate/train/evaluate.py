@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source
@@ -19,6 +18,7 @@ from hecate.distributed import World
 from hecate.distributed.context import piece
 from hecate.distributed.shard import unsharded
 from hecate.errors import HealthWarning
+from hecate.states import leaves
 
 
 class Score(NamedTuple):
@@ -203,8 +203,7 @@ def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.
 def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, Tensor]:
     """Tensors, by path, that one sequence carries from call to call, after `seq_len` validation tokens."""
     *_, state = _one_sequence(model, source, seq_len, device)
-    found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
-    return {pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
+    return leaves(state)
 
 
 def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:

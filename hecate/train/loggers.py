@@ -1,19 +1,22 @@
-"""Where the records of a run go beside metrics.jsonl: a family of loggers, each a kind with its options."""
+"""Records that a run writes as it goes, and drops again from where it is resumed: metrics.jsonl, an object of JSON per
+line, appended and locked while it trains; samples.txt; and a family of loggers, each a kind with its options."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import re
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from hecate.errors import ConfigError, HookError, install_line
-from hecate.files import refusing, write_file
+from hecate.errors import CheckpointError, ConfigError, HookError, install_line
+from hecate.files import lock, read_whole, refusing, sync_open, write_file
 from hecate.variant import Variant
 
 Record = dict[str, Any]
@@ -57,7 +60,13 @@ class Tensorboard(LoggerKind):
     package, name = "torch.utils.tensorboard", "TensorBoard"
 
     def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
-        return _Board(importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard")))
+        writer = importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard"))
+
+        def tell(found: dict[str, float], record: Mapping[str, Any]) -> None:
+            for name, value in found.items():
+                writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+
+        return _Library(tell, writer.close)
 
 
 class Wandb(LoggerKind):
@@ -85,7 +94,7 @@ class Wandb(LoggerKind):
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # steps that a resume repeats are told again
-        return _Wandb(run)
+        return _Library(lambda found, record: run.log({**found, "step": record["step"]}), run.finish)
 
 
 class Trackio(LoggerKind):
@@ -104,43 +113,27 @@ class Trackio(LoggerKind):
         trackio = importlib.import_module(self.package)
         name = f"{config['name']}-{identity_of(folder)[:8]}"
         with redirect_stdout(sys.stderr):  # it greets, and standard output is the result's
-            return _Trackio(trackio.init(project=self.project, name=name, config=dict(config), resume="allow"))
+            run = trackio.init(project=self.project, name=name, config=dict(config), resume="allow")
+
+        def end() -> None:
+            with redirect_stdout(sys.stderr):
+                run.finish()
+
+        return _Library(lambda found, record: run.log(found, step=record["step"]), end)
 
 
-class _Board(Logger):
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+class _Library(Logger):
+    """Hands the numbers of records on to a library."""
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        for name, value in numbers(record).items():
-            self._writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
+    def __init__(self, tell: Callable[[dict[str, float], Mapping[str, Any]], None], end: Callable[[], None]) -> None:
+        self._tell, self._end = tell, end
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Run(Logger):
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-
-class _Wandb(_Run):
     def log(self, record: Mapping[str, Any]) -> None:
         if found := numbers(record):
-            self._run.log({**found, "step": record["step"]})
+            self._tell(found, record)
 
     def close(self) -> None:
-        self._run.finish()
-
-
-class _Trackio(_Run):
-    def log(self, record: Mapping[str, Any]) -> None:
-        if found := numbers(record):
-            self._run.log(found, step=record["step"])
-
-    def close(self) -> None:
-        with redirect_stdout(sys.stderr):
-            self._run.finish()
+        self._end()
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -196,3 +189,154 @@ def telling(what: str) -> Iterator[None]:
         raise HookError(
             f"{what} failed with {type(error).__name__}: {error}; the run can be continued with --resume"
         ) from error
+
+
+CLOCK = ("time", "elapsed")
+"""Fields of a record that differ from one writing to the next."""
+NUMBERS = frozenset((
+    *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
+    "validation_loss", "accuracy", "bits_per_byte", "perplexity",
+))  # fmt: skip
+"""Facts that are numbers: a record of another writer may lack any, and is read without those that are none."""
+MOST = 1 << 63
+"""Beyond which an integer is no number of a run."""
+_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
+_AFTER = "continue with --resume"
+
+
+class MetricsWriter:
+    """Appends records, and hands them on to `loggers`, by their names.
+
+    One process at a time: the lock ends with the process, however it ends. [TRAIN-RUN-D6]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.loggers: list[tuple[str, Logger]] = []
+        self._path = path
+        self._again: list[Record] = []
+        with refusing(f"write {path}", then=_AFTER):
+            if path.is_file() and not path.is_symlink() and path.stat().st_nlink > 1:
+                write_file(path, read_whole(path))  # appending would change what the other names are for, too
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            try:
+                lock(self._file, path)
+            except OSError as error:
+                os.close(self._file)
+                if not isinstance(error, BlockingIOError):
+                    raise
+                raise CheckpointError(
+                    f"another process is training in {path.parent}: wait for it, or choose another --out"
+                ) from None
+        self._cut(len(b"".join(_lines(path))))
+
+    def write(self, record: Record) -> None:
+        """One line, at once in the file, so that a reader never waits for it."""
+        if _timeless(record) in self._again:
+            return
+        with self._writing():
+            rest = (json.dumps(record) + "\n").encode()
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        for name, logger in self.loggers:
+            with telling(f"logger {name}"):
+                logger.log(record)
+
+    def rewind(self, step: int) -> Record:
+        """Drops the records after `step`, which a run that continues there writes again; the latest of each fact that
+        is kept.
+
+        What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
+        """
+        lines = _lines(self._path)
+        records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
+        self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
+        self._again = [_timeless(record) for _, record in records if record["step"] == step]
+        return {key: value for _, record in records for key, value in record.items()}
+
+    def sync(self) -> None:
+        """Forces the records to disk: a checkpoint must not outlive those before it."""
+        with self._writing():
+            sync_open(self._file, self._path)
+
+    def _cut(self, length: int) -> None:
+        with refusing(f"write {self._path}", then=_AFTER):
+            if os.fstat(self._file).st_size > length:
+                os.ftruncate(self._file, length)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Where the file is no more, the folder is not either: what follows would be lost."""
+        with refusing(f"write {self._path}", then=_AFTER):
+            if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
+                raise CheckpointError(
+                    f"{self._path} was moved or deleted while the run was writing it; continue with --resume where the "
+                    "run folder is now, or start again"
+                )
+            yield
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            stack.callback(os.close, self._file)
+            for name, logger in self.loggers:  # each is closed, whatever another one says
+                stack.enter_context(telling(f"logger {name}"))
+                stack.callback(logger.close)
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """The records of the run as it stands: those that a later resume has undone are left out."""
+    records: list[Record] = []
+    for record in filter(None, map(_parsed, _lines(path))):
+        if record["event"] == "resume":
+            records = [r for r in records if r["step"] <= record["step"]]
+        records.append(record)
+    return records
+
+
+def _timeless(record: Record) -> Record:
+    return {key: value for key, value in record.items() if key not in CLOCK}
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The whole lines of a file; the last one of a killed writer may not be."""
+    with refusing(f"read {path}", "put a run's own file in its place"):
+        lines = read_whole(path).splitlines(keepends=True) if path.exists() else []
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _parsed(line: bytes) -> Record | None:
+    """A record, with its event and step; None for what no run has written."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(record, dict) and isinstance(record.get("event"), str)
+    if not known or type(record.get("step")) is not int or not 0 <= record["step"] < MOST:
+        return None
+    return {name: value for name, value in record.items() if name not in NUMBERS or _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < MOST)
+
+
+def add_sample(path: Path, step: int, text: str) -> None:
+    """Puts a sample behind those of earlier steps; others are of a run that was undone."""
+    indented = _HEADER.sub(rb" \g<0>", text.encode() + b"\n")  # a model may write a header, too
+    _replace(path, step - 1, b"--- step %d\n" % step + indented)
+
+
+def rewind_samples(path: Path, step: int) -> None:
+    """Drops samples after `step`, which a run that continues there draws again."""
+    if path.exists():
+        _replace(path, step, b"")
+
+
+def _replace(path: Path, step: int, more: bytes) -> None:
+    with refusing(f"write {path}", then=_AFTER):
+        _, *parts = _HEADER.split(read_whole(path) if path.exists() else b"")
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
+        write_file(path, b"".join(kept) + more)

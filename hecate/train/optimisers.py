@@ -7,15 +7,16 @@ whatever the kind.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from hecate import optim
 from hecate.errors import ConfigError
 from hecate.optim.options import Group, Named, OptimizerKind, Positive, Share
+from hecate.variant import Conflicts
 
 
 class AdamW(OptimizerKind):
@@ -45,11 +46,10 @@ class SGD(OptimizerKind):
     nesterov: bool = False
     factory = torch.optim.SGD
 
-    @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Nesterov's step without momentum."""
         if self.nesterov and not self.momentum:
-            raise ConfigError("needs momentum above 0; give one or leave it out", ("nesterov",))
-        return self
+            yield ("nesterov",), "needs momentum above 0; give one or leave it out"
 
 
 class PartialKind(OptimizerKind):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -18,10 +19,13 @@ from hecate.cms import LevelHealth
 from hecate.errors import install_line
 from hecate.files import write_file
 from hecate.train.document import dump_yaml
-from hecate.train.evaluate import Score, model_health, state_leaves
-from hecate.train.metrics import read_metrics
+from hecate.train.evaluate import Positions, Score, model_health, state_leaves
+from hecate.train.loggers import read_metrics
 from hecate.train.trainer import Trainer
 from hecate.variant import Config
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""A header and rows."""
 
 
 def write_report(
@@ -141,6 +145,42 @@ def column(records: Iterable[Mapping[str, Any]], event: str, name: str) -> list[
     return [record[name] for record in records if record["event"] == event and name in record]
 
 
+def table_by_position(found: Iterable[tuple[int, Iterable[Positions]]]) -> Table:
+    """The loss by position for each length of sequences, side by side."""
+    lengths, positions = zip(*found, strict=True)
+    losses = [{(span.first, span.last): span.loss for span in spans} for spans in positions]
+    rows = []
+    for first, last in sorted(set(chain.from_iterable(losses))):
+        cells = [f"{own[first, last]:.4f}" if (first, last) in own else "" for own in losses]
+        rows.append((f"{first:,}" if first == last else f"{first:,} to {last:,}", *cells))
+    return ("tokens read", *(f"loss at {length:,}" for length in lengths)), rows
+
+
+def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A line for each row, with these of its facts."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def figure_type() -> Any:
+    """matplotlib's `Figure`; None where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    return Figure
+
+
+def png(figure: Any, dpi: int = 120) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=dpi, format="png")
+    return image.getvalue()
+
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table as Markdown writes it."""
     lines = [header, ["---"] * len(header), *rows]
@@ -151,9 +191,8 @@ def _figures(
     records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float], score: Score | None
 ) -> str:
     """Draws loss.png and, for tasks, accuracy.png; the lines that show them."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    drawn_on = figure_type()
+    if drawn_on is None:
         return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 
     def curve(event: str, key: str, scale: float) -> tuple[list[float], list[float]]:
@@ -161,7 +200,7 @@ def _figures(
         return column(known, event, "step"), [scale * value for value in column(known, event, key)]
 
     def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
-        figure = Figure(figsize=(6.4, 4), layout="constrained")
+        figure = drawn_on(figsize=(6.4, 4), layout="constrained")
         axes = figure.add_subplot()
         if key == "validation_loss":
             steps, losses = curve("train", "loss", scale)
@@ -172,9 +211,7 @@ def _figures(
             axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=label)
         axes.set(xlabel="step", ylabel=unit, **limits)
         axes.legend()
-        image = io.BytesIO()
-        figure.savefig(image, dpi=120, format="png")
-        write_file(folder / f"{stem}.png", image.getvalue())
+        write_file(folder / f"{stem}.png", png(figure))
         return f"![{stem}](figures/{stem}.png)"
 
     folder.mkdir(parents=True, exist_ok=True)

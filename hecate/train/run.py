@@ -1,4 +1,4 @@
-"""A run folder: training with files, display, signals and a report at the end."""
+"""A run folder: training with files, display, hooks, signals and a report at the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,21 +30,44 @@ from hecate.files import make_folder, refusing, sweep, write_file
 from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
-from hecate.train.display import Display, Interrupted, Signals
+from hecate.train.display import Display, Interrupted, Progress, Signals
 from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
-from hecate.train.folder import CHECKPOINTS, CONFIG, METRICS, check_entries, expect_run
-from hecate.train.hooks import Hooks, call_hooks
-from hecate.train.loggers import Record, check_loggers, open_loggers
-from hecate.train.metrics import MetricsWriter, NoMetrics, add_sample, rewind_samples
-from hecate.train.progress import Progress
+from hecate.train.export import begin_from
+from hecate.train.loggers import MetricsWriter, Record, add_sample, check_loggers, open_loggers, rewind_samples, telling
 from hecate.train.report import write_report
-from hecate.train.saver import Saver
-from hecate.train.sharded import group_of
+from hecate.train.sharded import Saver, group_of
 from hecate.train.state import model_state, run_facts
-from hecate.train.trained import chosen_checkpoint, numbers_of
+from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, check_entries, chosen_checkpoint, expect_run, numbers_of
 from hecate.train.trainer import Trainer
-from hecate.train.warm import begin_from
+
+if TYPE_CHECKING:
+    from hecate.train.trainer import Trainer
+
+
+class Hooks:
+    """Calls of a run, each of which does nothing until a subclass overrides it. [TRAIN-HOOK-D1]
+
+        class Shout(Hooks):
+            def on_eval(self, trainer, record):
+                print(record["step"], record["validation_loss"])
+
+        run_experiment(config, folder, hooks=[Shout()])
+
+    Records are those of metrics.jsonl. In a world of several processes every one has its hooks called; `trainer.world`
+    tells which it is. An exception ends the run, which can be resumed. A hook that changes the trainer changes the run;
+    of torch's random numbers it should draw from a generator of its own.
+    """
+
+    def on_step(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """After each step, whose record has loss, lr, grad_norm and tokens."""
+
+    def on_eval(self, trainer: Trainer, record: Mapping[str, Any]) -> None:
+        """After each evaluation, whose record has validation_loss."""
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        """After a checkpoint is on disk, complete; of one that is written behind the run, ahead of the next."""
+
 
 Status = Literal["finished", "interrupted", "out of time"]
 
@@ -111,7 +134,7 @@ def run_experiment(
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else NoMetrics(), signals, saver, hooks, allow)
+        run = _Run(trainer, folder, shown, found[0] if found else None, signals, saver, hooks, allow)
         run.restore()
         world.from_main(begun)
         world.remember(str(folder))
@@ -207,7 +230,7 @@ class _Run:
     trainer: Trainer
     folder: Path
     display: Display
-    metrics: MetricsWriter | NoMetrics
+    metrics: MetricsWriter | None  # of the process that writes the records
     signals: Signals
     saver: Saver
     hooks: Sequence[Hooks] = ()
@@ -242,9 +265,9 @@ class _Run:
         kept = self.trainer.step if found else -1
 
         def rewound() -> Record:
-            self.metrics.rewind(kept)
+            last = {} if self.metrics is None else self.metrics.rewind(kept)
             rewind_samples(self.folder / "samples.txt", kept)
-            return self.metrics.last
+            return last
 
         self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewound))
 
@@ -286,13 +309,16 @@ class _Run:
         """Writes a record of what has happened now."""
         record = {"event": event, "step": self.trainer.step, **facts, **self.progress.clock()}
         with self._alone():
-            self.metrics.write(record)
+            if self.metrics is not None:
+                self.metrics.write(record)
         return record
 
     def _call(self, name: str, given: Any) -> None:
-        """Calls the hooks of this rank."""
+        """Calls the hooks of this rank in turn; an exception of one is told as `HookError` with its name."""
         with self._alone():
-            call_hooks(self.hooks, name, self.trainer, given)
+            for hook in self.hooks:
+                with telling(f"hook {type(hook).__name__}.{name}"):
+                    getattr(hook, name)(self.trainer, given)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -360,7 +386,8 @@ class _Run:
                 return
             metrics = self.saved[1]
         with self._alone():
-            self.metrics.sync()
+            if self.metrics is not None:
+                self.metrics.sync()
         self._landed()
         self._meet()
         self.saver.save(step, self.trainer.checkpoint(metrics))

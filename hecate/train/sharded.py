@@ -4,17 +4,21 @@ torch's distributed checkpoint (DCP) writes the parts as safetensors files and c
 size. It trusts the folder it reads: a missing file, one of a former world or another dtype passes silently. So here a
 manifest lists every file with its hash and every block of every tensor; it is written last, and held against the folder
 before anything is loaded. All processes succeed, or all raise the same `CheckpointError`. Nothing in a file is pickled.
+`Saver` writes those of a run while it goes on, by one process or many.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,26 +33,29 @@ from hecate.train.checkpoint import (
     TENSORS,
     Checkpoint,
     Content,
+    LeftAloneError,
     Piece,
     ShardedContent,
     Skipped,
     Spread,
-    Summary,
     aliases_of,
     bad,
     check_files,
     check_listed,
     check_name,
-    check_tensor,
     checkpoints,
     copies,
     describe_file,
     dtype_of,
     manifest_text,
     named,
-    none_usable,
+    newest_checkpoint,
+    newest_of,
+    prune_checkpoints,
     publishing,
     read_manifest,
+    whole,
+    write_checkpoint,
 )
 from hecate.train.state import blank
 
@@ -59,10 +66,6 @@ if TYPE_CHECKING:
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype."""
-
-
-class LeftAloneError(CheckpointError):
-    """Another process of the run has ended, or does not answer."""
 
 
 class Restorable(Protocol):
@@ -142,23 +145,11 @@ def group_of(world: World) -> ProcessGroup | None:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
-def save_sharded(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], group: ProcessGroup
-) -> Path:
-    """Writes `folder/step_XXXXXXXX` together; the folder is one that all processes share. [CKPT-SHARD-D1]
-
-    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
-    are written. Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
-    """
-    team = Team(group)
-    stored, aliases = staged(tensors, team)
-    return write_sharded(folder, step, stored, aliases, facts, team)
-
-
 def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Copies on the CPU of what is to be stored, as it stands now, and aliases; together.
 
-    Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
+    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
+    are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
     tensors = {name: _summed(tensor) for name, tensor in sorted(tensors.items())}
 
     def known() -> list[Any]:
@@ -192,7 +183,11 @@ def write_sharded(
     facts: Mapping[str, Any],
     team: Team,
 ) -> Path:
-    """Writes the checkpoint of `save_sharded`, of what is `staged`; all processes together."""
+    """Writes `folder/step_XXXXXXXX`, of what is `staged`, together; the folder is one that all processes share.
+    [CKPT-SHARD-D1]
+
+    Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
+    """
     what, first = f"write checkpoint {folder / f'step_{step:08d}'}", team.rank == 0
     with ExitStack() as held:
 
@@ -236,16 +231,13 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
             process_group=team.group,
         )
     except CheckpointException as error:  # the same on all ranks
+        faults = [fault for fault, _ in error.failures.values()]
+        help_ = next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
         raise CheckpointError(
-            f"cannot {what}: {_reasons(error)}; {_cure(error)}choose another --out (earlier checkpoints are intact)"
+            f"cannot {what}: {_reasons(error)}; {help_}choose another --out (earlier checkpoints are intact)"
         ) from None
     except RuntimeError as error:
         raise lost(what, error) from None
-
-
-def _cure(error: Any) -> str:
-    faults = [fault for fault, _ in error.failures.values()]
-    return next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
 
 
 def _reasons(error: Any) -> str:
@@ -299,19 +291,6 @@ def _manifest(
     return manifest_text(SHARDED, step=step, facts=facts, aliases=aliases, files=files, tensors=tensors)
 
 
-def load_sharded(path: Path, tensors: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Any]:
-    """Fills tensors in place from a checkpoint of any world, one process included; gives its facts. [CKPT-SHARD-D2]
-
-    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
-    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
-    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
-    """
-    team = Team(group)
-    content = verified(path, team)
-    fill(path, content, tensors, team)
-    return content.facts
-
-
 def verified(path: Path, team: Team) -> Content | ShardedContent:
     """The content of a checkpoint whose files are what was written; together."""
     read: list[Content | ShardedContent] = []
@@ -323,7 +302,8 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         if isinstance(content, ShardedContent):
             check_files(path, content, sorted(content.files)[team.rank :: team.size])
         else:
-            _check_whole(path, content, team)
+            for _ in whole(path, content, slice(team.rank, None, team.size)):
+                pass  # each is verified as it is read
         read.append(content)
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
@@ -332,23 +312,13 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
     return read[0]
 
 
-def _check_whole(path: Path, content: Content, team: Team) -> None:
-    """This rank's share of the tensors that one process wrote."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path / TENSORS, framework="pt") as opened:
-            names = sorted(opened.keys())
-            if odd := sorted(set(names) ^ set(content.tensors)):
-                raise bad(path / TENSORS, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
-            for name in names[team.rank :: team.size]:
-                check_tensor(path / TENSORS, name, opened.get_tensor(name), content.tensors[name])
-    except (SafetensorError, OSError, ValueError) as error:
-        raise bad(path / TENSORS, f"is truncated or not a safetensors file ({error})") from None
-
-
 def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Tensor], team: Team) -> None:
-    """Fills tensors of any placement from a `verified` checkpoint; together."""
+    """Fills tensors in place from a `verified` checkpoint of any world, one process included; together. [CKPT-SHARD-D2]
+
+    Each rank gives the same names, `DTensor`s of any placement or plain tensors, and reads no more than its parts (to
+    verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
+    `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -380,35 +350,98 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
     """The blocks that DCP would read are those of the manifest."""
     expected: set[Block] = set()
     for name, item in content.tensors.items():
-        pieces = item.pieces if isinstance(item, Spread) else (_all_of(item),)
+        pieces = (
+            item.pieces
+            if isinstance(item, Spread)
+            else (Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape),)
+        )
         expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
     for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
-
-
-def _all_of(item: Summary) -> Piece:
-    return Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
 
 
 def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[Path, Checkpoint, list[Skipped]] | None:
     """As `newest_checkpoint`, together: its tensors are placed as the trainer's and fit its `restore`. [CKPT-SHARD-D2]
 
     A rank reads no more than its parts, whatever world has written the checkpoint."""
-    team, skipped = Team(group), list[Skipped]()
-    for name in reversed(team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]):
-        path = folder / name
-        try:
-            content = verified(path, team)
-        except LeftAloneError:
-            raise
-        except CheckpointError as error:
-            skipped.append(Skipped(path, str(error)))
-            continue
+    team = Team(group)
+
+    def listed() -> list[Path]:
+        names = team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]
+        return [folder / name for name in names]
+
+    def load(path: Path) -> Checkpoint:
+        content = verified(path, team)
         shapes = {name: (item.shape, dtype_of(path, name, item)) for name, item in content.tensors.items()}
         shapes |= {name: shapes[base] for name, base in content.aliases.items()}
         tensors = blank(trainer.model, trainer.optimizers.values(), shapes)
         fill(path, content, tensors, team)
-        return path, Checkpoint(tensors, content.facts), skipped
-    if skipped:
-        raise none_usable(folder, skipped)
-    return None
+        return Checkpoint(tensors, content.facts)
+
+    return newest_of(folder, listed, load)
+
+
+class Saver:
+    """Writes a run's checkpoints into `folder` and keeps the `keep` newest there, and the best. [CKPT-ASYNC-D1]
+
+    `behind`: `save` returns once all is copied to memory, and a thread writes the copy; the next save, `wait` and the
+    end of the `with` block wait for it. What fails there is raised by whichever of them comes first.
+    `group`: a gloo group of its own (`torch.distributed.new_group(backend="gloo")`) where many processes save together.
+    Leaving the block with an error waits, too, and adds what failed to it as a note.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, behind: bool = False, group: ProcessGroup | None = None) -> None:
+        self.folder, self.keep = folder, keep
+        self._team = None if group is None else Team(group)
+        self._thread = ThreadPoolExecutor(1, "checkpoint") if behind else None
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, checkpoint: Checkpoint) -> None:
+        """Saves what the tensors and facts are now. Raises `CheckpointError`, of the former save as well."""
+        self.wait()
+        if self._team is None:
+            aliases = aliases_of(checkpoint.tensors)
+            stored = copies(checkpoint.tensors, aliases)
+        else:
+            stored, aliases = staged(checkpoint.tensors, self._team)
+        given = step, stored, aliases, copy.deepcopy(checkpoint.facts)
+        if self._thread is None:
+            self._write(*given)
+        else:
+            self._pending = self._thread.submit(self._write, *given)
+
+    def newest(self, run: Restorable) -> tuple[Path, Checkpoint, list[Skipped]] | None:
+        """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's."""
+        return newest_checkpoint(self.folder) if self._team is None else newest_for(run, self.folder, self._team.group)
+
+    def wait(self) -> None:
+        """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(
+        self, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
+    ) -> None:
+        if self._team is None:
+            write_checkpoint(self.folder, step, stored, aliases, facts)
+        else:
+            write_sharded(self.folder, step, stored, aliases, facts, self._team)
+        if self._team is None or self._team.rank == 0:
+            prune_checkpoints(self.folder, self.keep, upto=step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        except Exception as late:
+            if error is None:
+                raise
+            error.add_note(f"and the checkpoint written behind the run failed: {late}")
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()

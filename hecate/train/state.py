@@ -1,10 +1,11 @@
-"""A training run as named tensors and plain facts, and back; and whether a checkpoint is of this run."""
+"""A training run as named tensors and plain facts, and back, the states that its rows go on with among them; and
+whether a checkpoint is of this run."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -12,17 +13,111 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from hecate.distributed import is_sharded
+from hecate.distributed import World, is_sharded
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
+from hecate.states import leaves
 from hecate.train.config import ExperimentConfig
 from hecate.variant import Config
 
+PREFIX = "carried/"
 MOVING = ("params", "param_names", "lr", "elapsed", "commits")
 _MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
 _SHOWN = 8
+_ALONE = World.alone()
+
+
+class Carried:
+    """States that rows of a batch go on with, from batch to batch and through checkpoints: that of every row of this
+    process, cut off from the graph that made it; empty before the first batch. [TRAIN-CARRY-D1]
+
+    A step in several micro-batches, each of consecutive rows and in the order of the rows, has a state for each; a
+    checkpoint has them as one, by rows, so that they can be dealt to another number of micro-batches or processes.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[Any] = []
+
+    def given(self, micro: int = 0) -> Sequence[Any]:
+        """The state ahead of a micro-batch, as the model's second argument; empty if there is none yet."""
+        return self._states[micro : micro + 1]
+
+    def take(self, *states: Any) -> None:
+        """Takes the states after a step, one of each micro-batch."""
+        if not self._states:
+            for state in states:
+                _check_rows(state)
+        self._states = [pytree.tree_map_only(Tensor, Tensor.detach, state) for state in states]
+
+    def tensors(self, world: World = _ALONE) -> dict[str, Tensor]:
+        """The states by rows, `carried/PATH`, with the rows of all micro-batches and processes as their first axis:
+        the same on every process of a world, all of which call it."""
+        if not self._states:
+            return {}
+        parts = [leaves(state) for state in self._states]
+        return {
+            PREFIX + path: world.rows_of_all(own if len(parts) == 1 else torch.cat([other[path] for other in parts]))
+            for path, own in parts[0].items()
+        }
+
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        model: nn.Module,
+        rows: range,
+        device: torch.device,
+        where: str,
+        micros: int = 1,
+    ) -> None:
+        """Takes up the states of some rows among those of a checkpoint; `CheckpointError` where they are of another
+        model."""
+        model.eval()
+        with torch.no_grad():
+            probe = torch.zeros(1, 1, dtype=torch.int64, device=device)
+            _, shape = model(probe, reset_mask=torch.ones_like(probe, dtype=torch.bool))
+        wanted = leaves(shape)
+        saved = {name.removeprefix(PREFIX): x for name, x in tensors.items() if name.startswith(PREFIX)}
+        for path in sorted(wanted.keys() ^ saved.keys()):
+            side = "lacks" if path in wanted else "has an unknown"
+            raise CheckpointError(
+                f"{where} {side} carried state {path!r}: it is of another model, or of data.state=fresh"
+            )
+        for path, own in wanted.items():
+            found = saved[path]
+            if found.dtype != own.dtype or found.dim() != own.dim() or found.shape[0] < rows.stop:
+                raise CheckpointError(
+                    f"{where}: carried state {path!r} is {list(found.shape)} {found.dtype}, which is not of "
+                    f"{rows.stop} rows of this model"
+                )
+        count = len(rows) // micros
+        self._states = []
+        for first in range(rows.start, rows.stop, count):
+            # clone: what a model does with a state must not reach the checkpoint
+            part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
+            self._states.append(_replaced(shape, part))
+
+
+def _replaced(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The same tree with other tensors."""
+    return pytree.tree_map_with_path(
+        lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
+    )
+
+
+def _check_rows(state: Any) -> None:
+    """Refuses a state whose tensors are not by rows: which of it belongs to whom could not be told."""
+    count = None
+    for path, leaf in leaves(state).items():
+        count = leaf.shape[:1] if count is None else count
+        if not leaf.dim() or leaf.shape[:1] != count:
+            raise ConfigError(
+                f"is 'carry', but the model's state has {path!r} of shape {list(leaf.shape)}, which is not by rows of "
+                "the batch; write data.state=fresh",
+                ("data", "state"),
+            )
 
 
 class OptimizerFacts(Config):
@@ -144,6 +239,14 @@ def _sorted(names: Any) -> Any:
     return sorted(names) if listed else names
 
 
+def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
+    """The run's own tensor that each of a checkpoint's is to be placed as, by name: of state that no step has made yet
+    its parameter; None for what the run has not."""
+    own, _ = pack(model, optimizers)
+    params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
+    return {name: own.get(name, params.get(name.rpartition("/")[0])) for name in names}
+
+
 def blank(
     model: nn.Module, optimizers: Iterable[Optimizer], stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Tensor]:
@@ -152,14 +255,7 @@ def blank(
     What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU, and so is what this run
     has not: it is for `restore` to say what differs.
     """
-    optimizers = list(optimizers)
-    placed, _ = pack(model, optimizers)
-    for optimizer in optimizers:
-        names = chain(*_parameter_names(model, optimizer))
-        for name, state in zip(names, _stepped(optimizer) or (), strict=False):
-            for key, value in state.items():
-                placed.setdefault(f"optimizer/{name}/{key}", value)
-    return {name: _blank(placed.get(name), *what) for name, what in stored.items()}
+    return {name: _blank(own, *stored[name]) for name, own in alike(model, optimizers, stored).items()}
 
 
 def _blank(own: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,11 @@
-"""A trained model from its folder, without its data."""
+"""A trained model from its run folder, without its data; and its loss on other data and on longer sequences than it was
+trained on."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,18 +13,61 @@ import torch
 from torch import nn
 
 from hecate.checks import expect_choice
-from hecate.data import Tokenizer
-from hecate.data.shards import TOKENIZER
+from hecate.data import Bytes, Source, Text, Tokenizer, Tokens
+from hecate.data.shards import SIDECAR, TOKENIZER
 from hecate.data.tokenizer import open_tokenizer
-from hecate.errors import CheckpointError, ConfigError
-from hecate.train.checkpoint import MANIFEST, Checkpoint, best_checkpoint, load_checkpoint, newest_checkpoint
+from hecate.errors import CheckpointError, ConfigError, DataError, shorten
+from hecate.train.checkpoint import (
+    MANIFEST,
+    Checkpoint,
+    best_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+    refuse_link,
+)
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_opening
-from hecate.train.folder import CHECKPOINTS, check_entries, expect_run, home_of
+from hecate.train.evaluate import Positions, loss_by_position
+from hecate.train.report import Table, table_by_position
 from hecate.train.state import model_state, run_facts
 from hecate.train.trainer import build_model
 
-WEIGHTS = "model.safetensors"
+# A run folder may come by mail. So what hecate reads or writes in it by name is a file or a folder of its own: no link,
+# which could lead to a file of the reader's, and no pipe or device, which would be waited for. The folder itself may be
+# reached through a link and lie anywhere.
+CONFIG, METRICS, CHECKPOINTS, WEIGHTS = "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors"
+NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "logger-id.txt", TOKENIZER,
+         CHECKPOINTS, "figures", "evals", "tensorboard", "wandb")  # fmt: skip
+"""Names that are read or written in a run folder."""
+
+
+def expect_run(folder: Path) -> None:
+    """Refuses what is no run folder, or one with links."""
+    check_entries(folder)
+    if not (folder / CONFIG).exists():
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
+            "runs/quickstart"
+        )
+
+
+def check_entries(folder: Path) -> None:
+    """Refuses a folder in which a link, a pipe or a device stands where a run has a file or a folder.
+    [TRAIN-FOLDER-D1]"""
+    for path in map(folder.joinpath, NAMES):
+        refuse_link(path)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise CheckpointError(f"{path} is a pipe or a device; put a run's own file in its place")
+
+
+def home_of(path: Path) -> Path | None:
+    """The run folder that a path is or that a file lies in, or a checkpoint's own folder; None where there is none."""
+    above = path.resolve().parent
+    for folder in (path if path.is_dir() else path.parent, *([above.parent] if above.name == CHECKPOINTS else [])):
+        check_entries(folder)
+        if (folder / CONFIG).is_file():
+            return folder
+    return None
 
 
 class Trained(NamedTuple):
@@ -94,3 +141,82 @@ def _tokenizer(path: Path, config: ExperimentConfig) -> Tokenizer | None:
     home = home_of(path)
     copy = None if home is None else home / TOKENIZER
     return open_tokenizer(copy) if copy is not None and copy.is_file() else config.data.tokenizer()
+
+
+class OfLength(NamedTuple):
+    """A model's loss on sequences of a length, by how much of them it has read."""
+
+    length: int
+    sequences: int
+    positions: list[Positions]
+
+    @property
+    def labels(self) -> int:
+        """All labels of these sequences."""
+        return sum(span.labels for span in self.positions)
+
+    @property
+    def loss(self) -> float:
+        """The mean over them, in nats."""
+        return math.fsum(span.loss * span.labels for span in self.positions) / self.labels
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Numbers of tokens, such as 512,4k: k is 1,024, m its square."""
+    found = [re.fullmatch(r"(\d{1,9})([km]?)", part.strip(), re.I) for part in text.split(",")]
+    lengths = [int(x[1]) * 1024 ** " km".index(x[2].lower() or " ") for x in found if x]
+    if len(lengths) < len(found) or not all(0 < length <= 1 << 30 for length in lengths):
+        raise ConfigError(f"--lengths must be numbers of tokens such as 1k,4k,16k, got {shorten(text)}")
+    return sorted(set(lengths))
+
+
+def source_of(trained: Trained, path: Path | None) -> Source:
+    """The run's own data, or all of other ones for validation."""
+    data = trained.config.data
+    if path is None:
+        return data.load()
+    if isinstance(data, Tokens):
+        if not ((path / SIDECAR).is_file() or path.suffix == ".bin" or any(path.glob("*.bin"))):
+            raise DataError(
+                f"{path} are no token shards, which this run was trained on; make some with: hecate data tokenize "
+                f"{path} --tokenizer TOKENIZER --out FOLDER"
+            )
+        own = getattr(trained.tokenizer, "sha256", None)
+        other = data.model_copy(update={"path": str(path), "validation": str(path), "tokenizer_file": None})
+        theirs = other.tokenizer()
+        if own is not None and theirs is not None and theirs.sha256 != own:
+            raise DataError(
+                f"the tokens of {path} are of another tokenizer than those of the run; tokenize it with that"
+            )
+        return other.load()
+    if not isinstance(trained.tokenizer, Bytes):
+        raise ConfigError(f"--data is for texts and tokens, and the run was trained on {data.kind!r}; leave it out")
+    return Text.model_validate({"paths": [str(path)]}).load().held_out()
+
+
+def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[OfLength]:
+    """The loss of every length, each on about as many tokens as an evaluation of the run takes. [TRAIN-EVAL-D3]"""
+    budget, fixed = trained.config.budget, trained.config.data.length()
+    if fixed is not None and list(lengths) != [fixed]:
+        raise ConfigError(
+            f"--lengths: data {trained.config.data.kind!r} has sequences of length {fixed}, got "
+            f"{', '.join(map(str, lengths))}; leave it out"
+        )
+    found = []
+    for length in lengths:
+        rows = max(1, min(budget.batch_size, budget.batch_size * trained.config.seq_len // length))
+        batches = list(source.validation_batches(rows, length, budget.eval_batches))
+        sequences = sum(len(batch.tokens) for batch in batches)
+        found.append(OfLength(length, sequences, loss_by_position(trained.model, batches, trained.device)))
+    return found
+
+
+def tables(trained: Trained, source: Source, found: Sequence[OfLength]) -> list[Table]:
+    """The printed tables: a row for each length, and the loss by position of all of them."""
+    each = source.metric == "bits_per_byte" and source.lengths is None
+    header = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
+    rows = []
+    for own in found:
+        last = own.loss / math.log(2) if each else math.exp(min(own.loss, 700))
+        rows.append((f"{own.length:,}", f"{own.sequences:,}", f"{own.labels:,}", f"{own.loss:.4f}", f"{last:.4f}"))
+    return [(header, rows), table_by_position((own.length, own.positions) for own in found)]

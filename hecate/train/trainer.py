@@ -25,14 +25,13 @@ from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
-from hecate.train.carried import Carried
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig
 from hecate.train.estimate import check_weights
 from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
 from hecate.train.optimisers import PartialKind, is_vector
 from hecate.train.sampling import generate
-from hecate.train.state import pack, refuse_other_config, run_facts, unpack
+from hecate.train.state import Carried, alike, pack, refuse_other_config, run_facts, unpack
 
 
 class StepResult(NamedTuple):
@@ -307,21 +306,11 @@ class Trainer:
 
     def _spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a checkpoint placed as this world's parameters and their states are."""
-        own: dict[str, Any] = self.model.state_dict()
-        if not any(is_sharded(value) for value in own.values()):
+        if not any(is_sharded(value) for value in self.model.state_dict().values()):
             return dict(tensors)
-        states = {p: optimizer.state.get(p, {}) for optimizer in self.optimizers.values() for p in optimizer.state}
-        params = dict(self.model.named_parameters())
-        placed = {}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            owner, _, entry = rest.rpartition("/")
-            like = own.get(rest) if kind == "model" else params.get(owner) if kind == "optimizer" else None
-            if kind == "optimizer" and like is not None:
-                like = states.get(like, {}).get(entry, like)
-            fits = is_sharded(like) and not is_sharded(tensor) and tensor.shape == like.shape  # type: ignore[union-attr]
-            placed[name] = spread(tensor, like) if fits else tensor
-        return placed
+        own = alike(self.model, self.optimizers.values(), tensors)
+        apart = {n for n, x in tensors.items() if is_sharded(own[n]) and not is_sharded(x) and x.shape == own[n].shape}
+        return {name: spread(x, own[name]) if name in apart else x for name, x in tensors.items()}
 
 
 def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:

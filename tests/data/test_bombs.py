@@ -14,7 +14,7 @@ from hecate.data import Text
 from hecate.data.corpus import Limits, documents
 from hecate.data.tokenize import tokenize
 from hecate.errors import DataError
-from hecate.evals.haystack import MOST, read_text
+from hecate.evals.tasks import MOST, read_text
 
 GIB, MIB = 1 << 30, 1 << 20
 BLOCK = 1 << 17

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hecate.data.cursor import epoch_keys, in_lanes, numbers_of, permuted, shuffled
+from hecate.data.tokens import epoch_keys, in_lanes, numbers_of, permuted, shuffled
 
 
 @pytest.mark.spec("DATA-CURSOR-D2")

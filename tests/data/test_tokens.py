@@ -21,10 +21,10 @@ from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import open_tokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError
 from hecate.train import Trainer, run_experiment
-from hecate.train.carried import Carried
 from hecate.train.checkpoint import load_checkpoint, save_checkpoint
 from hecate.train.evaluate import evaluate, loss_by_position
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
+from hecate.train.state import Carried
 from tests.data.corpora import bytes_folder, jsonl, texts
 from tests.data.test_shards import documents_of, nanogpt
 from tests.models.test_language_model import GATED, model_of, tokens_of

@@ -10,7 +10,7 @@ import pytest
 from hecate.engine import kernel_verdicts
 from hecate.engine.triton import parity
 from hecate.engine.triton.parity import Unrun, difference, judged
-from hecate.train import doctor
+from hecate.train import catalogue
 
 FACTS = {
     "rule": {"bias": {"kind": "l2"}},
@@ -40,7 +40,7 @@ def test_a_verdict_is_found_once_and_shown(caplog: pytest.LogCaptureFixture) -> 
     assert "its kernel differs" in caplog.text
     found = {facts["card"]: reason for facts, reason in kernel_verdicts()}
     assert found == {"a": None, "b": "its kernel differs"}
-    _, rows = doctor.kernels()
+    _, rows = catalogue.kernels()
     assert {(row[1], row[2], row[3]) for row in rows} == {
         ("torch.float32 64 x 16", "a", "passed its parity test"),
         ("torch.float32 64 x 16", "b", "its kernel differs"),

@@ -26,7 +26,7 @@ from hecate.evals import (
     task_names,
 )
 from hecate.evals.base import Given, Part, Row
-from hecate.evals.haystack import Haystack, encoder_of
+from hecate.evals.tasks import Haystack, encoder_of
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.train import generate, run_experiment
 from hecate.train.trained import open_model

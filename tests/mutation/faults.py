@@ -587,10 +587,10 @@ FAULTS = [
     *_of(
         "microscope",
         "tests/microscope/test_attention.py",
-        ("attention", "found, start = y[:-1] - y[-1], y[-1]", "found, start = y[:-1], y[-1]"),
-        ("attention", "        _check(asked, attention)\n", "        pass\n"),
-        ("attention", "if not structure.weighted_sum:", "if False:"),
-        ("attention", "own = 1 if diagonal else width", "own = width"),
+        ("view", "found, start = y[:-1] - y[-1], y[-1]", "found, start = y[:-1], y[-1]"),
+        ("view", "        _check(asked, attention)\n", "        pass\n"),
+        ("view", "if not structure.weighted_sum:", "if False:"),
+        ("view", "own = 1 if diagonal else width", "own = width"),
     ),
     *_of(
         "microscope",

@@ -16,7 +16,7 @@ import torch
 
 from hecate.train import dump_experiment, load_checkpoint
 from hecate.train.checkpoint import checkpoints
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from tests.train.worlds import experiment
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from hecate.errors import CheckpointError
 from hecate.files import remove_folder, sweep, write_file
 from hecate.train import Checkpoint, checkpoints, newest_checkpoint, prune_checkpoints, save_checkpoint
 from hecate.train import checkpoint as module
-from hecate.train.metrics import add_sample
+from hecate.train.loggers import add_sample
 
 CALLS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
 KILLED = 77

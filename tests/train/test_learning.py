@@ -12,7 +12,7 @@ import torch
 from hecate.cli import main
 from hecate.rule import RULES
 from hecate.train import load_experiment
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from studies.learning import LEAST, PAIRS, STEPS, UNWRITTEN, Start
 from studies.rules import train
 

@@ -17,7 +17,7 @@ from hecate.compare import worker
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError, install_line
 from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
 from hecate.train.display import Display
-from hecate.train.metrics import MetricsWriter, read_metrics
+from hecate.train.loggers import MetricsWriter, read_metrics
 from hecate.train.report import column
 from hecate.train.trainer import Trainer
 

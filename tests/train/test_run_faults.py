@@ -17,7 +17,7 @@ from hecate.errors import CheckpointError, ConfigError
 from hecate.train import checkpoints, load_checkpoint, newest_checkpoint, run_experiment
 from hecate.train import run as module
 from hecate.train.display import Display
-from hecate.train.metrics import MetricsWriter, add_sample, rewind_samples
+from hecate.train.loggers import MetricsWriter, add_sample, rewind_samples
 
 from .common import TiedGRU, same_bits, tiny
 from .test_crash import KILLED, killed_at

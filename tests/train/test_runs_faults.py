@@ -17,11 +17,9 @@ from hecate.errors import CheckpointError, ConfigError, HecateError, HookError
 from hecate.train import Trainer, run_experiment
 from hecate.train.allow import allowing
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.display import Display
-from hecate.train.loggers import Logger, LoggerKind
-from hecate.train.metrics import read_metrics
-from hecate.train.progress import peak_flops
-from hecate.train.warm import begin_from
+from hecate.train.display import Display, peak_flops
+from hecate.train.export import begin_from
+from hecate.train.loggers import Logger, LoggerKind, read_metrics
 from tests.ranks import run_ranks
 
 from .common import TiedGRU, tiny

@@ -22,11 +22,9 @@ from hecate.distributed import World
 from hecate.errors import ConfigError, HookError, install_line
 from hecate.train import Hooks, checkpoints, run_experiment
 from hecate.train import display as display_module
-from hecate.train.display import Display
+from hecate.train.display import Display, Progress, counted, duration, peak_flops
 from hecate.train.estimate import sizes_of
-from hecate.train.loggers import Logger, LoggerKind, numbers
-from hecate.train.metrics import read_metrics
-from hecate.train.progress import Progress, counted, duration, peak_flops
+from hecate.train.loggers import Logger, LoggerKind, numbers, read_metrics
 
 from .common import TiedGRU, tiny
 

@@ -17,7 +17,7 @@ from hecate.distributed import ParallelConfig, start
 from hecate.errors import CheckpointError, ConfigError
 from hecate.train import Hooks, Trainer, checkpoints, load_checkpoint, load_experiment, run_experiment
 from hecate.train.display import Display
-from hecate.train.metrics import read_metrics
+from hecate.train.loggers import read_metrics
 from tests.ranks import run_ranks
 
 from .common import same_bits, tiny

@@ -29,8 +29,7 @@ from hecate.optim import PhiMomentum
 from hecate.train import Checkpoint, checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from hecate.train import sharded as module
 from hecate.train.checkpoint import best_checkpoint, prune_checkpoints, tiles
-from hecate.train.saver import Saver
-from hecate.train.sharded import LeftAloneError, load_sharded, newest_for, save_sharded
+from hecate.train.sharded import LeftAloneError, Saver, Team, fill, newest_for, staged, verified, write_sharded
 from hecate.train.state import OptimizerFacts, pack, unpack
 from tests.ranks import run_ranks
 
@@ -41,6 +40,20 @@ WIDTHS = LanguageModelConfig(vocab_size=19, d_model=10, layers=2, heads=2, memor
 
 SECONDS = 20.0
 """How long a process waits for another: a test that fails does not hang."""
+
+
+def save_sharded(folder, step, tensors, facts, group):
+    """Writes a checkpoint together."""
+    team = Team(group)
+    return write_sharded(folder, step, *staged(tensors, team), facts, team)
+
+
+def load_sharded(path, tensors, group):
+    """Fills tensors from a checkpoint together; gives its facts."""
+    team = Team(group)
+    content = verified(path, team)
+    fill(path, content, tensors, team)
+    return content.facts
 
 
 def gloo() -> Any:

@@ -27,8 +27,8 @@ from hecate.train import Trainer, open_model, open_run, run_experiment
 from hecate.train.checkpoint import _digest
 from hecate.train.display import Display
 from hecate.train.export import export_weights, import_weights
-from hecate.train.folder import NAMES
 from hecate.train.run import check_folder
+from hecate.train.trained import NAMES
 
 from .common import tiny
 

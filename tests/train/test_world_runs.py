@@ -14,7 +14,7 @@ from hecate.distributed import ParallelConfig, World, start
 from hecate.errors import CheckpointError, HecateError
 from hecate.train import Hooks, Trainer, load_checkpoint, run_experiment
 from hecate.train.display import Display
-from hecate.train.metrics import MetricsWriter, read_metrics
+from hecate.train.loggers import MetricsWriter, read_metrics
 from tests.ranks import run_ranks
 from tests.train.worlds import experiment
 
