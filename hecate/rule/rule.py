@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hecate.algorithm import GD, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, BiasKind
-from hecate.formula import formula_of
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, StructureKind
 from hecate.structure.graph import descent, outers
@@ -194,12 +193,6 @@ class MemoryRule(Config):
         form = self.algorithm.kernel_form()
         refused = form is None or form.nesterov or not (self.retention.additive and self.structure.factored)
         return None if refused else _rank_one_block(self)
-
-    def unprinted(self) -> str | None:
-        """Why no kernel can be printed of the bias; None if one can."""
-        return found if isinstance(found := formula_of(self.bias), str) else None
-
-    unprinted._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a trace is not traced by torch's compiler
 
     def decayed(self, memory: Memory, retain: Tensor, *, run: Run = execute, label: str = "") -> Memory:
         """The carried state after retention and before any step: where `before_gradient` takes the gradient.

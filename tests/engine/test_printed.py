@@ -164,7 +164,7 @@ def test_an_own_activation_has_the_numbers_of_the_token_loop():
     for found, expected in zip(scanned(config, "compiled_layers"), scanned(config, "sequential"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     mixed = config_of(LossAlone(), structure=MLP(expansion=2, activation=Mixed()))
-    with pytest.raises(ConfigError, match="'printed_mixed', that has no kernel: .*needs the whole row"):
+    with pytest.raises(ConfigError, match="'printed_mixed' of structure 'mlp' has no kernel: .*needs the whole row"):
         choose(Call.sketch(mixed, length=64), "compiled_layers")
 
 

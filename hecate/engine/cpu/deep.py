@@ -27,7 +27,6 @@ from hecate.engine.cpu.family import printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
-from hecate.formula import activation_nodes, formula_of
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -59,12 +58,12 @@ class CompiledLayers(TokenEngine):
             return f"structure {structure.kind!r} has {reason}"
         if algorithm is None or algorithm.nesterov:
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
-        if isinstance(bias := formula_of(rule.bias), str):
-            return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
+        if config.forms.unprinted is not None:
+            return config.forms.unprinted
         if not retention.additive:
             return f"retention {retention.kind!r} as configured has no kernel"
         if retention.dual:
-            step = retention.token_form()
+            step, *_ = config.forms.tokens
             if step is None or _link(step) is None:
                 return f"the link of retention {retention.kind!r} as configured has no kernel"
             if config.decay_order == "before_gradient":
@@ -112,8 +111,6 @@ def _unwalked(graph: Graph) -> str | None:
         return "a weight in several layers, whose gradient has no rank one"
     if len({op.act for op in ops if isinstance(op, Act)}) > 1:
         return "several activations, of which its kernels know one"
-    if isinstance(reason := activation_nodes(act := _activation(graph)), str):
-        return f"an activation, {act.kind!r}, that has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None

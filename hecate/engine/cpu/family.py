@@ -26,7 +26,6 @@ from hecate.bias import Bias
 from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
-from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
@@ -58,15 +57,15 @@ def refusal(config: MemoryConfig) -> str | None:
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason
-    structure = rule.structure
-    if not structure.linear and structure.token_form() is None:
+    structure, (step, form, slots) = rule.structure, config.forms.tokens
+    if not structure.linear and slots is None:
         return f"structure {structure.kind!r} has no kernel"
-    if isinstance(bias := formula_of(rule.bias), str):
-        return f"bias {rule.bias.kind!r} as configured has no kernel: {bias}"
-    for name, knob in (("algorithm", rule.algorithm), ("retention", rule.retention)):
-        if knob.token_form() is None:
-            return f"{name} {knob.kind!r} as configured has no kernel"
-    form = rule.algorithm.token_form()
+    if config.forms.unprinted is not None:
+        return config.forms.unprinted
+    if form is None:
+        return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
+    if step is None:
+        return f"retention {rule.retention.kind!r} as configured has no kernel"
     if form.nesterov:
         return "its kernels know momentum without nesterov"
     if not structure.linear and not form.plain:
@@ -77,8 +76,8 @@ def refusal(config: MemoryConfig) -> str | None:
     if structure.diagonal:
         for name, variant, apart in (
             ("algorithm", rule.algorithm, form.plain),
-            ("bias", rule.bias, bias.coordinatewise),
-            ("retention", rule.retention, rule.retention.token_form().cellwise),
+            ("bias", rule.bias, config.forms.apart),
+            ("retention", rule.retention, step.cellwise),
         ):
             if not apart:
                 return (

@@ -73,9 +73,9 @@ class Triton(TokenEngine):
             return reason
         if not rule.structure.linear or rule.structure.diagonal:
             return f"structure {rule.structure.kind!r} has no kernel"
-        if (reason := rule.unprinted()) is not None:
-            return f"bias {rule.bias.kind!r} as configured has no kernel: {reason}"
-        for name, form in zip(("retention", "algorithm"), config.forms.tokens, strict=True):
+        if config.forms.unprinted is not None:
+            return config.forms.unprinted
+        for name, form in zip(("retention", "algorithm"), config.forms.tokens, strict=False):
             if form is None:
                 return f"{name} {getattr(rule, name).kind!r} as configured has no kernel"
         algorithm = config.forms.tokens[1]

@@ -31,7 +31,7 @@ class Formulas(NamedTuple):
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
-    bias, (step, algorithm) = tiles_of(config.bias), config.forms.tokens
+    bias, (step, algorithm, _) = tiles_of(config.bias), config.forms.tokens
     if step is None or algorithm is None:
         raise TypeError("the engine was chosen without its refusal being asked")
     name, c, column = "plain", 0.0, False
