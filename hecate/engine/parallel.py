@@ -35,7 +35,7 @@ from hecate.engine.call import GENERAL, Call
 from hecate.engine.coefficients import Matrices, matrices_of, states_of, transposed_reads
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
+from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
 from hecate.engine.walks import States, cotangents_of, plus, solve_columns, solve_rows, walk_linear, walk_linear_vjp
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -141,14 +141,6 @@ def parallel(
 
     engine = ByHand("engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain)
     return run_by_hand(engine, tokens, carry, initial, run=run)
-
-
-def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
-    carry."""
-    block = engine.block()
-    y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
 def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> Callable[..., Tensors]:

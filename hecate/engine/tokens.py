@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, is_traced, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one, several
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -124,6 +124,13 @@ def in_folds(
         return engine(config, tokens, carry, initial, run=run)
     y, new = engine(config, fold_heads(tokens, run), carry, initial, run=run)
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
+
+
+def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
+    carry."""
+    y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
 
 
 _FOLD = Block(

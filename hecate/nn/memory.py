@@ -27,7 +27,7 @@ from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, GatingPara
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, Named
 from hecate.states import State
-from hecate.tape import Autodiff, is_traced
+from hecate.tape import Autodiff, can_inspect, is_traced
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import number
 
@@ -275,7 +275,8 @@ class Memory(RuleParameters, MemoryLayer):
                 return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
-        check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
+        if state is not None:
+            check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -311,12 +312,14 @@ class Memory(RuleParameters, MemoryLayer):
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = mixed.split(self.splits, dim=-1)
-        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
+        looks = can_inspect(mixed, free=True)
+        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm, looks=looks)
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
-        k = normalise_qk(k.unflatten(-1, several), self.qk_norm)
+        k = normalise_qk(k.unflatten(-1, several), self.qk_norm, looks=looks)
         features = None if state is None else state.features
-        across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
-        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
+        if self.feature_memory is not None:
+            across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
+            q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)

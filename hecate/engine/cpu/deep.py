@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hecate.engine.call import Call
-from hecate.engine.cpu.arrays import BYTES, ROWS, flat
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.engine import load_kernels, no_kernels
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
@@ -211,6 +210,8 @@ class Scan:
         self.tokens = tokens = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
         first, self.inputs, self.width = self.memory[0], tokens.phi_k.shape[-1], tokens.v.shape[-1]
         self.per = BYTES // first.element_size()
+        keys, values = ((-(-size // self.per) * self.per,) for size in (self.inputs, self.width))
+        self.sizes = keys, keys, values  # of phi(k), phi(q) and v in whole vectors
         self.shapes = [tuple(weight.shape[1:]) for weight in self.memory]
         self.plan = Plan(graph, self.shapes, self.inputs, self.per)
         self.count, self.length = len(first), tokens.v.shape[1]
@@ -233,32 +234,25 @@ class Scan:
             for (height, width), (o, rows, columns) in zip(self.shapes, self.plan.places, strict=True)
         )
 
-    def padded(self, tensor: Tensor) -> Tensor:
-        """Tokens in whole vectors."""
-        missing = -tensor.shape[-1] % self.per
-        tensor = tensor.detach()
-        return (pad(tensor, (0, missing)) if missing else tensor).contiguous()
-
     def launch(self, kernel: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         config, tokens, plan, none = self.config, self.tokens, self.plan, self.new(0)
-        number, kernels, form = flat(none).dtype.type, load_kernels("layers"), config.bias.token_form()
+        kernels, form = load_kernels("layers"), config.bias.token_form()
         step = config.retention.token_form() if config.retention.dual else StepForm()
         link = _link(step)
         if kernels is None or link is None:
             raise TypeError("the engine was chosen without its refusal being asked")
         tensors = (
-            self.padded(tokens.phi_k),
-            self.padded(tokens.phi_q),
-            self.padded(tokens.v),
-            tokens.lr,
+            *tokens[:4],
             tokens.retain if config.retention.uses_retain else torch.ones_like(tokens.lr),
             tokens.momentum,
-            none.bool() if tokens.write is None else tokens.write,
-            none.bool() if tokens.reset is None else tokens.reset,
+            NO_MASK if tokens.write is None else tokens.write,
+            NO_MASK if tokens.reset is None else tokens.reset,
             self.packed(self.initial) if self.starts else none,
             *given,
         )
+        rows = arrays(tensors, chain(self.sizes, repeat(())))
+        number = rows[0].dtype.type
         arguments = (
             self.heads,
             self.length,
@@ -267,13 +261,13 @@ class Scan:
             len(plan.nodes),
             plan.size,
             plan.row,
-            -(-self.inputs // self.per) * self.per,
-            -(-self.width // self.per) * self.per,
+            self.sizes[0][0],
+            self.sizes[2][0],
             plan.last,
             self.width,
             plan.ones,
             len(self.shapes),
-            *map(flat, tensors),
+            *rows,
             self.segment,
             BIASES[form.name],
             number(form.a),
@@ -288,18 +282,11 @@ class Scan:
             number(FLOOR if config.blocks else 0.0),
         )
         run = getattr(kernels, kernel)
-        workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
-        borders = [self.count * index // workers for index in range(workers + 1)]
 
-        def work(index: int) -> None:
-            own = [flat(self.zeros(size)) for size in scratch]
-            run(borders[index], borders[index + 1], *arguments, *own)
+        def work(lo: int, hi: int) -> None:
+            run(lo, hi, *arguments, *arrays([self.zeros(size) for size in scratch]))
 
-        if workers == 1:
-            work(0)
-            return
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, range(workers)))
+        share_out(work, self.count, self.count * self.length * plan.size, SHARE)
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
@@ -308,7 +295,7 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     plan, (*shape, v) = call.plan, call.tokens.v.shape
     memory, none = call.packed(call.memory), call.new(0)
     slot = call.packed(call.slots) if call.slots else none
-    y = call.new(*shape, v + -v % call.per)
+    y = call.new(*shape, *call.sizes[2])
     kept = call.new(call.count, -(-call.length // call.segment), plan.size) if keeps else none
     record = kept, torch.empty_like(kept) if call.slots else none
     linked = plan.size if config.retention.dual else 0
@@ -326,15 +313,14 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     memory, slots = call.packed(tuple(finals[:weights])), tuple(finals[weights:])
     slot = call.packed(slots) if slots else none
     initial = call.zeros(memory.shape) if call.starts else none
-    wide_v = v + -v % call.per
-    gk, gq, gv = (call.zeros(*shape, width) for width in (call.inputs + -call.inputs % call.per,) * 2 + (wide_v,))
+    gk, gq, gv = (call.zeros(*shape, *size) for size in call.sizes)
     gates = [call.zeros(*shape) for _ in range(3)]
     states, linked = (segment + 2) * plan.size, config.retention.dual
     scratch = [
         states if linked else 0,
         segment * plan.row,
         segment * plan.row,
-        2 * segment * wide_v,
+        2 * segment * call.sizes[2][0],
         3 * plan.widest,
         (segment + 2) * weights,
         states,
@@ -346,7 +332,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         plan.size if config.decay_order == "before_gradient" else 0,
         *[plan.row] * 4,
     ]
-    given = (*several(record), call.padded(gy), memory, slot, initial, gk, gq, gv, *gates)
+    given = (*several(record), padded(gy, *call.sizes[2]), memory, slot, initial, gk, gq, gv, *gates)
     call.launch("backward", given, scratch)
     glr, gretain, gmomentum = gates
     return (

@@ -28,8 +28,7 @@ from hecate.engine.arguments import BORDERS
 from hecate.engine.call import TRACED, Call
 from hecate.engine.engine import TokenEngine
 from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
-from hecate.engine.parallel import run_by_hand
-from hecate.engine.tokens import Carry, Tokens, by_head, cast
+from hecate.engine.tokens import Carry, Tokens, by_head, cast, run_by_hand
 from hecate.engine.triton.kernel import NARROW_NORM, interpreting
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig

@@ -28,8 +28,7 @@ from hecate.engine.arguments import BORDERS
 from hecate.engine.call import GENERAL, TRACED, Call
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.features import cast_inputs
-from hecate.engine.parallel import run_by_hand
-from hecate.engine.tokens import Carry, Tokens, by_head
+from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
