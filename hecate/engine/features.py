@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Sequence
+from hecate.engine.call import Call, Inputs
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
@@ -29,7 +29,7 @@ FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 
 
 def to_tokens(
-    config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run,
+    config: MemoryConfig, inputs: Inputs, params: Params, dtype: torch.dtype, run: Run,
     *, l2: Block | None = None,
 ) -> Tokens:  # fmt: skip
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype. l2: a kernel for
@@ -85,7 +85,7 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
 
 
 def cast_inputs(
-    config: MemoryConfig, inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False
+    config: MemoryConfig, inputs: Inputs, dtype: torch.dtype, run: Run, *, narrow: bool = False
 ) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
     it."""
@@ -103,7 +103,7 @@ def cast_inputs(
 
 
 def _gated(
-    config: MemoryConfig, phi_k: Tensor, inputs: Sequence, dtype: torch.dtype, run: Run
+    config: MemoryConfig, phi_k: Tensor, inputs: Inputs, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The keys that are erased with and written with, the latter None where it is the former; and retain_value; with
     gates cast, neutral at masked tokens."""

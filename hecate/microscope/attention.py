@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ConfigError
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 from hecate.rule import MemoryConfig
 
 Tree = TypeVar("Tree")
@@ -55,7 +55,7 @@ def nonlinearity(config: MemoryConfig) -> str | None:
     return None
 
 
-def implicit_attention(asked: Asked) -> Attention:
+def implicit_attention(asked: ScanArguments) -> Attention:
     """The attention map of a scan, and what the start adds.
 
     Cost: a scan of ceil(T / V) + 1 times as many sequences; for a diagonal memory of T + 1 times as many.
@@ -93,7 +93,7 @@ def implicit_attention(asked: Asked) -> Attention:
     return attention
 
 
-def _repeated(asked: Asked, times: int) -> Asked:
+def _repeated(asked: ScanArguments, times: int) -> ScanArguments:
     """So many copies of all sequences, one after the other."""
     rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
     if initial is not None:  # it may be shared by all sequences
@@ -104,7 +104,7 @@ def _repeated(asked: Asked, times: int) -> Asked:
     return copied._replace(phi_params=asked.phi_params)
 
 
-def _check(asked: Asked, attention: Attention) -> None:
+def _check(asked: ScanArguments, attention: Attention) -> None:
     """Holds A v + start against the token loop: a declaration may be wrong."""
     answers, _ = asked.scan(engine="sequential")
     v = asked.v

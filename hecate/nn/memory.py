@@ -23,7 +23,7 @@ from hecate.nn.gates import GateHeads
 from hecate.nn.norm import rms_norm
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, between
+from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, Named
 from hecate.states import State
@@ -291,18 +291,18 @@ class Memory(RuleParameters, MemoryLayer):
         """Mode of context parallelism: projections of queries go token by token, so ranks take turns."""
         return "itself" if self.query_projection == "none" else "turns"
 
-    def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
+    def scan(self, asked: ScanArguments, x: Tensor) -> tuple[Tensor, MemoryState]:
         """The answers of the memory and its state after the last token."""
         return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
-    def seen(self, **given: Any) -> tuple[Asked, str | None]:
+    def seen(self, **given: Any) -> tuple[ScanArguments, str | None]:
         """The scan of the memory in a call of `forward`, to be looked at, and why its answers are not used as they are,
         if so."""
         return self.asked(**given)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
-    ) -> tuple[Asked, tuple[Any, ...], Tensor | None]:
+    ) -> tuple[ScanArguments, tuple[Any, ...], Tensor | None]:
         """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
@@ -340,7 +340,7 @@ class Memory(RuleParameters, MemoryLayer):
             q, k, held = project_queries(self.query_projection, self.config, q, k, self.phi_params, *how)
             params = None
         start = self.initial.tensors
-        asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
+        asked = ScanArguments(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
 
     def _past(

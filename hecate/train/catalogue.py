@@ -10,7 +10,7 @@ from typing import Any
 
 from hecate import algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
-from hecate.engine import Call, Engine, choose, verdicts
+from hecate.engine import Engine, Plan, choose, verdicts
 from hecate.errors import ConfigError, not_known
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
@@ -107,7 +107,7 @@ def _rules() -> Table:
     for name, rule in RULES.items():
         config = rule.config
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
-        engine = choose(Call.sketch(config, length=1024)).name  # a sequence, not a step
+        engine = choose(Plan.sketch(config, length=1024)).name  # a sequence, not a step
         rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
     return ["rule", "knobs and settings", "engine", "paper"], rows
 
@@ -123,7 +123,7 @@ def _beside(config: MemoryConfig) -> list[str]:
 
 
 def _engines() -> Table:
-    said = verdicts(Call.sketch(MemoryConfig(), length=1024))
+    said = verdicts(Plan.sketch(MemoryConfig(), length=1024))
     rows = [
         [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0].removeprefix(f"{name}: "), said[name]]
         for name, engine in Engine.registry.items()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hecate.engine import Call, Engine, choose, kernel_verdicts
+from hecate.engine import Engine, Plan, choose, kernel_verdicts
 from hecate.nn import Memory
 from hecate.rule import RULES, MemoryConfig, named_rule
 from hecate.train.catalogue import Table
@@ -33,7 +33,7 @@ def machine() -> Table:
 def engines() -> Table:
     """Numbers of named rules that each engine runs on each device and `auto` takes it for, or why it runs none."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
+    calls = {on: [Plan.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
 
     def of(engine: Engine, on: str) -> str:
@@ -77,5 +77,5 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
         layer = Memory(width, heads=1, config=config)
         y, _ = layer(torch.randn(1, 64, width, generator=torch.Generator().manual_seed(0)))
         y.sum().backward()
-        call = Call.sketch(config, length=64, shape=(width, width))
+        call = Plan.sketch(config, length=64, shape=(width, width))
         yield f"{name}: {choose(call).name}", time.perf_counter() - start

@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.bias import Bias
-from hecate.engine import Call, choose, explain
+from hecate.engine import Plan, choose, explain
 from hecate.errors import ConfigError
 
 pytest.importorskip("numba")
@@ -116,7 +116,7 @@ def config_of(bias: Bias, **fields: Any) -> MemoryConfig:
 @pytest.mark.spec("ENG-FORMULA-D1")
 def test_an_own_bias_has_the_numbers_of_the_token_loop(bias, algorithm):
     config = config_of(bias, algorithm=algorithm)
-    assert choose(Call.sketch(config, length=64)).name == "compiled"
+    assert choose(Plan.sketch(config, length=64)).name == "compiled"
     for found, expected in zip(scanned(config, "compiled"), scanned(config, "sequential"), strict=True):
         # 70 tokens, each of which may amplify a rounding a few times
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
@@ -128,8 +128,8 @@ def test_what_cannot_be_printed_is_refused_in_a_sentence_and_runs_in_torch():
     with pytest.raises(
         ConfigError, match=r"'printed_sorted' as configured has no kernel: aten\.sort has no kernel form"
     ):
-        choose(Call.sketch(config, length=64), "compiled")
-    assert explain(Call.sketch(config, length=64))[0] != "compiled"
+        choose(Plan.sketch(config, length=64), "compiled")
+    assert explain(Plan.sketch(config, length=64))[0] != "compiled"
     assert all(bool(item.isfinite().all()) for item in scanned(config, "auto"))
 
 

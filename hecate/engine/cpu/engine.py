@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import GENERAL, TRACED, Call
+from hecate.engine.call import GENERAL, TRACED, Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal
@@ -56,24 +56,24 @@ class Compiled(TokenEngine):
         """Refuses configs without a kernel."""
         return _unlike(config) and refusal(config)
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
-        return no_kernels(call, "wide")
+        return no_kernels(plan, "wide")
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
-        if call.length < TOKENS:
+        if plan.length < TOKENS:
             return math.inf
-        size = math.prod(call.shape) * call.dtype.itemsize
-        if call.general not in ((), ("floor",)) or _unlike(call.config):
-            large = size > (LARGE // 2 if call.config.bias.linear else LARGE)
+        size = math.prod(plan.shape) * plan.dtype.itemsize
+        if plan.general not in ((), ("floor",)) or _unlike(plan.config):
+            large = size > (LARGE // 2 if plan.config.bias.linear else LARGE)
         else:
-            large = call.config.forms.error and size > LARGE
-        return (80.0 if large else 30.0) * call.length
+            large = plan.config.forms.error and size > LARGE
+        return (80.0 if large else 30.0) * plan.length
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells whether the call is long enough for its kernels."""
-        if call.length < TOKENS:
+        if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel keeps the state in cache"
 
@@ -82,14 +82,14 @@ class Compiled(TokenEngine):
         return compiled(call.config, tokens, carry, initial, run=run)
 
 
-def no_kernels(call: Call, module: str) -> str | None:
-    """Why no kernel of a module can run a call: torch looking on, another device or dtype, no numba."""
-    if call.traced:
+def no_kernels(plan: Plan, module: str) -> str | None:
+    """Why no kernel of a module can run calls of a plan: torch looking on, another device or dtype, no numba."""
+    if plan.traced:
         return TRACED
-    if call.device != "cpu":
-        return f"its kernels run on the CPU, the tensors are on {call.device}"
-    if call.dtype not in (torch.float32, torch.float64):
-        return f"its kernels are for float32 and float64, the state is {call.dtype}"
+    if plan.device != "cpu":
+        return f"its kernels run on the CPU, the tensors are on {plan.device}"
+    if plan.dtype not in (torch.float32, torch.float64):
+        return f"its kernels are for float32 and float64, the state is {plan.dtype}"
     return f"it needs numba: {install_line('cpu')}" if load_kernels(module) is None else None
 
 
@@ -226,21 +226,12 @@ class Scan:
         rows = arrays(tensors, chain(self.sizes, ((), (), whole), repeat(())))
         number = rows[0].dtype.type
         arguments = (
-            self.heads,
-            self.length,
-            self.height,
-            self.width,
-            *rows,
-            self.segment,
-            FORMS[self.form.name],
-            number(self.form.a),
-            number(self.form.b),
+            self.heads, self.length, self.height, self.width, *rows, self.segment, FORMS[self.form.name],
+            number(self.form.a), number(self.form.b),
             None if self.step.threshold is None else number(self.step.threshold),
-            self.channels or (None if self.vectors else False),
-            config.decay_order == "before_gradient",
-            config.read == "before",
-            *([(0,) * self.vectors] if self.vectors else []),
-        )
+            self.channels or (None if self.vectors else False), config.decay_order == "before_gradient",
+            config.read == "before", *([(0,) * self.vectors] if self.vectors else []),
+        )  # fmt: skip
         run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
 
         def work(lo: int, hi: int) -> None:

@@ -329,16 +329,9 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     call.launch("backward", (*several(record), *given), scratch)
     decays = config.retention.uses_retain
     return (
-        *call.cut(states),
-        initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
-        gk[..., :p],
-        gq[..., :p],
-        gv[..., :v],
-        glr,
-        (gretain[..., :p] if call.by_channel else gretain) if decays else None,
-        gmomentum if call.moving else None,
-        None,
-        None,
-        gw[..., :p] if tokens.phi_w is not None else None,
+        *call.cut(states), initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
+        gk[..., :p], gq[..., :p], gv[..., :v],
+        glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if call.moving else None,
+        None, None, gw[..., :p] if tokens.phi_w is not None else None,
         gvalue[..., :v] if tokens.retain_value is not None else None,
-    )
+    )  # fmt: skip
