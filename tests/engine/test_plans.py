@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
+import re
 import sys
 import weakref
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,24 @@ def test_the_python_of_a_layer_call(rule, length):
     files = [file for file, _ in frames_of(rule, length)]
     found = len(files), len(set(files)), sum(a != b for a, b in pairwise(files))
     assert all(own <= most for own, most in zip(found, FRAMES[rule, length], strict=True)), found
+
+
+def test_the_page_on_the_way_of_a_call_says_what_runs():
+    """Every name in it is one of the package; the first of each step run, in the order of the steps."""
+    pytest.importorskip("numba")
+    page = (Path(hecate.__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    section = page.split("## The way of one call")[1].split("\n## ")[0]
+    found = re.findall(r"`([\w/]+)\.py(?:: ([\w.]+))?`", section)
+    for file, name in found:
+        if not file.startswith("tests/"):
+            item = importlib.import_module(f"hecate.{file.replace('/', '.')}")
+            attrgetter(name or "__file__")(item)
+    steps = re.findall(r"^\d+\. `([\w/]+\.py): [\w.]*?(\w+)`", section, re.MULTILINE)
+    assert len(steps) == 12
+    ran = iter(frames_of("gated_delta", 64))
+    assert [step for step in steps if step not in ran] == []  # `in` goes on from where the last was found
+    numbers = tuple(map(int, re.search(r"is (\d+) Python frames in (\d+)\s+files", section).groups()))
+    assert numbers == FRAMES["gated_delta", 64][:2]
 
 
 CONFIGS = {
