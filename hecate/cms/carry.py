@@ -13,7 +13,7 @@ from hecate.distributed.context import Shares
 from hecate.engine import as_plain, log_linear_scan
 from hecate.nn import Memory
 from hecate.nn.parameters import draw_normal, source_of
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 from hecate.rule import MemoryState
 from hecate.tape.bridge import without_autocast
 
@@ -75,12 +75,12 @@ class CarryMemory(Memory):
             logits = linear(x.to(wide), self.mixture.to(wide)).unflatten(-1, self.level.shape)
             return softplus(self.level.to(wide) * logits)
 
-    def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
+    def scan(self, asked: ScanArguments, x: Tensor) -> tuple[Tensor, MemoryState]:
         """The weighed read of all levels, and their states."""
         how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
         return log_linear_scan(**asked._asdict(), scale=self.scale(x), **how)
 
-    def seen(self, **given: Any) -> tuple[Asked, str | None]:
+    def seen(self, **given: Any) -> tuple[ScanArguments, str | None]:
         """The plain rule's part: what all levels hold together."""
         asked, _ = super().seen(**given)
         state = None if asked.state is None else as_plain(asked.state, self.level.shape[1])

@@ -8,14 +8,14 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from hecate.engine.arguments import check_mask, check_params, check_tokens, document_starts
-from hecate.engine.call import Call, Sequence, complete, counted, numbered, written_before
+from hecate.engine.call import Call, Inputs, Plan, complete, numbered
 from hecate.engine.chunk import predict
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.one_token import short_way
 from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
-from hecate.engine.tokens import CONCAT
+from hecate.engine.tokens import CONCAT, counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
 from hecate.engine.writes import one_write_each
 from hecate.tape.ops import largest, levelling, near_one, reach
@@ -32,7 +32,8 @@ __all__ = [
     "Call",
     "Engine",
     "EngineName",
-    "Sequence",
+    "Inputs",
+    "Plan",
     "Stepper",
     "TokenEngine",
     "as_plain",

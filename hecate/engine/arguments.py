@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,24 +94,15 @@ def document_starts(
     return mask
 
 
-# Gates.
+# Gates. What is wrong by their looks is told apart from numbers out of range, which are looked at in every call.
 
 
-def complete_gates(
-    config: MemoryConfig, gates: Gates | None, k: Tensor, v: Tensor, write: Tensor | None
-) -> list[Tensor]:
-    """lr, retain and momentum of keys `[B, T, H, D]` and values as tensors, in the order of `TokenGates`.
-
-    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
-    tokens that are not written. What is no finite number is left to `on_nonfinite`. [ENG-CALL-I5]
-    """
-    if gates is None:
-        gates = Gates()
+def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> None:
+    """Refuses gates that the config does not take, or of other shapes than those of keys `[B, T, H, D]` and values."""
     if not isinstance(gates, Gates):
         how = "; write Gates(**gates)" if isinstance(gates, dict) else "; write Gates(lr=...)"
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}{how}")
-    forms, complete = config.forms, []
-    for name, given, taken in zip(TokenGates._fields, gates[:3], forms.gates, strict=True):
+    for name, given, taken in zip(TokenGates._fields, gates[:3], config.forms.gates, strict=True):
         if given is not None and not taken:
             knob, other = TAKEN_BY[name]
             raise ConfigError(
@@ -123,12 +115,57 @@ def complete_gates(
         _check_channels(config, gates.retain, k)
     if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
         _check_rates(config, gates.lr, k, v)
+    for name, given, top in zip(TokenGates._fields, gates[:3], config.forms.tops, strict=True):
+        _check_gate(name, given, k, top)
+    if gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
+        return
+    for name, reason in config.gate_refusals():
+        if getattr(gates, name) is not None:
+            raise ConfigError(f"gates.{name} is given, but {reason}")
+    for name, given in (("erase", gates.erase), ("write", gates.write)):
+        if isinstance(given, Tensor):
+            _check_channel_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
+        elif given is not None and (not isinstance(given, Real) or not math.isfinite(given)):
+            raise ConfigError(f"gates.{name} must be a finite number or a tensor [B, T, H, *], got {described(given)}")
+    kept: Any = gates.retain_value
+    if kept is not None:
+        if not isinstance(kept, Tensor) or kept.dim() != 4:
+            each = f"gates.retain_value must be a tensor [B, T, H, V] = {[*k.shape[:3], v.shape[-1]]}"
+            raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
+        _check_channel_gate("retain_value", kept, k, v.shape[-1], "value channel")
+    _check_gate("floor", gates.floor, k, math.inf)
+
+
+def filled_gates(
+    config: MemoryConfig, gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
+) -> list[Tensor]:
+    """lr, retain and momentum of keys `[B, T, H, D]` as tensors, in the order of `TokenGates`.
+
+    Tensors are looked at on a CPU, where values may steer: a number out of range is refused with its place, but at
+    tokens that are not written. What is no finite number is left to `on_nonfinite`. `looks`: whether they may be looked
+    at, if that is known. [ENG-CALL-I5]
+    """
+    forms, filled = config.forms, []
     if forms.per_head and gates.retain is None and k.shape[1]:
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
-    rows = zip(TokenGates._fields, gates[:3], forms.defaults, forms.tops, strict=True)
-    for name, given, default, top in rows:
-        complete.append(_gate(name, given, default, k, write, top))
-    return complete
+    for name, given, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
+        filled.append(_filled(name, given, default, k, write, top, looks))
+    return filled
+
+
+def further_gates(
+    gates: Gates, k: Tensor, write: Tensor | None, looks: bool | None = None
+) -> tuple[Tensor | None, ...]:
+    """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
+    if gates.erase is gates.write is gates.retain_value is gates.floor is None:
+        return None, None, None, None
+    pairs = (gates.erase, -math.inf), (gates.write, -math.inf)
+    rows = (*pairs, (gates.retain_value, 1.0), (gates.floor, math.inf))
+    names = ("erase", "write", "retain_value", "floor")
+    return tuple(
+        None if given is None else _filled(name, given, 1.0, k, write, top, looks)
+        for name, (given, top) in zip(names, rows, strict=True)
+    )
 
 
 def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
@@ -145,10 +182,10 @@ def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) 
     return constants(tuple(retains), dtype, like.device).expand(*shape)
 
 
-def _gate(
-    name: str, given: Tensor | float | None, default: float, k: Tensor, write: Tensor | None, top: float = math.inf
-) -> Tensor:
+def _check_gate(name: str, given: Any, k: Tensor, top: float) -> None:
     shape = k.shape[:3]
+    if given is None:
+        return
     if isinstance(given, Tensor):
         if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name not in ("lr", "retain")):
             turn = swapped(given.shape, shape)
@@ -159,52 +196,15 @@ def _gate(
             raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
         if given.device != k.device:
             expect_beside(given, k, f"gates.{name}")
-        _check_range(name, given, write, top)
-        return given
-    if given is not None and not isinstance(given, Real):
-        raise ShapeError(f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}, got {described(given)}")
-    value = default if given is None else float(given)
-    # No math.isinf: to torch.compile the defaults of a second config are symbols.
-    if not 0 <= value <= top or value == math.inf:
-        raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {value:g}")
-    return torch.full(shape, value, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    elif not isinstance(given, Real):
+        each = f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}"
+        raise ShapeError(f"{each}, got {described(given)}")
+    elif not 0 <= float(given) <= top or float(given) == math.inf:
+        # No math.isinf: to torch.compile the defaults of a second config are symbols.
+        raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {float(given):g}")
 
 
-def general_gates(
-    config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor, mask: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """erase, write, retain_value and floor of keys `[B, T, H, D]` as tensors, None where they are not given."""
-    if gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
-        return None, None, None, None
-    for name, reason in config.gate_refusals():
-        if getattr(gates, name) is not None:
-            raise ConfigError(f"gates.{name} is given, but {reason}")
-    width = config.feature_map.output_dim(k.shape[-1])
-    factors = []
-    for name in ("erase", "write"):
-        given = getattr(gates, name)
-        if isinstance(given, Tensor):
-            _check_gate(name, given, k, width, "phi channel")
-        elif given is not None:
-            if not isinstance(given, Real) or not math.isfinite(given):
-                raise ConfigError(
-                    f"gates.{name} must be a finite number or a tensor [B, T, H, *], got {described(given)}"
-                )
-            dtype = torch.promote_types(k.dtype, torch.float32)
-            given = torch.full(k.shape[:3], float(given), dtype=dtype, device=k.device)
-        factors.append(given)
-    kept = gates.retain_value
-    if kept is not None:
-        if not isinstance(kept, Tensor) or kept.dim() != 4:
-            each = f"gates.retain_value must be a tensor [B, T, H, V] = {[*k.shape[:3], v.shape[-1]]}"
-            raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
-        _check_gate("retain_value", kept, k, v.shape[-1], "value channel")
-        _check_range("retain_value", kept, mask, 1.0)
-    floor = None if gates.floor is None else _gate("floor", gates.floor, 1.0, k, mask)
-    return *factors, kept, floor
-
-
-def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -> None:
+def _check_channel_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -> None:
     shape = k.shape[:3]
     if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and given.shape[-1] != width):
         each = f"[B, T, H, {width}] per {channel}"
@@ -215,11 +215,18 @@ def _check_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -
     expect_beside(given, k, f"gates.{name}")
 
 
-def _check_range(name: str, given: Tensor, write: Tensor | None, top: float) -> None:
-    if given.numel() and can_inspect(given, free=True):
+def _filled(
+    name: str, given: Any, default: float, k: Tensor, write: Tensor | None, top: float, looks: bool | None = None
+) -> Tensor:
+    """A gate as a tensor, with its numbers in [0, top] where tokens are written; any number if top is below 0."""
+    if not isinstance(given, Tensor):
+        value, dtype = default if given is None else float(given), torch.promote_types(k.dtype, torch.float32)
+        return torch.full(k.shape[:3], value, dtype=dtype, device=k.device)
+    if top >= 0 and given.numel() and (can_inspect(given, free=True) if looks is None else looks):
         low, high = given.aminmax()
         if not (low.item() >= 0 and high.item() <= top):
             _refuse_range(name, given, write, top)
+    return given
 
 
 def _bounds(top: float) -> str:
@@ -277,11 +284,11 @@ def readout_gates(
     for name in config.readout.gates:
         given, top = getattr(gates, name), 1.0 if name == "mix" else math.inf
         if name != "mix" and isinstance(given, Tensor):
-            _check_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
-            if name == "ridge":
-                _check_range(name, given, None, top)
+            _check_channel_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
+            given = _filled(name, given, 0.0, k, None, top if name == "ridge" else -1.0)
         elif given is not None:
-            given = _gate(name, given, 0.0, k, None, top)
+            _check_gate(name, given, k, top)
+            given = _filled(name, given, 0.0, k, None, top)
         if isinstance(given, Tensor) and given.dtype != dtype:
             given = one(run(cast(dtype), given, label="inputs"))
         found.append(given)
@@ -378,12 +385,33 @@ def check_state(state: MemoryState | None) -> None:
     check_state(state.normalizer)
 
 
-def check_readout(config: MemoryConfig, state: MemoryState) -> None:
-    """Refuses a state with something held for a readout where the config reads directly."""
+def check_held(config: MemoryConfig, state: MemoryState) -> None:
+    """Refuses a state that holds something for a readout or a normaliser, or nothing, where the config has none, or
+    one."""
     if state.readout is not None:
         raise ShapeError(
             f"state.readout holds {sorted(state.readout)}, but the config has readout {config.readout.kind!r}; was the "
             "state made with another config?"
+        )
+    if (state.normalizer is None) != (config.normalizer == "none"):
+        held = "nothing" if state.normalizer is None else "a state"
+        raise ShapeError(
+            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; was it made with "
+            "another config?"
+        )
+
+
+def check_position(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> None:
+    """Refuses a state with a count of tokens where phi needs none, and the other way round."""
+    needed, seen = config.feature_map.needs_position, None if state is None else state.seen
+    if state is not None and (seen is not None) != needed:
+        raise ShapeError(
+            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
+            f"needs {'one' if needed else 'none'}; was the state made with another config?"
+        )
+    if seen is not None and (seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device):
+        raise ShapeError(
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(seen)} on {seen.device}"
         )
 
 
@@ -410,13 +438,3 @@ def check_tensors(what: str, given: Named, expected: Shapes, k: Tensor, *, batch
             raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}{turn}")
         if given[name].device != k.device:
             expect_beside(given[name], k, f"{what}[{name!r}]")
-
-
-def check_normalizer(config: MemoryConfig, state: MemoryState) -> None:
-    """Refuses a state with a normaliser where the config has none, and the other way round."""
-    if (state.normalizer is None) != (config.normalizer == "none"):
-        held = "nothing" if state.normalizer is None else "a state"
-        raise ShapeError(
-            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; was it made with "
-            "another config?"
-        )

@@ -1,51 +1,58 @@
-"""The one record of a scan: checked once, packed once, read by engines, layers and the microscope. [ENG-CALL-D1]"""
+"""The records of a scan: what calls that look alike have in common, and one call with its tensors. [ENG-CALL-D1]
+
+A call of new looks (shapes, dtypes, devices, which arguments are given) is checked for whatever a caller can get wrong,
+and leaves a `Plan`. The next that looks like it looks at the numbers in its gates and packs its tensors: the same ones
+in the same order, hence the same bits. [ENG-CALL-D2]
+"""
 
 from __future__ import annotations
 
+from copy import copy
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hecate.checks import described, swapped
+from hecate.checks import swapped
 from hecate.engine.arguments import (
     Named,
-    Shapes,
     check_config,
+    check_gates,
+    check_held,
     check_mask,
     check_named,
-    check_normalizer,
     check_params,
-    check_readout,
+    check_position,
     check_state,
     check_tensors,
     check_tokens,
-    complete_gates,
     document_starts,
-    general_gates,
+    filled_gates,
+    further_gates,
 )
-from hecate.engine.tokens import NUMBERS, Carry
+from hecate.engine.tokens import Carry, counted
 from hecate.errors import ShapeError
 from hecate.phi import Params
+from hecate.retention import Retention
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.rule.state import initial_state, slot_shapes
+from hecate.rule.state import slot_shapes
 from hecate.structure import Memory, starts
 from hecate.tape import Tensors, can_inspect, is_traced, waits
 
-GENERAL = (
-    "erase",
-    "write",
-    "retain_value",
-    "floor",
-)  # the gates of `Gates` that come after the three that every rule has
-RATES = "lr of each weight"  # as `Call.general` has it
+GENERAL = ("erase", "write", "retain_value", "floor")  # the gates that come after the three that every rule has
+RATES = "lr of each weight"  # as `Plan.general` has it
 # By a state's `position` on a device: its version, and the place in the chunk that all its memories are known to be at.
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
+MOST = 64  # plans, or programs of a token, that a config keeps
+_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
+_OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
+_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
-class Sequence(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of a scan, checked and complete: `[B, T, H, *]`, gates `[B, T, H]` (retain also per channel), masks `[B,
     T]` or None, positions `[B, T]` or None where phi needs none; and the gates of `Gates` that few rules have, `[B, T,
     H, *]` or None."""
@@ -65,246 +72,368 @@ class Sequence(NamedTuple):
     floor: Tensor | None = None
 
 
-class Spec(NamedTuple):
-    """A call without its tensors: what an `autograd.Function` may keep.
-
-    Fields:
-        config: the memory's.
-        dtype: in which everything is computed and states are held.
-        params: names of phi's parameters, learned and frozen.
-        weights, slots: names of the state's tensors.
-        counts: how many a state has of each kind, in the order of `Carry`.
-        places: tokens since the chunk's start of the memory and, where it has one, its sum normaliser; None where they
-            differ between memories or may not be looked at.
-    """
-
-    config: MemoryConfig
-    dtype: torch.dtype
-    params: tuple[tuple[str, ...], tuple[str, ...]]
-    weights: tuple[str, ...]
-    slots: tuple[str, ...]
-    counts: tuple[int, ...]
-    places: tuple[int | None, ...]
+class TensorsNeeded(Exception):
+    """An engine asks a plan for the tensors of a call: its verdict is that of the call, not of the plan."""
 
 
-class Call:
-    """One scan.
-
-    `flat` has the inputs in the order of `Sequence`, phi's parameters, and for the memory, then for its sum normaliser
-    if there is one, the weights at which memories restart and the state, `[N, ...]` of N = B H memories in the order of
-    `Carry`. Other tensors of the same spec make another call: `Call(spec, flat)`.
+class Plan:
+    """The part that calls of equal looks have in common, without tensors: engines are asked about it, and it is all
+    that an `autograd.Function` may keep of a call beside its tensors.
 
     Attributes that engines ask for:
+        config: the memory's.
         length: number of tokens.
-        steps: in how many the chunk engine takes them, where a sketch tells it.
-        shape: of a memory's first weight, `(V, P)` for a matrix.
+        shape: of a memory's first weight, `(V, P)` for a matrix; width: of keys, D.
         device: type of the device of all tensors.
-        dtype: of the state.
-        values: dtype of v.
-        retain: the gates `[B, T, H]` or `[B, T, H, P]`; None in a sketch that does not tell them.
+        values: dtype of v; dtype: in which everything is computed and states are held.
+        channels: whether retain has one value per phi channel, `[B, T, H, P]`.
         masks: which of the masks write and reset there are; masked: whether any.
         general: the names of erase, write, retain_value and floor where they are given, and `RATES` where lr is.
         traced: whether torch has to see every operation.
+        place: tokens since the chunk's start; None where memories differ or none may look.
+        steps: in how many the chunk engine takes them, of a sketch; else None.
+        tensors: the call itself. An engine that asks for it, or for what only a call has, is asked in every call.
+
+    Others:
+        by_tensors: whether one did, or nothing is known to look alike: the choice holds for one call.
+        choice: what `choose` has found last of calls that look like this, beside what it was asked.
+        looks: whether a look at numbers costs nothing; None: each tensor is asked.
+        names: of phi's parameters, learned and frozen; first: where the memories begin in `Call.flat`.
+        kinds: names and shapes of the weights, slots, anchor and pending tensors of one memory; counts: how many a
+            state has of each kind, in the order of `Carry`; widths: P and V.
+        wide: P where an unfinished chunk has kept retain per channel, and none is given so; else 0.
+        numbered: whether phi needs positions; anchored: whether the memory forgets towards its start; starts: whether
+            the retention says where that is.
+        counter: the plan of the sum normaliser alone, if there is one; counting: whether it is that.
     """
 
-    steps: int | None = None
-    general: tuple[str, ...] = ()
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    place: int | None = 0
+    looks: bool | None = None
+    choice: tuple[Any, Any] = (None, None)
+    counter: Plan | None = None
+    by_tensors = counting = numbered = anchored = starts = False
+    first = wide = 0
 
-    def __init__(self, spec: Spec, flat: Tensors, seen: Tensor | None = None) -> None:
-        """`seen` counts tokens after the last, where phi needs positions."""
-        self.spec, self.config, self.flat, self.seen = spec, spec.config, flat, seen
-        self._traced: bool | None = None
-        self.first = len(Sequence._fields) + len(spec.params[0]) + len(spec.params[1])  # where the memories begin
-        v, weight = flat[2], flat[self.first]
-        self.length, self.device, self.values, self.dtype = v.shape[1], v.device.type, v.dtype, spec.dtype  # type: ignore[union-attr]
-        self.shape, self.retain = tuple(weight.shape[1:]), flat[4]  # type: ignore[union-attr]
-        write, reset, _, erase, written, kept, floor = flat[NUMBERS : len(Sequence._fields)]
-        self.masks = *(("write",) if write is not None else ()), *(("reset",) if reset is not None else ())
-        self.masked = self.masks != ()
-        if not erase is written is kept is floor is None:
-            given = zip(GENERAL, (erase, written, kept, floor), strict=True)
-            self.general = tuple(name for name, gate in given if gate is not None)
-        if flat[3].dim() == 4:  # type: ignore[union-attr]
-            self.general = (*self.general, RATES)
+    def __init__(
+        self, config: MemoryConfig, *, length: int = 2, steps: int | None = None, shape: tuple[int, ...] = (64, 64),
+        device: str = "cpu", dtype: torch.dtype = torch.float32, values: torch.dtype = torch.float32,
+        masks: tuple[str, ...] = (), general: tuple[str, ...] = (), channels: bool = False, traced: bool = False,
+    ) -> None:  # fmt: skip
+        self.config, self.length, self.steps, self.shape, self.device = config, length, steps, shape, device
+        self.dtype, self.values, self.masks, self.general, self.channels = dtype, values, masks, general, channels
+        self.masked, self.traced = masks != (), traced
+
+    @classmethod
+    def sketch(cls, config: MemoryConfig, *, steps: int = 0, masked: bool = False, **told: Any) -> Plan:
+        """The plan of no call, to ask which engine would run one; `told` are further attributes."""
+        masks = ("write", "reset") if masked else ()
+        return cls(config, steps=steps, masks=masks, general=config.gating.gates, **told)
 
     @classmethod
     def of(
-        cls,
-        config: MemoryConfig,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Gates | None = None,
-        *,
-        phi_params: Params | None = None,
-        state: MemoryState | None = None,
-        initial: Named | None = None,
-        write_mask: Tensor | None = None,
-        reset_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Call:
-        """From the arguments of `memory_scan`: checks all that a caller can get wrong."""
-        config = check_config(config)
-        inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
+        cls, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params,
+        state: MemoryState | None, initial: Named | None, write: Tensor | None, reset: Tensor | None,
+    ) -> Plan:  # fmt: skip
+        """Of the arguments of `memory_scan`: checks all that a caller can get wrong but the numbers in gates."""
+        check_alike(q, k, v, write, reset)
+        check_gates(config, gates, k, v)
+        check_state(state)
         if state is not None:
-            check_state(state)
-            check_readout(config, state)
-            inputs = _as_wide_as(state, inputs)
+            check_held(config, state)
         if initial is not None:
             check_named("initial", initial)
-        inputs, seen = numbered(config, state, inputs)
-        params = check_params(config.feature_map, phi_params, k)
+        check_position(config, state, k)
+        kept, retain = None if state is None else state.pending.get("retain"), gates.retain
+        channels = isinstance(retain, Tensor) and retain.dim() == 4
+        wide = 0 if kept is None or kept.dim() < 3 or channels else kept.shape[-1]
+        masks = tuple(name for name, mask in (("write", write), ("reset", reset)) if mask is not None)
+        general = tuple(name for name in GENERAL if getattr(gates, name) is not None)
+        if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
+            general = (*general, RATES)
+        looks: Any = {
+            "length": v.shape[1],
+            "device": v.device.type,
+            "values": v.dtype,
+            "channels": channels or wide > 0,
+        }
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
-        if state is not None:
-            check_normalizer(config, state)
-        own, start, carry = _memory(config, state, initial, inputs, dtype, v.shape[-1])
-        flat: Tensors = (*start, *carry.flat)
-        places: tuple[int | None, ...] = (_place(config, state),)
+        plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
+        plan.wide, plan.by_tensors = wide, True
+        plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
+        plan.names = tuple(params["learned"]), tuple(params["frozen"])
+        plan.first = len(Inputs._fields) + sum(map(len, plan.names))
         if config.normalizer != "none":  # the same memory with bias dot and the value 1 at every token
-            held = None if state is None else state.normalizer
-            zero = torch.zeros(k.shape[2], 1, carry.memory[0].shape[-1], dtype=dtype, device=k.device)
-            _, start, count = _memory(config.counting, held, dict.fromkeys(own.memory, zero), inputs, dtype, 1)
-            flat, places = (*flat, *start, *count.flat), (*places, _place(config, held))
-        names = tuple(params["learned"]), tuple(params["frozen"])
-        counts = tuple(map(len, carry[:-1]))
-        spec = Spec(config, dtype, names, tuple(own.memory), tuple(own.slots), counts, places)
-        return cls(spec, (*inputs, *params["learned"].values(), *params["frozen"].values(), *flat), seen)
+            plan.counter = copy(plan)
+            plan.counter.counting = True
+            plan.counter._lay_out(config.counting, None if state is None else state.normalizer, None, k, 1)
+        plan._lay_out(config, state, initial, k, v.shape[-1])
+        return plan
+
+    def _lay_out(
+        self, config: MemoryConfig, state: MemoryState | None, initial: Named | None, k: Tensor, d_v: int
+    ) -> None:
+        """The shapes of one memory's tensors, against which those given are checked."""
+        batch, _, heads, width = k.shape
+        d_phi = config.feature_map.output_dim(width)
+        shapes = config.structure.shapes(d_phi, d_v)
+        slots, pending = slot_shapes(config, shapes, d_phi, d_v), dict(shapes) if config.commit == "chunk" else {}
+        summed, anchor = len(pending), shapes if config.frozen_gradients else {}
+        if config.accumulated_retain:
+            pending["retain"] = (d_phi,) if self.channels else ()
+        if count := config.remembered_keys:
+            pending["keys"] = (count, d_phi + 1)
+        self.config, self.width, self.widths, self.place = config, width, (d_phi, d_v), place_of(config, state)
+        self.kinds, self.shape = (shapes, slots, anchor, pending), next(iter(shapes.values()))
+        self.counts = (len(shapes), len(slots), len(anchor), summed, int("retain" in pending), int("keys" in pending))
+        self.starts = type(config.retention).start is not Retention.start
+        if initial is not None:
+            check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, k, batch=batch)
+        if state is None:
+            return
+        kept, fields = state.pending.get("retain"), ("memory", "slots", "anchor", "pending")
+        for field, wanted in zip(fields, self.kinds, strict=True):
+            held = getattr(state, field)
+            if field == "pending" and kept is not None and kept.dim() == 2 and "retain" in wanted:
+                wanted = {**wanted, "retain": ()}  # of a chunk that goes on with retain per channel
+            check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
+        if state.position.shape != (batch, heads) or state.position.device != k.device:
+            raise ShapeError(
+                f"state.position must be {[batch, heads]} on {k.device}, got {list(state.position.shape)} on "
+                f"{state.position.device}"
+            )
+
+    @property
+    def tensors(self) -> Call:
+        """The call, which a plan does not have: whoever asks for it is told to wait for one."""
+        if self.steps is not None:
+            raise AttributeError("a sketch has no tensors")
+        self.by_tensors = True
+        raise TensorsNeeded
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_CALLS and self.steps is None:
+            return self.tensors
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    # A call of the plan.
+
+    def call(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params, state: MemoryState | None,
+        initial: Named | None, write: Tensor | None, reset: Tensor | None,
+    ) -> Call:  # fmt: skip
+        """The call of arguments that look like those of the plan; refuses numbers in gates that are out of range."""
+        lr, retain, momentum = filled_gates(self.config, gates, k, write, self.looks)
+        if self.wide:
+            retain = retain.unsqueeze(-1).expand(*retain.shape, self.wide)
+        further, position, seen = further_gates(gates, k, write, self.looks), None, None
+        if self.numbered:
+            position, seen = counted(_seen(state, k), write, reset, k.shape[1])
+        flat = [q, k, v, lr, retain, momentum, write, reset, position, *further]
+        flat += [*params["learned"].values(), *params["frozen"].values()]
+        returns, plan, held = reset is not None or self.anchored, self, state
+        while plan is not None:
+            fresh = plan.weights(initial, k) if held is None or returns else {}
+            carry = plan.fresh(fresh, k) if held is None else plan.held(held)
+            # Apart from the state even where that starts there: to a program they are two inputs.
+            flat += [item.flatten(0, 1) for item in fresh.values()] if returns else carry[: plan.counts[0]]
+            flat += carry
+            held, plan = None if held is None else held.normalizer, plan.counter  # type: ignore[assignment]
+        return Call(self, tuple(flat), seen, traced=None if self.looks is None else False)
+
+    def weights(self, initial: Named | None, k: Tensor) -> Named:
+        """Where a memory starts and restarts, `[B, H, ...]` by name: 0 of a sum normaliser."""
+        (batch, _, heads, _), dtype, shapes = k.shape, self.dtype, self.kinds[0]
+        if self.counting:
+            initial = {name: torch.zeros(heads, *shape, dtype=dtype, device=k.device) for name, shape in shapes.items()}
+        elif initial is None:
+            initial = starts(self.config.structure, *self.widths, heads=heads, dtype=dtype, device=k.device)
+        found: Named = {}
+        for name, shape in shapes.items():
+            weight = initial[name].to(dtype)
+            lead = weight.shape[: weight.dim() - len(shape)]
+            if self.starts:
+                weight = self.config.retention.start(weight.reshape(lead.numel(), *shape)).reshape(weight.shape)
+            found[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
+        return found
+
+    def fresh(self, weights: Named, k: Tensor) -> list[Tensor]:
+        """The state before any token of a memory of these weights, in the order of `Carry`."""
+        _, slots, anchor, pending = self.kinds
+        found = [item.flatten(0, 1) for item in weights.values()]
+        count, like = k.shape[0] * k.shape[2], found[0]
+        for shape in slots.values():
+            found.append(like.new_zeros(count, *shape))
+        found += [item.flatten(0, 1) for item in weights.values()] if anchor else []
+        for name, shape in pending.items():
+            found.append((like.new_ones if name == "retain" else like.new_zeros)(count, *shape))
+        found.append(torch.zeros(count, dtype=torch.int64, device=like.device))
+        return found
+
+    def held(self, state: MemoryState) -> list[Tensor]:
+        """The state to go on from, floats in the state's dtype, in the order of `Carry`."""
+        found: list[Tensor] = []
+        for shapes, tensors in zip(self.kinds, state[:4], strict=True):
+            for name, shape in shapes.items():
+                item = tensors[name]
+                if name == "retain" and item.dim() < 2 + len(shape):
+                    item = item.unsqueeze(-1).expand(*item.shape, *shape)
+                item = item.flatten(0, 1)
+                found.append(item.to(self.dtype) if item.is_floating_point() else item)
+        found.append(state.position.flatten())
+        return found
+
+
+def looks_in(given: Any, tensors: list[Any]) -> list[object] | None:
+    """All that tells arguments from others but the numbers in their tensors, which it adds to `tensors`; None where one
+    is neither None, a number, a tensor nor tensors by name."""
+    looks: list[object] = []
+    for item in given:
+        if item is None:
+            looks.append(None)
+        elif type(item) is dict:
+            looks.append(tuple(item))
+            tensors += item.values()
+        elif type(item) in _NUMBERS:
+            looks += (type(item), item)
+        else:
+            looks.append(Tensor)
+            tensors.append(item)
+    return [*looks, *map(_LOOK, tensors)] if _TENSORS.issuperset(map(type, tensors)) else None
+
+
+class Call:
+    """One scan: its plan, and its tensors. What engines ask of a plan they may ask of a call, too.
+
+    `flat` has the inputs in the order of `Inputs`, phi's parameters, and for the memory, then for its sum normaliser
+    if there is one, the weights at which memories restart and the state, `[N, ...]` of N = B H memories in the order of
+    `Carry`. Other tensors of the same plan make another call: `Call(plan, flat)`.
+
+    Attributes:
+        inputs: q, k, v, gates, masks and positions, as the caller has them.
+        retain: the gates `[B, T, H]` or `[B, T, H, P]`.
+        traced: whether torch has to see every operation.
+        seen: number of tokens after the last, where phi needs positions.
+    """
+
+    def __init__(self, plan: Plan, flat: Tensors, seen: Tensor | None = None, *, traced: bool | None = None) -> None:
+        self.plan, self.config, self.flat, self.seen, self._traced = plan, plan.config, flat, seen, traced
+        self.inputs = Inputs(*flat[: len(Inputs._fields)])  # type: ignore[arg-type]
+        self.retain = self.inputs.retain
 
     @classmethod
-    def sketch(
-        cls,
-        config: MemoryConfig,
-        *,
-        length: int = 2,
-        steps: int = 0,
-        shape: tuple[int, ...] = (64, 64),
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        values: torch.dtype = torch.float32,
-        retain: Tensor | None = None,
-        masked: bool = False,
-        traced: bool = False,
-    ) -> Call:
-        """A call without tensors, to ask which engine would run it: its answers are given."""
-        call = cls.__new__(cls)
-        call.config, call.length, call.steps, call.shape, call.device = config, length, steps, shape, device
-        call.dtype, call.values, call.retain, call.masked, call._traced = dtype, values, retain, masked, traced
-        call.masks, call.general = ("write", "reset") if masked else (), config.gating.gates
-        return call
+    def of(
+        cls, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *,
+        phi_params: Params | None = None, state: MemoryState | None = None, initial: Named | None = None,
+        write_mask: Tensor | None = None, reset_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> Call:  # fmt: skip
+        """From the arguments of `memory_scan`: by the plan that others of the same looks have left, else checked."""
+        gates, params = _DEFAULTS if gates is None else gates, _NO_PARAMS if phi_params is None else phi_params
+        if cu_seqlens is not None:
+            check_tokens(q, k, v)
+            reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
+        given = (state, initial, write_mask, reset_mask)
+        looks = _looks(config, q, k, v, gates, params, *given)
+        if (plan := None if looks is None else config.plans.get(looks)) is None:
+            plans, config = getattr(config, "plans", {}), check_config(config)
+            check_tokens(q, k, v)
+            params = check_params(config.feature_map, phi_params, k)
+            plan = Plan.of(config, q, k, v, gates, params, *given)
+            if looks is not None:
+                plan.by_tensors, plan.looks = False, not waits(k)
+                keep(plans, looks, plan)
+        return plan.call(q, k, v, gates, params, *given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "plan":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.plan, name)
 
     @property
     def traced(self) -> bool:
-        """Asked for by few engines, and only then found out."""
+        """Found out where it is asked for and no plan tells."""
         if self._traced is None:
             self._traced = is_traced(*self.flat)
         return self._traced
 
-    # What an engine runs on.
-
     @property
-    def inputs(self) -> Sequence:
-        """q, k, v, gates, masks and positions, as the caller has them."""
-        return Sequence(*self.flat[: len(Sequence._fields)])  # type: ignore[arg-type]
+    def tensors(self) -> Call:
+        """Itself: what a plan has not."""
+        return self
+
+    # What an engine runs on.
 
     @property
     def params(self) -> Params:
         """phi's parameters."""
-        learned, frozen = self.spec.params
-        own: list[Any] = list(self.flat[len(Sequence._fields) : self.first])
+        learned, frozen = self.plan.names
+        own: list[Any] = list(self.flat[len(Inputs._fields) : self.plan.first])
         split = len(learned)
         return {"learned": dict(zip(learned, own, strict=False)), "frozen": dict(zip(frozen, own[split:], strict=True))}
 
     @property
     def memories(self) -> list[tuple[Memory, Carry]]:
         """The weights at which it restarts and the state, of the memory and of its sum normaliser if there is one."""
-        counts, at, own = self.spec.counts, self.first, self.flat
+        counts, at, own = self.plan.counts, self.plan.first, self.flat
         found: list[tuple[Memory, Carry]] = []
-        for _ in self.spec.places:
+        while at < len(own):
             split = at + counts[0]
             found.append((own[at:split], Carry.of(counts, own, split)))  # type: ignore[arg-type]
             at = split + sum(counts) + 1
         return found
 
-    @property
-    def place(self) -> int | None:
-        """Tokens since the chunk's start."""
-        return self.spec.places[0]
-
     def of_normalizer(self) -> Call:
         """The call of the sum normaliser alone, as far as an engine asks for its config and its place."""
-        return Call(self.spec._replace(config=self.config.counting, places=self.spec.places[1:]), self.flat)
+        return Call(self.plan.counter, self.flat)  # type: ignore[arg-type]
 
     def rewritten(self, write: Tensor) -> Call:
         """The same call with another write mask."""
-        inputs = self.inputs._replace(write=write)
-        return Call(self.spec, (*inputs, *self.flat[len(inputs) :]), self.seen)
+        plan, inputs = copy(self.plan), self.inputs._replace(write=write)
+        plan.masks, plan.masked = ("write", *plan.masks), True
+        return Call(plan, (*inputs, *self.flat[len(inputs) :]), self.seen)
 
     def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
         """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
         y, *flat = outputs
         states: list[MemoryState] = []
-        lead = (self.flat[2].shape[0], self.flat[2].shape[2])  # type: ignore[union-attr]
-        for at in range(0, len(flat), sum(self.spec.counts) + 1):
-            carry = Carry.of(self.spec.counts, tuple(flat), at)
-            states.append(named_state(self.spec.weights, self.spec.slots, carry, lead))
-        if self.config.chunk > 1 and not self.masked:
+        lead, plan = (self.flat[2].shape[0], self.flat[2].shape[2]), self.plan  # type: ignore[union-attr]
+        for at in range(0, len(flat), sum(plan.counts) + 1):
+            carry = Carry.of(plan.counts, tuple(flat), at)
+            states.append(named_state(tuple(plan.kinds[0]), tuple(plan.kinds[1]), carry, lead))
+        if self.config.chunk > 1 and not plan.masks:
             _remember(self, states)
         normalizer = states[1] if len(states) > 1 else None
         return y, states[0]._replace(normalizer=normalizer, seen=self.seen)  # type: ignore[return-value]
 
 
-def _memory(
-    config: MemoryConfig,
-    state: MemoryState | None,
-    initial: Named | None,
-    inputs: Sequence,
-    dtype: torch.dtype,
-    d_v: int,
-) -> tuple[MemoryState, Memory, Carry]:
-    """A memory that goes on from a state, or starts at `initial`, and restarts there: its state by name, the weights at
-    which it restarts and its state in order."""
-    batch, _, heads, width = inputs.k.shape
-    d_phi, device, reset = config.feature_map.output_dim(width), inputs.k.device, inputs.reset
-    shapes = config.structure.shapes(d_phi, d_v)
-    if initial is not None:
-        check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, inputs.k, batch=batch)
-    first, returns = None, reset is not None or config.retention.anchored
-    if state is None or returns:
-        if initial is None:
-            initial = starts(config.structure, d_phi, d_v, heads=heads, dtype=dtype, device=device)
-        wide = {name: initial[name].to(dtype) for name in shapes}
-        first = initial_state(config, wide, shapes, batch, inputs.retain, d_phi=d_phi, d_v=d_v)
-    own = first if state is None else _checked(config, state, shapes, slot_shapes(config, shapes, d_phi, d_v), inputs)
-    carry = carry_of(own, dtype)  # type: ignore[arg-type]
-    # Apart from the state even where that starts there: to a program they are two inputs.
-    start = carry.memory if first is None or not returns else carry_of(first, dtype).memory
-    return own, start, carry  # type: ignore[return-value]
+def _looks(
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params, state: MemoryState | None,
+    initial: Named | None, write: Tensor | None, reset: Tensor | None,
+) -> tuple[object, ...] | None:  # fmt: skip
+    """All that checks and engines ask of a call but its numbers; None where torch has to see every operation, and where
+    something is not what it should be. The one place where a scan asks torch whether it has."""
+    plain = isinstance(config, MemoryConfig) and type(gates) is Gates and type(params) is dict
+    if torch.compiler.is_compiling() or not plain or params.keys() != _NO_PARAMS.keys():
+        return None
+    given: tuple[Any, ...] = (*gates, write, reset, initial, params["learned"], params["frozen"])
+    if state is not None:
+        if type(state) is not MemoryState or type(state.normalizer) not in (type(None), MemoryState):
+            return None
+        *fields, normalizer, seen, readout = state
+        given += (*fields, seen, readout, *(normalizer or ()))
+    tensors: list[Any] = [q, k, v]
+    looks = looks_in(given, tensors)
+    if looks is None or is_traced(*tensors):
+        return None
+    places = None if config.chunk == 1 or state is None else (place_of(config, state), place_of(config, normalizer))
+    return (len(given), places, *looks)
 
 
-def _checked(config: MemoryConfig, state: MemoryState, shapes: Shapes, slots: Shapes, inputs: Sequence) -> MemoryState:
-    """The state to go on from, checked against the shapes per memory that its config carries, and in their order."""
-    batch, _, heads = inputs.lr.shape[:3]
-    device, pending = inputs.k.device, dict(shapes) if config.commit == "chunk" else {}
-    if count := config.remembered_keys:
-        pending["keys"] = (count, config.feature_map.output_dim(inputs.k.shape[-1]) + 1)
-    if config.accumulated_retain:
-        pending["retain"] = tuple(inputs.retain.shape[3:])
-        kept = state.pending.get("retain")
-        if kept is not None and kept.dim() < 2 + len(pending["retain"]):
-            kept = kept.unsqueeze(-1).expand(*kept.shape, *pending["retain"])
-            state = state._replace(pending={**state.pending, "retain": kept})
-    anchor = shapes if config.frozen_gradients else {}
-    ordered: list[Any] = []
-    for field, wanted in (("memory", shapes), ("slots", slots), ("anchor", anchor), ("pending", pending)):
-        held = getattr(state, field)
-        check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, inputs.k)
-        ordered.append({name: held[name] for name in wanted})
-    if state.position.shape != (batch, heads) or state.position.device != device:
-        raise ShapeError(
-            f"state.position must be {[batch, heads]} on {device}, got {list(state.position.shape)} on "
-            f"{state.position.device}"
-        )
-    return MemoryState(*ordered, *state[4:])  # type: ignore[call-arg]
+def keep(kept: dict[Any, Any], looks: tuple[object, ...], made: Any) -> None:
+    """Leaves what is made for calls of these looks in place of the oldest, where there are many."""
+    if len(kept) >= MOST:
+        kept.pop(next(iter(kept)), None)
+    kept[looks] = made
 
 
 def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
@@ -347,7 +476,7 @@ def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Nam
     return dtype
 
 
-def _place(config: MemoryConfig, state: MemoryState | None) -> int | None:
+def place_of(config: MemoryConfig, state: MemoryState | None) -> int | None:
     """Tokens since the chunk's start, 0 without a state; None if memories differ or none may look.
 
     Looking at values waits for the device, so it is done only where there are chunks, and where it is not known from
@@ -368,95 +497,54 @@ def _remember(call: Call, states: list[MemoryState]) -> None:
     chunk, first = call.config.chunk, states[0].position
     if not waits(first) or call.traced or first.is_inference():
         return
-    for place, state in zip(call.spec.places, states, strict=True):
+    for plan, state in zip((call.plan, call.plan.counter), states):  # noqa: B905
+        place = plan.place  # type: ignore[union-attr]
         if place is not None and place < chunk:
             _PLACES[state.position] = state.position._version, (place + call.length) % chunk
 
 
-def _as_wide_as(state: MemoryState, inputs: Sequence) -> Sequence:
-    """The sequence with retain per phi channel where an unfinished chunk has kept it so."""
-    kept = state.pending.get("retain")
-    if kept is None or kept.dim() < 3 or inputs.retain.dim() == 4:
-        return inputs
-    retain = inputs.retain.unsqueeze(-1)
-    return inputs._replace(retain=retain.expand(*retain.shape[:-1], kept.shape[-1]))
-
-
 def complete(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None,
-    write_mask: Tensor | None,
-    reset_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    going_on: bool = False,
-) -> Sequence:
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, write_mask: Tensor | None,
+    reset_mask: Tensor | None, cu_seqlens: Tensor | None, *, going_on: bool = False,
+) -> Inputs:  # fmt: skip
     """The checked inputs with every gate as a tensor."""
     check_tokens(q, k, v)
+    if cu_seqlens is not None:
+        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
+    check_alike(q, k, v, write_mask, reset_mask)
+    gates = _DEFAULTS if gates is None else gates
+    check_gates(config, gates, k, v)
+    own, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
+    return Inputs(q, k, v, *own, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]
+
+
+def check_alike(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None, reset: Tensor | None) -> None:
+    """Refuses tokens and masks that are not of the same sequences."""
     if q.shape != k.shape or v.shape[:3] != k.shape[:3]:
         raise ShapeError(
             f"q and k must be [B, T, H, D] and v [B, T, H, V] with equal B, T, H; got q {list(q.shape)}, k "
             f"{list(k.shape)}, v {list(v.shape)}{swapped(v.shape, k.shape) or swapped(q.shape, k.shape)}"
         )
-    if cu_seqlens is not None:
-        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
-    for name, mask in (("write_mask", write_mask), ("reset_mask", reset_mask)):
-        if mask is not None:
-            check_mask(name, mask, k)
-    own = complete_gates(config, gates, k, v, write_mask)
-    general = general_gates(config, gates or Gates(), k, v, write_mask)
-    return Sequence(q, k, v, *own, write_mask, reset_mask, None, *general)  # type: ignore[call-arg]
+    check_mask("write_mask", write, k)
+    check_mask("reset_mask", reset, k)
 
 
 # Positions of tokens, counted across calls, for feature maps that depend on them.
 
 
-def numbered(config: MemoryConfig, state: MemoryState | None, sequence: Sequence) -> tuple[Sequence, Tensor | None]:
-    """The sequence with its tokens' positions, and the count of tokens at its end.
+def numbered(config: MemoryConfig, state: MemoryState | None, inputs: Inputs) -> tuple[Inputs, Tensor | None]:
+    """The inputs with their tokens' positions, and the count of tokens at their end.
 
     A position is the number of tokens written since the start or the last reset; both are None where phi needs none.
     [ENG-POS-D1]
     """
-    needed, seen = config.feature_map.needs_position, None if state is None else state.seen
-    if state is not None and (seen is not None) != needed:
-        raise ShapeError(
-            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
-            f"needs {'one' if needed else 'none'}; was the state made with another config?"
-        )
-    if not needed:
-        return sequence, None
-    k = sequence.k
-    if seen is None:
-        seen = torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device)
-    if seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device:
-        raise ShapeError(
-            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(seen)} on {seen.device}"
-        )
-    position, seen = counted(seen, sequence.write, sequence.reset, k.shape[1])
-    return sequence._replace(position=position), seen
+    check_position(config, state, inputs.k)
+    if not config.feature_map.needs_position:
+        return inputs, None
+    position, seen = counted(_seen(state, inputs.k), inputs.write, inputs.reset, inputs.k.shape[1])
+    return inputs._replace(position=position), seen
 
 
-def counted(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-    """`written_before`, and the count `[B]` after the last token."""
-    position = written_before(seen, write, reset, length)
-    if length:
-        seen = position[:, -1] + (1 if write is None else write[:, -1])
-    return position, seen
-
-
-def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Tensor:
-    """Tokens written before each of `length` tokens since the start or the last reset, `[B, T]`.
-
-    `seen` `[B]` counts those of earlier calls.
-    """
-    if write is None:
-        write = torch.ones(*seen.shape, length, dtype=torch.bool, device=seen.device)
-    before = write.cumsum(1) - write.long()
-    start = -seen.unsqueeze(1)
-    if reset is not None:
-        # Counts only grow, so the largest one at a reset so far is that of the last reset.
-        start = torch.where(reset, before, start).cummax(1).values
-    return before - start
+def _seen(state: MemoryState | None, k: Tensor) -> Tensor:
+    held = None if state is None else state.seen
+    return torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device) if held is None else held

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hecate.engine.call import Call
+from hecate.engine.call import Call, Plan
 from hecate.engine.engine import TokenEngine
 from hecate.engine.parallel import parallel
 from hecate.engine.tokens import Carry, Tokens, in_folds, split_time
@@ -26,6 +26,7 @@ class Cascade(TokenEngine):
     """Both memories block by block, one after the other."""
 
     name = "cascade"
+    reason = "two linear memories, each exact in blocks"
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that are no cascade, or not linear in the states of its memories."""
@@ -39,13 +40,9 @@ class Cascade(TokenEngine):
             return f"algorithm {config.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return None
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """From six tokens on it has been faster than the token loop, whatever the sizes (measured)."""
-        return 300.0 + 45.0 * call.length
-
-    def about(self, call: Call) -> str:
-        """The same reason for every call."""
-        return "two linear memories, each exact in blocks"
+        return 300.0 + 45.0 * plan.length
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
         """Both keep what their blocks make."""

@@ -6,8 +6,8 @@
         def refuses(self, config):  # why it is not exact for a config, whatever it is called with
             return None if config.forms.linear else "it is for linear memories"
 
-        def cost(self, call):
-            return 10.0 * call.length
+        def cost(self, plan):
+            return 10.0 * plan.length
 
         def run(self, call, run=execute):
             ...
@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Spec
+from hecate.engine.call import Call, Plan, TensorsNeeded
 from hecate.engine.features import faced, normalized, to_tokens
 from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, not_known
@@ -52,6 +52,8 @@ class Engine(ABC):
     bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
+    reason: ClassVar[str] = ""  # why it costs what it costs, where that is the same for all calls
+    made: ClassVar[int] = 0  # how many were registered so far: what was chosen before the last may not be the cheapest
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -68,6 +70,7 @@ class Engine(ABC):
                 gives = "an engine gives cost and run, a TokenEngine cost and scan"
                 raise ConfigError(f"engine {cls.name!r} has no {missing}: {gives}; define {cls.__name__} with them")
             Engine.registry[cls.name] = cls()
+            Engine.made += 1
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Why it is not exact for a config; None if it is."""
@@ -83,32 +86,36 @@ class Engine(ABC):
             return "it takes steps by the length of keys, and step='normalized' by the curvature that writes meet"
         return self.refuses(config)
 
-    def unfit(self, call: Call) -> str | None:
-        """Why it cannot run a call although it is exact for its config: device, dtypes, masks, tracing, sizes."""
+    def unfit(self, plan: Plan) -> str | None:
+        """Why it cannot run calls of a plan although it is exact for their config: device, dtypes, masks, tracing,
+        sizes.
+
+        A plan has no tensors: once for all calls that look alike it is asked this, its cost, and what it says about
+        them. One that asks for `plan.tensors`, or what else a call alone has, is given the call, in every call."""
         return None
 
-    def unable(self, call: Call) -> str | None:
-        """Why it cannot run a call, for whatever reason; None if it can."""
-        config, known = call.config, call.config.refusals
+    def unable(self, plan: Plan) -> str | None:
+        """Why it cannot run calls of a plan, for whatever reason; None if it can."""
+        config, known = plan.config, plan.config.refusals
         if torch.compiler.is_compiling():  # which cannot trace what remembers
             known = {}
         if self not in known:
             known[self] = self.excludes(config)
         if (reason := known[self]) is not None:
             return reason
-        for name in call.general:
+        for name in plan.general:
             # Under dot nothing is asked of the memory, and the written key is the only one.
             if name not in self.takes and not (name == "write" and config.forms.target):
                 return f"it does not know gates.{name}"
-        return self.unfit(call)
+        return self.unfit(plan)
 
     @abstractmethod
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Microseconds, roughly: `auto` takes the least. `math.inf` leaves the call to others."""
 
-    def about(self, call: Call) -> str:
-        """Why it costs what it costs, for the log."""
-        return ""
+    def about(self, plan: Plan) -> str:
+        """Why it costs what it costs, for the log: by default its `reason`."""
+        return self.reason
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
         """Meaning of `autodiff="auto"`: autograd, which keeps what blocks make, for linear memories, else the tape."""
@@ -127,21 +134,26 @@ class Engine(ABC):
         """Cotangents of `call.flat`."""
         raise NotImplementedError
 
-    def program(self, spec: Spec, run: Run, *flat: Tensor | None) -> Tensors:
-        """A call as a function of its tensors: y in v's dtype, and states that are no inputs."""
+    def program(self, plan: Plan, run: Run, *flat: Tensor | None) -> Tensors:
+        """A call as a function of its tensors: its `outputs`."""
+        return self.outputs(Call(plan, flat), run)
+
+    def outputs(self, call: Call, run: Run) -> Tensors:
+        """y in v's dtype, and states that are no inputs."""
+        plan, flat = call.plan, call.flat
         if type(self).backward is Engine.backward:
-            y, *states = self.run(Call(spec, flat), run)
+            y, *states = self.run(call, run)
         else:
             hand = ByHand(
                 f"engine.{self.name}",
-                lambda inputs, keeps: self.forward(Call(spec, inputs), keeps),
-                lambda inputs, record, cotangents: self.backward(Call(spec, inputs), record, cotangents),
-                lambda *inputs: self.run(Call(spec, inputs)),
+                lambda inputs, keeps: self.forward(Call(plan, inputs), keeps),
+                lambda inputs, record, cotangents: self.backward(Call(plan, inputs), record, cotangents),
+                lambda *inputs: self.run(Call(plan, inputs)),
             )
             y, *states = run(hand.block(), *flat, label="tokens")
-        if y.dtype != (wanted := flat[2].dtype):  # type: ignore[union-attr]
-            y = one(run(cast(wanted), y, label="outputs"))
-        return y, *apart(states, flat, run)
+        if y.dtype != plan.values:  # type: ignore[union-attr]
+            y = one(run(cast(plan.values), y, label="outputs"))
+        return y, *apart(states, flat, run, call.traced)
 
 
 class TokenEngine(Engine):
@@ -159,8 +171,9 @@ class TokenEngine(Engine):
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """Features, the scan, and the quotient by the normaliser."""
-        tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, run, l2=self.l2_norm)
-        tokens = faced(call.config, tokens, run)
+        tokens = to_tokens(call.config, call.inputs, call.params, call.plan.dtype, run, l2=self.l2_norm)
+        if call.config.forms.transposed:
+            tokens = faced(call.config, tokens, run)
         memories = call.memories
         if len(memories) > 1:
             return normalized(self.scan, call, tokens, run, along=self.counts_along)
@@ -169,10 +182,10 @@ class TokenEngine(Engine):
         return y, *carry.flat
 
 
-def apart(states: list[Tensor | None], given: Tensors, run: Run) -> list[Tensor | None]:
+def apart(states: list[Tensor | None], given: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
-    one."""
-    traced = is_traced(*given)
+    one. `traced`: what `is_traced` says of what is given, if that is known."""
+    traced = is_traced(*given) if traced is None else traced
     held = set()
     for item in given:
         if item is not None and not traced:
@@ -209,32 +222,47 @@ def check_exact(config: MemoryConfig, asked: EngineName) -> None:
     _refuse(asked, engine.excludes(config))
 
 
-def choose(call: Call, asked: EngineName = "auto") -> Engine:
-    """The engine asked for, `ConfigError` if it cannot run the call exactly; or the cheapest that can."""
+def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
+    """The engine asked for, `ConfigError` if it cannot run the call, or calls of the plan, exactly; or the cheapest
+    that can: found once for all calls of a plan, unless an engine looks at their tensors."""
+    plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
+    known = (asked, Engine.made, len(Engine.registry))
+    if plan.choice[0] == known and not plan.by_tensors:
+        return plan.choice[1]
+    if not plan.by_tensors:
+        try:
+            plan.choice = known, _chosen(plan, asked)
+        except TensorsNeeded:
+            plan.by_tensors = True
+    # One that looked at tensors may have caught what told it to wait for the call.
+    return _chosen(asked_of, asked) if plan.by_tensors else plan.choice[1]
+
+
+def _chosen(asked_of: Any, asked: EngineName) -> Engine:
     if asked != "auto":
-        check_exact(call.config, asked)
+        check_exact(asked_of.config, asked)
         engine = Engine.registry[asked]
-        _refuse(asked, engine.unable(call))
+        _refuse(asked, engine.unable(asked_of))
         return engine
     best, least = None, math.inf
     for engine in Engine.registry.values():
         if not engine.automatic:
             continue
-        cost = engine.cost(call)  # first of all: asking whether it fits may load what it needs
-        if cost < least and engine.unable(call) is None:
+        cost = engine.cost(asked_of)  # first of all: asking whether it fits may load what it needs
+        if cost < least and engine.unable(asked_of) is None:
             best, least = engine, cost
     if best is not None:
         return best
-    raise ConfigError("no engine runs this call: " + "; ".join(f"{k}: {v}" for k, v in verdicts(call).items()))
+    raise ConfigError("no engine runs this call: " + "; ".join(f"{k}: {v}" for k, v in verdicts(asked_of).items()))
 
 
-def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> tuple[str, str]:
+def explain(asked_of: Plan | Call, asked: EngineName = "auto", *, others: bool = False) -> tuple[str, str]:
     """The name of the engine that `choose` takes, and why; what the others say if it has no reason of its own, or if
     asked for."""
-    engine = choose(call, asked)
+    engine = choose(asked_of, asked)
     if asked != "auto":
         return engine.name, "asked for"
-    said = verdicts(call)
+    said = verdicts(asked_of)
     own = said.pop(engine.name)
     rest = "; ".join(f"{name}: {why}" for name, why in said.items() if why)
     if own and not others:
@@ -243,17 +271,17 @@ def explain(call: Call, asked: EngineName = "auto", *, others: bool = False) -> 
     return engine.name, f"{own} ({rest})" if rest else own
 
 
-def verdicts(call: Call) -> dict[str, str]:
-    """Each engine's verdict on a call: why it is not exact, why it cannot run it, else why it costs what it costs."""
-    return {name: engine.unable(call) or engine.about(call) for name, engine in Engine.registry.items()}
+def verdicts(asked_of: Any) -> dict[str, str]:
+    """Each engine's verdict on a call or a plan: why it is not exact, why it cannot run it, else why it costs what it
+    costs."""
+    return {name: engine.unable(asked_of) or engine.about(asked_of) for name, engine in Engine.registry.items()}
 
 
 def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False) -> list[str]:
     """The engines beside the token loop that are exact for a config on the CPU, with masks or without."""
-    retain = torch.ones(1, 1, 1, 1) if config.retention.gate_form.channels else None
-    call = Call.sketch(config, length=length, retain=retain, masked=masked)
+    plan = Plan.sketch(config, length=length, channels=config.retention.gate_form.channels, masked=masked)
     others = [each for each in Engine.registry.values() if not each.truth]
-    return [each.name for each in others if each.unable(call) is None]
+    return [each.name for each in others if each.unable(plan) is None]
 
 
 def _refuse(name: str, reason: str | None) -> None:

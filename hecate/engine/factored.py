@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call
+from hecate.engine.call import Call, Plan
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
 from hecate.rule import MemoryConfig
@@ -35,6 +35,7 @@ class Factored(TokenEngine):
     """Token by token, with gradients and steps as factors."""
 
     name = "factored"
+    reason = "gradients and steps as factors, token by token"
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that need whole gradients, or take them elsewhere."""
@@ -48,13 +49,9 @@ class Factored(TokenEngine):
             return f"algorithm {config.algorithm.kind!r} as configured makes no step of narrow factors"
         return None
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Half of what the loop takes (measured)."""
-        return 60.0 * (1 + call.length)
-
-    def about(self, call: Call) -> str:
-        """The same reason for every call."""
-        return "gradients and steps as factors, token by token"
+        return 60.0 * (1 + plan.length)
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """Token by token."""

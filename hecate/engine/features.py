@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Sequence
+from hecate.engine.call import Call, Inputs
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, formula_block, one, several
+from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, execute, formula_block, one, several
 from hecate.tape.ops import largest, levelling, near_one, over, reach
 
 NORMALIZED_EPS = 1e-6
@@ -29,7 +29,7 @@ FLOW_SERIES = 0.05  # below it eight terms are exact to 1e-17
 
 
 def to_tokens(
-    config: MemoryConfig, inputs: Sequence, params: Params, dtype: torch.dtype, run: Run,
+    config: MemoryConfig, inputs: Inputs, params: Params, dtype: torch.dtype, run: Run,
     *, l2: Block | None = None,
 ) -> Tokens:  # fmt: skip
     """phi, key_norm, query_scale and the step rule: tokens `[B, T, H, *]` in a dtype. l2: a kernel for
@@ -55,15 +55,19 @@ def featured(
     config: MemoryConfig, k: Tensor, q: Tensor, params: Params | None = None, *, run: Run, l2: Block | None = None
 ) -> tuple[Tensor, Tensor]:
     """phi, key_norm and query_scale of keys and queries."""
-    block, tensors = config.feature_map.block({"learned": {}, "frozen": {}} if params is None else params)
-    if block.vjp is not None and block.program is None:
-        block = by_hand(block)
-    phi_k = one(run(block, k, *tensors, label="phi(k)"))
-    phi_q = one(run(block, q, *tensors, label="phi(q)"))
-    if config.key_norm != "none":
-        norm = (l2 or L2_NORM) if config.key_norm == "l2" else SUM_NORM
-        phi_k = one(run(norm, phi_k, label="key_norm"))
-        phi_q = one(run(norm, phi_q, label="key_norm"))
+    phi_k, phi_q = k, q
+    # A tape records the identity by its name; autograd meets it in a view, where cotangents are summed up, unless a
+    # block takes it up at once.
+    if run is not execute or not config.forms.identity or config.key_norm == "none":
+        block, tensors = config.feature_map.block({"learned": {}, "frozen": {}} if params is None else params)
+        if block.vjp is not None and block.program is None:
+            block = by_hand(block)
+        phi_k = one(run(block, k, *tensors, label="phi(k)"))
+        phi_q = one(run(block, q, *tensors, label="phi(q)"))
+    if config.key_norm == "l2" and l2 is not None:  # a kernel takes one tensor
+        phi_k, phi_q = one(run(l2, phi_k, label="key_norm")), one(run(l2, phi_q, label="key_norm"))
+    elif config.key_norm != "none":
+        phi_k, phi_q = several(run(L2_NORM if config.key_norm == "l2" else SUM_NORM, phi_k, phi_q, label="key_norm"))
     if config.query_scale == "key_dim":
         phi_q = scaled(phi_q, 1 / math.sqrt(k.shape[-1]), run, "query_scale")
     return phi_k, phi_q
@@ -81,16 +85,15 @@ def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
 
 
 def cast_inputs(
-    config: MemoryConfig, inputs: Sequence, dtype: torch.dtype, run: Run, *, narrow: bool = False
+    config: MemoryConfig, inputs: Inputs, dtype: torch.dtype, run: Run, *, narrow: bool = False
 ) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
     it."""
-    q, *rest = [
-        tensor
-        if tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
-        else one(run(cast(dtype), tensor, label="inputs"))
-        for tensor in inputs[:6]
-    ]
+    rest: list[Tensor] = []
+    for tensor in inputs[:6]:
+        held = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
+        rest.append(tensor if held else one(run(cast(dtype), tensor, label="inputs")))
+    q, *rest = rest
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
@@ -100,7 +103,7 @@ def cast_inputs(
 
 
 def _gated(
-    config: MemoryConfig, phi_k: Tensor, inputs: Sequence, dtype: torch.dtype, run: Run
+    config: MemoryConfig, phi_k: Tensor, inputs: Inputs, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The keys that are erased with and written with, the latter None where it is the former; and retain_value; with
     gates cast, neutral at masked tokens."""
@@ -143,34 +146,39 @@ def scaled(x: Tensor, factor: Tensor | float, run: Run, label: str) -> Tensor:
 # key_norm.
 
 
-def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., tuple[Tensor]]) -> Block:
-    """x over its size, or the root of it; a zero vector stays zero. Residuals: the quotient and the divisor."""
+def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Callable[..., Tensor]) -> Block:
+    """Each x over its size, or the root of it; a zero vector stays zero. Residuals: quotients and divisors."""
 
-    def forward(x: Tensor) -> tuple[Tensors, tuple[Tensor, Tensor]]:
-        size, level = size_of(x), None
-        if not near_one(size, share=0.5):
-            level = levelling(largest(x))
-            x = x * level
-            size = size_of(x)
-        size = torch.where(size > 0, size, 1.0)  # ahead of the root, whose derivative is infinite at 0
-        size = size.sqrt() if root else size
-        unit = x / size
-        return (unit,), (unit, size if level is None else size / level)
+    def forward(*xs: Tensor) -> tuple[Tensors, list[tuple[Tensor, Tensor]]]:
+        kept, looks = [], can_inspect(*xs, free=True)
+        for x in xs:
+            size, level = size_of(x), None
+            if not near_one(size, 0.5, looks):
+                level = levelling(largest(x))
+                x = x * level
+                size = size_of(x)
+            size = torch.where(size > 0, size, 1.0)  # ahead of the root, whose derivative is infinite at 0
+            size = size.sqrt() if root else size
+            kept.append((x / size, size if level is None else size / level))
+        return next(zip(*kept, strict=True)), kept
 
-    return by_hand(Block(name, forward, vjp))
+    def back(kept: list[tuple[Tensor, Tensor]], *cotangents: Tensor) -> Tensors:
+        return tuple(map(vjp, kept, cotangents))
+
+    return by_hand(Block(name, forward, back))
 
 
-def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+def _l2_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensor:
     unit, norm = residuals
     product = unit * g
     along = product.sum(-1, keepdim=True)
     # Into the same tensor: pages of a long sequence's fresh tensors cost more than the arithmetic.
-    return (torch.addcmul(g, unit, along, value=-1, out=product).div_(norm),)
+    return torch.addcmul(g, unit, along, value=-1, out=product).div_(norm)
 
 
-def _sum_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor]:
+def _sum_norm_vjp(residuals: tuple[Tensor, Tensor], g: Tensor) -> Tensor:
     share, total = residuals
-    return ((g - (share * g).sum(-1, keepdim=True)) / total,)
+    return (g - (share * g).sum(-1, keepdim=True)) / total
 
 
 L2_NORM = _norm("l2_norm", lambda x: x.square().sum(-1, keepdim=True), True, _l2_norm_vjp)

@@ -24,13 +24,13 @@ from torch.nn.functional import one_hot, pad
 
 from hecate.checks import expect, expect_choice
 from hecate.engine import nonfinite
-from hecate.engine.call import Call, Spec, written_before
+from hecate.engine.call import Call, Plan
 from hecate.engine.coefficients import matrices_of
 from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
 from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
-from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads
+from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -102,14 +102,14 @@ def log_linear_scan(
     if v.numel() == 0:
         outputs = (torch.zeros_like(v) + scale.sum().to(v.dtype), *(x.clone() for x in call.memories[0][1].flat))
     else:
-        program = partial(_program, call.spec, _by_blocks(call, engine))
+        program = partial(_program, call.plan, _by_blocks(call, engine))
         flat = (scale.to(call.dtype), *places, *call.flat)
         outputs = several(differentiate(program, flat, "torch" if autodiff == "auto" else autodiff))
         if rule.on_nonfinite == "raise":
             nonfinite.check(plain, name, outputs)
     y, after = call.result(outputs)
     if rule.on_nonfinite == "raise" and y.requires_grad:
-        nonfinite.watch_cotangents(name, y, after)
+        nonfinite.watch_cotangents(name, y, after, call.traced)
     after = after._replace(position=count.unsqueeze(1).expand_as(after.position).clone())
     return (y if writes == 1 else read_once(config, y, run=execute)), after
 
@@ -136,7 +136,7 @@ def _in_levels(call: Call, state: MemoryState | None, levels: int) -> Call:
             tuple(item.flatten(0, 1).to(call.dtype) for item in kind.values()) for kind in (state.memory, state.slots)
         )
     carry = carry._replace(memory=memory, slots=slots)
-    return Call(call.spec, (*call.flat[: call.first], *start, *carry.flat), call.seen)
+    return Call(call.plan, (*call.flat[: call.plan.first], *start, *carry.flat), call.seen)
 
 
 def _oldest(weight: Tensor, levels: int) -> Tensor:
@@ -191,10 +191,10 @@ def _by_blocks(call: Call, engine: str) -> bool:
     return engine == "parallel" or (engine == "auto" and call.length > 1 and not apart)
 
 
-def _program(spec: Spec, blocks: bool, run: Run, scale: Tensor, *given: Tensor | None) -> Tensors:
+def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *given: Tensor | None) -> Tensors:
     """y in v's dtype, and the states, of lambda, places and a call's tensors."""
-    places, call = given[:3], Call(spec, given[3:])
-    tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, spec.dtype, run), run)
+    places, call = given[:3], Call(plan, given[3:])
+    tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, plan.dtype, run), run)
     (initial, carry), heads = call.memories[0], scale.shape[2]
     size = SEGMENT * CHUNK if blocks else math.isqrt(call.length - 1) + 1
     sizes = [min(size, call.length - at) for at in range(0, call.length, size)]

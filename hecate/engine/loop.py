@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import Token
-from hecate.engine.call import GENERAL, RATES, Call
+from hecate.engine.call import GENERAL, RATES, Call, Plan
 from hecate.engine.engine import TokenEngine
 from hecate.engine.tokens import (
     CONCAT,
@@ -44,13 +44,13 @@ class Sequential(TokenEngine):
     truth = transposes = anchors = bounds = True
     takes = (*GENERAL, RATES)
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Python and a few products per token."""
-        return 1.0 + 100.0 * call.length
+        return 1.0 + 100.0 * plan.length
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Of more tokens, what others say is more."""
-        return "a single token" if call.length == 1 else ""
+        return "a single token" if plan.length == 1 else ""
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
         """The tape: autograd would keep a state per token."""

@@ -31,10 +31,11 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
     """Refuses outputs or states that are not finite, at once or late."""
     if late._WAITING:
         late.look()
-    if not can_inspect(*outputs):
+    free = not (call.traced or waits(outputs[0]))
+    if not free and not can_inspect(*outputs):
         return
     floats = [item.detach() for item in outputs if item.is_floating_point()]
-    if late.HELD or waits(floats[0]):
+    if late.HELD or (not free and waits(floats[0])):
         _put_off(name, floats)
         return
     # A sum over anything non-finite is non-finite, and costs one pass; the converse needs a look.
@@ -84,7 +85,7 @@ class _Memory:
 
 
 def _memories(call: Call) -> list[_Memory]:
-    tokens = to_tokens(call.config, call.inputs, call.params, call.spec.dtype, execute)
+    tokens = to_tokens(call.config, call.inputs, call.params, call.plan.dtype, execute)
     tokens = fold_heads(faced(call.config, tokens, execute), execute)
     first, *counter = call.memories
     counters = [_Memory(call.config.counting, counting(tokens), *memory) for memory in counter]
@@ -201,10 +202,10 @@ def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, found: Tensor)
 # Gradients that come to a memory from outside.
 
 
-def watch_cotangents(name: str, y: Tensor, state: MemoryState) -> None:
+def watch_cotangents(name: str, y: Tensor, state: MemoryState, traced: bool) -> None:
     """Lets the backward pass look at what reaches y and the state, as `on_nonfinite="raise"` does ahead of it: on a
     CPU, and where values may steer. One that is not finite is named, not spread. [ENG-FINITE-V1]"""
-    if not can_inspect(y, free=True) or bool(late.HELD):
+    if traced or waits(y) or late.HELD:
         return
     held = {"outputs": y}
     for field in ("memory", "slots"):

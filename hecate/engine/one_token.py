@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
-from hecate.engine.call import GENERAL, carry_of, named_state
+from hecate.engine.call import GENERAL, carry_of, keep, looks_in, named_state
 from hecate.engine.engine import apart
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import CELLS, blocks_of, token_step
@@ -34,10 +33,9 @@ from hecate.tape.ops import reach
 
 TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, retain, momentum, state)
 
-MOST = 64  # programs that a config keeps
 FEW = 16
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
+_NUMBERS = (float, int)
 
 
 class Unfit(Exception):
@@ -56,26 +54,14 @@ def looks_of(
         return None
     lr, retain, momentum, erase, write, value, floor, ridge, mix = gates
     *fields, normalizer, seen, readout = state
-    looks: list[object] = [params is None]
     tensors: list[Any] = [q, k, v]
     every: tuple[Any, ...] = (lr, retain, momentum, initial, *fields, seen, readout, *(normalizer or ()))
     if not erase is write is value is floor is ridge is mix is None:
         every += gates[3:]
-    for given in every:
-        if given is None:
-            looks.append(None)
-        elif type(given) is dict:
-            looks.append(tuple(given))
-            tensors += given.values()
-        elif type(given) in _NUMBERS:
-            looks += (type(given), given)
-        else:
-            looks.append(Tensor)
-            tensors.append(given)
-    fits = _TENSORS.issuperset(map(type, tensors))
-    if not fits or (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
+    looks = looks_in(every, tensors)
+    if looks is None or (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
         return None
-    return (*looks, *map(_LOOK, tensors))
+    return (params is None, *looks)
 
 
 def short_way(
@@ -109,9 +95,7 @@ def keep_program(
     channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
     # No program of a chunk that goes on with retain of another width.
     if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == channels):
-        if len(programs) >= MOST:
-            programs.pop(next(iter(programs)), None)
-        programs[looks] = OneToken(config.validated(), q, k, v, gates, state, channels)
+        keep(programs, looks, OneToken(config.validated(), q, k, v, gates, state, channels))
 
 
 class OneToken:

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from hecate.bias import Bias
-from hecate.engine.call import GENERAL, Call
+from hecate.engine.call import GENERAL, Call, Plan
 from hecate.engine.coefficients import Matrices, matrices_of, states_of, transposed_reads
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block
+from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
 from hecate.engine.walks import States, cotangents_of, plus, solve_columns, solve_rows, walk_linear, walk_linear_vjp
 from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
@@ -69,6 +69,7 @@ class Parallel(TokenEngine):
     """Blocks of tokens at once, for linear memories with linear retention."""
 
     name = "parallel"
+    reason = "linear memory with linear retention: exact in blocks"
     counts_along = True
     takes = GENERAL
     transposes = True
@@ -86,32 +87,28 @@ class Parallel(TokenEngine):
             return f"algorithm {rule.algorithm.kind!r} is not a linear recurrence of the gates alone"
         return coordinate_refusal(config)
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """A decay of value channels that its one system for all of them cannot hold."""
-        if "retain_value" not in call.general or call.config.forms.transposed:
+        if "retain_value" not in plan.general or plan.config.forms.transposed:
             return None
-        config, own = call.config, "a retain per value channel"
+        config, own = plan.config, "a retain per value channel"
         if config.algorithm.uses_momentum:
             return f"{own} decays the memory and not its momentum: no common factor of a block"
         if not (config.forms.error or config.forms.target):
             return f"{own} scales errors, and bias {config.bias.kind!r} is not linear in them"
         if config.forms.error and config.decay_order == "with_step":
             return f"{own} with decay_order='with_step' gives every value channel a system of its own"
-        kept = call.flat[11]
+        kept = None if plan.steps is not None else plan.tensors.inputs.retain_value  # a sketch tells none
         if kept is None or not can_inspect(kept, free=True):
             return f"{own} may leave the range of numbers in a block, and nothing may look"
         least = float(kept.detach().amin()) if kept.numel() else 1.0
-        if least**CHANNEL_CHUNK * reach(call.dtype, 0.75) < 1:
-            return f"{own} of {least:.2g} leaves the range of {call.dtype} within {CHANNEL_CHUNK} tokens"
+        if least**CHANNEL_CHUNK * reach(plan.dtype, 0.75) < 1:
+            return f"{own} of {least:.2g} leaves the range of {plan.dtype} within {CHANNEL_CHUNK} tokens"
         return None
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """More than a single token of the loop, less than two."""
-        return 60.0 * (1 + call.length)
-
-    def about(self, call: Call) -> str:
-        """The same reason for every call."""
-        return "linear memory with linear retention: exact in blocks"
+        return 60.0 * (1 + plan.length)
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """Block by block."""
@@ -142,14 +139,6 @@ def parallel(
 
     engine = ByHand("engine.parallel", partial(_scan, config, size), partial(_scan_vjp, config, size), plain)
     return run_by_hand(engine, tokens, carry, initial, run=run)
-
-
-def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
-    carry."""
-    block = engine.block()
-    y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
-    return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
 def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> Callable[..., Tensors]:

@@ -32,22 +32,11 @@ Scan = Callable[..., tuple[Tensor, MemoryState]]
 
 
 def read_through(
-    scan: Scan,
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None,
-    *,
-    run: Run,
-    how: dict[str, Any],
-    phi_params: Any = None,
-    state: MemoryState | None = None,
-    initial: dict[str, Tensor] | None = None,
-    write_mask: Tensor | None = None,
-    reset_mask: Tensor | None = None,
+    scan: Scan, config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run,
+    how: dict[str, Any], phi_params: Any = None, state: MemoryState | None = None,
+    initial: dict[str, Tensor] | None = None, write_mask: Tensor | None = None, reset_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, MemoryState]:
+) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """`memory_scan` of a config with a readout, by `scan`, which is `memory_scan` of its direct one; `how` are engine,
     autodiff, tape and name."""
     config = check_config(config)

@@ -25,6 +25,7 @@ from hecate.errors import ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
+from hecate.tape.bridge import without_autocast
 from hecate.tape.ops import joined
 
 _AUTODIFFS = get_args(Autodiff)
@@ -118,28 +119,16 @@ def whole_scan(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gat
 
 
 def _scan(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None = None,
-    *,
-    engine: EngineName = "auto",
-    autodiff: Autodiff = "auto",
-    tape: Tape | None = None,
-    name: str = "memory",
-    **given: Any,
-) -> tuple[Tensor, MemoryState]:
-    how: dict[str, Any]
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *, engine: EngineName = "auto",
+    autodiff: Autodiff = "auto", tape: Tape | None = None, name: str = "memory", **given: Any,
+) -> tuple[Tensor, MemoryState]:  # fmt: skip
+    how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
+    record = execute if tape is None else tape
     if getattr(config, "writes", 1) > 1:
-        how = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
-        record = execute if tape is None else tape
         single, (q, k, v, gates), given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
         y, state = _scan(single, q, k, v, gates, **given, **how)
         return read_once(config, y, run=record), state
     if not getattr(getattr(config, "readout", None), "plain", True):
-        how = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
-        record = execute if tape is None else tape
         return read_through(_scan, config, q, k, v, gates, run=record, how=how, **given)
     call = Call.of(config, q, k, v, gates, **given)
     chosen = choose(call, engine)
@@ -150,31 +139,33 @@ def _scan(
     policy = call.config.on_nonfinite
     if policy == "skip":
         call = nonfinite.skip(call)
-    # Of the spec alone: what a graph keeps of a call are the tensors that it saves.
-    program = partial(chosen.program, call.spec)
     if autodiff == "auto":
         autodiff = chosen.autodiff(call.config)
     if tape is not None:
-        outputs = several(program(tape, *call.flat))
+        outputs = chosen.outputs(call, tape)
+    elif autodiff == "torch":  # autograd records it
+        with without_autocast(call.plan.device):
+            outputs = chosen.outputs(call, execute)
     else:
-        outputs = several(differentiate(program, call.flat, autodiff))
-        if _may_read_early(call):
-            outputs = (joined(outputs[0], *call.flat), *outputs[1:])
+        # Of the plan alone: what a graph keeps of a call are the tensors that it saves.
+        outputs = differentiate(partial(chosen.program, call.plan), call.flat, autodiff)
+    y, *states = several(outputs)
+    if tape is None and _may_read_early(call):
+        y = joined(y, *call.flat)
     if policy == "raise":
-        nonfinite.check(call, name, outputs)
-    y, state = call.result(outputs)
+        nonfinite.check(call, name, (y, *states))
+    y, state = call.result((y, *states))
     if policy == "raise" and y.requires_grad:
-        nonfinite.watch_cotangents(name, y, state)
+        nonfinite.watch_cotangents(name, y, state, call.traced)
     return y, state
 
 
 def _may_read_early(call: Call) -> bool:
     """True if no token may have been answered after a write of this call."""
-    short = call.length <= call.config.chunk
+    short = call.plan.length <= call.config.chunk
     if short or call.config.commit == "token":
         return short
-    inputs = call.inputs
-    return not inputs.write is inputs.reset is None
+    return call.plan.masks != ()
 
 
 def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
@@ -186,18 +177,10 @@ def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
 
 
 def memory_features(
-    inner: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None = None,
-    *,
-    residual: bool = True,
-    write_mask: Tensor | None = None,
-    name: str = "feature memory",
-    scan: Callable[..., tuple[Tensor, MemoryState]] = memory_scan,
-    **given: Any,
-) -> tuple[Tensor, Tensor, MemoryState]:
+    inner: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *, residual: bool = True,
+    write_mask: Tensor | None = None, name: str = "feature memory",
+    scan: Callable[..., tuple[Tensor, MemoryState]] = memory_scan, **given: Any,
+) -> tuple[Tensor, Tensor, MemoryState]:  # fmt: skip
     """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
     M_t(x) itself.
 
@@ -234,17 +217,10 @@ def memory_features(
 
 @named(*MemoryConfig.model_fields)
 def memory_step(
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates | None = None,
-    *,
-    state: MemoryState | None = None,
-    phi_params: Params | None = None,
-    initial: dict[str, Tensor] | None = None,
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *,
+    state: MemoryState | None = None, phi_params: Params | None = None, initial: dict[str, Tensor] | None = None,
     name: str = "memory",
-) -> tuple[Tensor, MemoryState]:
+) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """One token: q, k `[B, H, D]`, v `[B, H, V]`, gates `[B, H]` -> y `[B, H, V]` and the new state.
 
     A loop of it equals `memory_scan`. Checks are made once for all tokens that look the same (shapes, dtypes, devices):

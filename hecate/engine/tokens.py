@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
-from hecate.tape import Block, Run, Tensors, is_traced, one, several
+from hecate.tape import Block, ByHand, Run, Tensors, is_traced, one, several
 
 Scan = Callable[..., "tuple[Tensor, Carry]"]  # (config or call, tokens, carry, initial, run=run)
 
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
     retain_value: Tensor | None = None
 
 
-# Of the fields of tokens, and of a `Sequence`: how many are vectors, and how many are these or gates, which gradients
+# Of the fields of tokens, and of `Inputs`: how many are vectors, and how many are these or gates, which gradients
 # reach; then come the masks.
 VECTORS, NUMBERS = 3, 3 + len(TokenGates._fields)
 NEUTRAL = Tokens(0, 0, 0, 0, 1, 1, False, False, 0, 1)  # type: ignore[arg-type]  # what padding holds: it changes nothing
@@ -126,6 +126,13 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
+def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
+    carry."""
+    y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
+
+
 _FOLD = Block(
     "fold_heads",
     lambda *tensors: (tuple([x.transpose(1, 2).flatten(0, 1).contiguous() for x in tensors]), tensors[0].shape),
@@ -134,6 +141,29 @@ _FOLD = Block(
 
 
 # Masks, and sequences cut and joined.
+
+
+def counted(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    """`written_before`, and the count `[B]` after the last token."""
+    position = written_before(seen, write, reset, length)
+    if length:
+        seen = position[:, -1] + (1 if write is None else write[:, -1])
+    return position, seen
+
+
+def written_before(seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> Tensor:
+    """Tokens written before each of `length` tokens since the start or the last reset, `[B, T]`.
+
+    `seen` `[B]` counts those of earlier calls.
+    """
+    if write is None:
+        write = torch.ones(*seen.shape, length, dtype=torch.bool, device=seen.device)
+    before = write.cumsum(1) - write.long()
+    start = -seen.unsqueeze(1)
+    if reset is not None:
+        # Counts only grow, so the largest one at a reset so far is that of the last reset.
+        start = torch.where(reset, before, start).cummax(1).values
+    return before - start
 
 
 def expand_to(mask: Tensor, like: Tensor) -> Tensor:

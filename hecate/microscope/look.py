@@ -16,7 +16,7 @@ from hecate.cms.self_referential import Boxes
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.microscope.view import MemoryView, View, in_double, joined_mask
 from hecate.nn import LinearAttention, Memory
-from hecate.nn.rule import Asked, FeatureMemory
+from hecate.nn.rule import FeatureMemory, ScanArguments
 from hecate.rule import Gates, MemoryState
 
 
@@ -82,7 +82,7 @@ def look(
 class Call(NamedTuple):
     """One call of one memory: what it was asked, its state after it, and why its answers to q are not used, if so."""
 
-    asked: Asked
+    asked: ScanArguments
     after: MemoryState
     unread: str | None = None
 
@@ -152,7 +152,7 @@ def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tu
         q, k, gates = given["q"], given["k"], module.gates(given["x"])
         v = module.values(k)
         own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
-        yield "", Call(Asked(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2])
+        yield "", Call(ScanArguments(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2])
     elif isinstance(module, Boxes):
         yield from _boxes(module, given, output[1])
 
@@ -168,15 +168,15 @@ def _boxes(boxes: Boxes, given: dict[str, Any], after: MemoryState) -> Iterator[
         initial = {name: weight[heads] for name, weight in how["initial"].items()}
         masks = {name: how[name] for name in ("write_mask", "reset_mask")}
         gates, own = Gates(**given["gates"]), {"phi_params": boxes.params(), "initial": initial, "state": state}
-        call = Asked(boxes.config.memory, given["q"], given["k"], v, gates, **own, **masks)
+        call = ScanArguments(boxes.config.memory, given["q"], given["k"], v, gates, **own, **masks)
         unread = None if box == "memory" else f"box {box!r} is asked what the layer is given, not q"
         yield f".{box}", Call(call, last, unread)
 
 
-def _scans_of(calls: list[Call]) -> list[Asked]:
+def _scans_of(calls: list[Call]) -> list[ScanArguments]:
     """Calls one after the other as few scans: a call that goes on where the last one stopped, in the very state,
     belongs to its scan."""
-    scans: list[list[Asked]] = []
+    scans: list[list[ScanArguments]] = []
     for index, call in enumerate(calls):
         if index and _goes_on(calls[index - 1], call):
             scans[-1].append(call.asked)
@@ -197,7 +197,7 @@ def _goes_on(last: Call, call: Call) -> bool:
     )
 
 
-def _joined(run: list[Asked]) -> Asked:
+def _joined(run: list[ScanArguments]) -> ScanArguments:
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
     masks: dict[str, Any] = {

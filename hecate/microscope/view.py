@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils import _pytree as pytree
 
-from hecate.engine import Sequence, check_params, complete, numbered, predict, to_tokens
+from hecate.engine import Inputs, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, not_known
 from hecate.files import write_file
 from hecate.microscope.draw import draw_memory
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 from hecate.nn.strength import Strength, write_strength
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
@@ -67,7 +67,7 @@ def nonlinearity(config: MemoryConfig) -> str | None:
     return None
 
 
-def implicit_attention(asked: Asked) -> Attention:
+def implicit_attention(asked: ScanArguments) -> Attention:
     """The attention map of a scan, and what the start adds.
 
     Cost: a scan of ceil(T / V) + 1 times as many sequences; for a diagonal memory of T + 1 times as many.
@@ -105,7 +105,7 @@ def implicit_attention(asked: Asked) -> Attention:
     return attention
 
 
-def _repeated(asked: Asked, times: int) -> Asked:
+def _repeated(asked: ScanArguments, times: int) -> ScanArguments:
     """So many copies of all sequences, one after the other."""
     rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
     if initial is not None:  # it may be shared by all sequences
@@ -116,7 +116,7 @@ def _repeated(asked: Asked, times: int) -> Asked:
     return copied._replace(phi_params=asked.phi_params)
 
 
-def _check(asked: Asked, attention: Attention) -> None:
+def _check(asked: ScanArguments, attention: Attention) -> None:
     """Holds A v + start against the token loop: a declaration may be wrong."""
     answers, _ = asked.scan(engine="sequential")
     v = asked.v
@@ -194,7 +194,7 @@ class MemoryView:
         unread: why its answers to q are not used; None if they are.
     """
 
-    def __init__(self, name: str, scans: list[Asked], points: int = 64, *, unread: str | None = None) -> None:
+    def __init__(self, name: str, scans: list[ScanArguments], points: int = 64, *, unread: str | None = None) -> None:
         self.name, self.scans, self.points, self.unread = name, scans, points, unread
 
     @property
@@ -357,7 +357,7 @@ def _file_names(names: list[str]) -> dict[str, str]:
 class _Written:
     """Tokens written by all scans, to query states with; `fired` `[B, T, H]` says which heads wrote a token."""
 
-    def __init__(self, scans: list[Asked], fired: Tensor) -> None:
+    def __init__(self, scans: list[ScanArguments], fired: Tensor) -> None:
         self.config = scans[0].config
         self.keys = torch.cat([_key_features(asked) for asked in scans], 1)
         self.values = torch.cat([asked.v for asked in scans], 1)
@@ -399,7 +399,7 @@ def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     return y.unflatten(0, (batch, heads)).transpose(1, 2)
 
 
-def _moments(scans: list[Asked], points: int) -> Iterator[tuple[int, MemoryState]]:
+def _moments(scans: list[ScanArguments], points: int) -> Iterator[tuple[int, MemoryState]]:
     """States before the first token and after some, at most `points`, evenly spread, each with the tokens read; the
     last token is among them. Any split of a scan is exact, so the cuts change nothing."""
     length = sum(asked.v.shape[1] for asked in scans)
@@ -430,19 +430,19 @@ def effective_rank(values: Tensor) -> Tensor:
     return torch.where(total.squeeze(-1) > 0, torch.special.entr(share).sum(-1).exp(), 0.0)
 
 
-def _key_features(asked: Asked) -> Tensor:
+def _key_features(asked: ScanArguments) -> Tensor:
     """phi(k) of every token as the memory is written with it, `[B, T, H, P]`."""
     params = check_params(asked.config.feature_map, asked.phi_params, asked.k)
     sequence, _ = numbered(asked.config, asked.state, _sequence(asked))
     return to_tokens(asked.config, sequence, params, asked.k.dtype, execute).phi_k
 
 
-def _sequence(asked: Asked) -> Sequence:
+def _sequence(asked: ScanArguments) -> Inputs:
     masks = (asked.write_mask, asked.reset_mask, None)
     return complete(asked.config, asked.q, asked.k, asked.v, asked.gates, *masks, going_on=True)
 
 
-def joined_mask(scans: list[Asked], name: str) -> Tensor:
+def joined_mask(scans: list[ScanArguments], name: str) -> Tensor:
     """`write_mask` or `reset_mask` of consecutive calls, `[B, T]`; None writes all, resets none."""
     masks = ((getattr(asked, name), asked.v.new_full(asked.v.shape[:2], name == "write_mask")) for asked in scans)
     return torch.cat([default.bool() if mask is None else mask for mask, default in masks], 1)

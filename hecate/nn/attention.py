@@ -17,7 +17,7 @@ from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
 from hecate.nn.positions import Position, PositionKind
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
 from hecate.phi.random import Norms
@@ -180,7 +180,7 @@ class LinearAttention(FeatureParameters):
 
     def asked(
         self, x: Tensor, state: MemoryState | None = None, *, context: Tensor | None = None, **masks: Tensor | None
-    ) -> Asked:
+    ) -> ScanArguments:
         """The same as a scan of a memory per query head with bias dot and lr 1, where the layer `is_memory`.
 
         The scan knows no `eps`; without a normaliser its decaying memory has decayed once more to a masked token."""
@@ -197,7 +197,7 @@ class LinearAttention(FeatureParameters):
         config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=own)
         gates = Gates(retain=self.positions.retain(k, turns))
         before = None if state is None else self.per_query_head(state)
-        return Asked(config, q, k, v, gates, phi, None, before, write_mask, reset_mask)
+        return ScanArguments(config, q, k, v, gates, phi, None, before, write_mask, reset_mask)
 
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""

@@ -168,12 +168,14 @@ def of_rule(memory: Any, name: str) -> Any:
     return _DEFAULTS[name] if own is None else own
 
 
-def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, looks: bool | None = None) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
-    with slope 1."""
+    with slope 1. `looks`: whether values may be looked at, if that is known."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
-    return x if norm == "none" else normalised(x, norm, eps, looks=can_inspect(x, free=True))
+    if norm == "none":
+        return x
+    return normalised(x, norm, eps, looks=can_inspect(x, free=True) if looks is None else looks)
 
 
 def normalised(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, *, looks: bool) -> Tensor:

@@ -23,11 +23,11 @@ from hecate.nn.gates import GateHeads
 from hecate.nn.norm import rms_norm
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import Asked, FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, between
+from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, Named
 from hecate.states import State
-from hecate.tape import Autodiff, is_traced
+from hecate.tape import Autodiff, can_inspect, is_traced
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import number
 
@@ -275,7 +275,8 @@ class Memory(RuleParameters, MemoryLayer):
                 return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
-        check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
+        if state is not None:
+            check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -290,18 +291,18 @@ class Memory(RuleParameters, MemoryLayer):
         """Mode of context parallelism: projections of queries go token by token, so ranks take turns."""
         return "itself" if self.query_projection == "none" else "turns"
 
-    def scan(self, asked: Asked, x: Tensor) -> tuple[Tensor, MemoryState]:
+    def scan(self, asked: ScanArguments, x: Tensor) -> tuple[Tensor, MemoryState]:
         """The answers of the memory and its state after the last token."""
         return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
-    def seen(self, **given: Any) -> tuple[Asked, str | None]:
+    def seen(self, **given: Any) -> tuple[ScanArguments, str | None]:
         """The scan of the memory in a call of `forward`, to be looked at, and why its answers are not used as they are,
         if so."""
         return self.asked(**given)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
-    ) -> tuple[Asked, tuple[Any, ...], Tensor | None]:
+    ) -> tuple[ScanArguments, tuple[Any, ...], Tensor | None]:
         """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
@@ -311,12 +312,14 @@ class Memory(RuleParameters, MemoryLayer):
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = mixed.split(self.splits, dim=-1)
-        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm)
+        looks = can_inspect(mixed, free=True)
+        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm, looks=looks)
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
-        k = normalise_qk(k.unflatten(-1, several), self.qk_norm)
+        k = normalise_qk(k.unflatten(-1, several), self.qk_norm, looks=looks)
         features = None if state is None else state.features
-        across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
-        q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
+        if self.feature_memory is not None:
+            across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
+            q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)
@@ -337,7 +340,7 @@ class Memory(RuleParameters, MemoryLayer):
             q, k, held = project_queries(self.query_projection, self.config, q, k, self.phi_params, *how)
             params = None
         start = self.initial.tensors
-        asked = Asked(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
+        asked = ScanArguments(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
 
     def _past(

@@ -81,7 +81,10 @@ class TensorDict(nn.Module):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their own names."""
-        return {name: getattr(self, key) for name, key in self.names.items()}
+        found = {}
+        for name, key in self.names.items():  # no comprehension, which is a frame in every call of a layer
+            found[name] = getattr(self, key)
+        return found
 
     def copy_(self, values: dict[str, Tensor]) -> None:
         """Overwrites the tensors."""

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Size, check_shapes
 from hecate.distributed import gathered
 from hecate.distributed.context import Context, context_scan
-from hecate.engine import Sequence, memory_features, memory_scan, one_write_each, to_tokens
+from hecate.engine import Inputs, memory_features, memory_scan, one_write_each, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
 from hecate.nn.conv import QKNorm, normalise_qk
@@ -265,7 +265,7 @@ class FeatureMemory(RuleParameters):
         return memory_features(self.config, q, k, self.values(k), self.gates(x), state=state, **how)
 
 
-class Asked(NamedTuple):
+class ScanArguments(NamedTuple):
     """The arguments of one `memory_scan` that change its numbers: what a layer makes of x."""
 
     config: MemoryConfig
@@ -285,7 +285,7 @@ class Asked(NamedTuple):
             return context_scan(**self._asdict(), context=context, **how)
         return memory_scan(**self._asdict(), **how)
 
-    def each_write(self) -> Asked:
+    def each_write(self) -> ScanArguments:
         """The same with every write as a token of its own."""
         masks: dict[str, Any] = {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
         config, (q, k, v, gates), masks = one_write_each(
@@ -293,7 +293,7 @@ class Asked(NamedTuple):
         )
         return self._replace(config=config, q=q, k=k, v=v, gates=gates, **masks)
 
-    def between(self, at: int, end: int, state: MemoryState | None) -> Asked:
+    def between(self, at: int, end: int, state: MemoryState | None) -> ScanArguments:
         """Tokens at <= t < end, from another state."""
         tokens = {name: getattr(self, name) for name in ("q", "k", "v", "gates", "write_mask", "reset_mask")}
         return self._replace(**between(tokens, at, end), state=state)
@@ -312,5 +312,5 @@ def features_of(
     dtype = torch.promote_types(k.dtype, config.dtype)
     gate = torch.ones(k.shape[:3], dtype=dtype, device=k.device)
     with without_autocast(k.device.type):
-        tokens = to_tokens(config, Sequence(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
+        tokens = to_tokens(config, Inputs(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
     return tokens.phi_q, tokens.phi_k, tokens.lr

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ShapeError
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 
 LATER = 32  # tokens on
 NOTHING = 1e-3  # a memory none of whose writes changes an answer by more writes nothing
@@ -44,7 +44,7 @@ class Strength(NamedTuple):
         return max(float(item.abs().max()) for item in self[1:5])
 
 
-def reading_lag(asked: Asked) -> int:
+def reading_lag(asked: ScanArguments) -> int:
     """After how many tokens a write can be read first."""
     config = asked.config
     if config.commit == "chunk":
@@ -52,7 +52,7 @@ def reading_lag(asked: Asked) -> int:
     return 1 if config.read == "before" else 0
 
 
-def places(asked: Asked, count: int = 4, later: int = LATER) -> list[int]:
+def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int]:
     """At most so many tokens, evenly spread, whose writes can be followed for `later` tokens in every sequence; those
     that close a chunk where it commits as one."""
     length, lag = asked.v.shape[1], reading_lag(asked)
@@ -71,7 +71,7 @@ def places(asked: Asked, count: int = 4, later: int = LATER) -> list[int]:
 
 
 @torch.no_grad()
-def write_strength(asked: Asked, tokens: Sequence[int] | None = None, *, later: int = LATER) -> Strength | None:
+def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *, later: int = LATER) -> Strength | None:
     """Effect of the writes of some tokens; None where no write can be followed for so long.
 
     Args:
@@ -107,7 +107,7 @@ def write_strength(asked: Asked, tokens: Sequence[int] | None = None, *, later: 
     return Strength(k_tokens.cpu(), share, share_later, pull, pull_later, size.cpu())
 
 
-def _answers(asked: Asked, tokens: Iterable[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
+def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, written: bool) -> tuple[Tensor, Tensor]:
     """The answers to the keys of tokens, `[B, N, H, V]`, when their writes can be read and some tokens on; with the
     writes or without. A copy of the sequences for every token."""
     batch, length = asked.v.shape[:2]

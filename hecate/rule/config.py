@@ -196,31 +196,37 @@ class MemoryConfig(Config):
         ) -> None: ...
 
     __slots__ = (
-        *("_counting", "_direct", "_programs", "_rule", "_single", "accumulated_retain", "blocks", "by_key", "forms"),
-        *("frozen_gradients", "refusals", "remembered_keys"),
+        *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "counting", "forms", "frozen_gradients"),
+        *("plans", "programs", "refusals", "remembered_keys", "rule"),
     )
-    # Of each config: no fields, and read without a call. `blocks` of a chunk's writes are what the step is normalised
+    # Of each config: no fields, and read without a call. `rule` has the four knobs, `counting` is the memory of the sum
+    # normaliser: bias dot, to be written with the value 1. `blocks` of a chunk's writes are what the step is normalised
     # by, 0 where it is raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on
     # `remembered_keys`, with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at
-    # which they are taken; `refusals` is what engines have said of it, by engine.
+    # which they are taken; `refusals` is what engines have said of it, by engine. `plans` of scans and `programs` of
+    # single tokens are kept by the looks of their tensors; no copy has them.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
     by_key: ClassVar[bool]
+    counting: ClassVar[MemoryConfig]
     forms: ClassVar[Forms]
     frozen_gradients: ClassVar[bool]
+    plans: ClassVar[dict[Any, Any]]
+    programs: ClassVar[dict[Any, Any]]
     remembered_keys: ClassVar[int]
     refusals: ClassVar[dict[Any, str | None]]
+    rule: ClassVar[MemoryRule]
 
     def model_post_init(self, context: object) -> None:
-        """Keeps the four knobs as a rule, the config of the sum normaliser, and room for programs."""
-        object.__setattr__(self, "_programs", {})
-        object.__setattr__(self, "refusals", {})
+        """Keeps the four knobs as a rule, the config of the sum normaliser, and room for what is found of calls."""
+        for name in ("plans", "programs", "refusals"):
+            object.__setattr__(self, name, {})
         deep = getattr(self.structure, "factored", False) and not self.structure.linear
         if hasattr(self.retention, "settled") and not getattr(self.structure, "transposed", True):
             object.__setattr__(self, "retention", self.retention.settled(deep=deep))
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
-        object.__setattr__(self, "_rule", MemoryRule.model_construct(**knobs))
+        object.__setattr__(self, "rule", MemoryRule.model_construct(**knobs))
         told = ("structure", "bias", "retention", "algorithm", "feature_map")
         if all(hasattr(fields[name], "kernel_form") for name in told):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
@@ -235,7 +241,7 @@ class MemoryConfig(Config):
             object.__setattr__(self, "_direct", type(self).model_construct(**direct))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
-            object.__setattr__(self, "_counting", type(self).model_construct(**fields))
+            object.__setattr__(self, "counting", type(self).model_construct(**fields))
 
     def _keep_what_chunks_are(self) -> None:
         chunk = self.chunk if isinstance(self.chunk, int) else 1  # of a copy that is not checked yet
@@ -281,16 +287,6 @@ class MemoryConfig(Config):
         return schema
 
     @property
-    def rule(self) -> MemoryRule:
-        """The four knobs."""
-        return self._rule  # type: ignore[attr-defined]
-
-    @property
-    def counting(self) -> MemoryConfig:
-        """The memory of the sum normaliser: bias dot, to be written with the value 1."""
-        return self._counting  # type: ignore[attr-defined]
-
-    @property
     def single(self) -> MemoryConfig:
         """The config of the same memory where every write is a token of its own."""
         return self._single if self.writes > 1 else self  # type: ignore[attr-defined]
@@ -299,11 +295,6 @@ class MemoryConfig(Config):
     def direct(self) -> MemoryConfig:
         """The config of the memory that answers what a readout has made of features."""
         return self if self.readout.plain else self._direct  # type: ignore[attr-defined]
-
-    @property
-    def programs(self) -> dict[Any, Any]:
-        """Programs that `memory_step` has bound of this config, by the looks of its tensors; no copy has them."""
-        return self._programs  # type: ignore[attr-defined]
 
     @property
     def dtype(self) -> torch.dtype:

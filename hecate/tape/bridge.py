@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import is_not
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -180,7 +181,10 @@ class _Function(torch.autograd.Function):
             return distinct(outputs, set(map(id, inputs)))
         record.append(kept)
         # What is kept for the backward pass must not hold the outputs, which hold it.
-        return tuple([None if out is None else out.detach() for out in outputs])
+        own: list[Tensor | None] = []
+        for out in outputs:  # loops here, not comprehensions: each of these is a frame in every block
+            own.append(None if out is None else out.detach())
+        return tuple(own)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -193,16 +197,22 @@ class _Function(torch.autograd.Function):
                 tensors.append(item if plain else None)
                 ctx.others.append(None if plain else item)
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*[out for out in output if isinstance(out, Tensor) and not differentiable(out)])
+        whole = []
+        for out in output:
+            if isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex()):
+                whole.append(out)
+        ctx.mark_non_differentiable(*whole)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
         inputs, record = saved[: ctx.count], None
         if ctx.layout is not None:
-            pairs = zip(saved[ctx.count :], ctx.others, strict=True)
-            (record,) = tree_unflatten([other if tensor is None else tensor for tensor, other in pairs], ctx.layout)
-        given = [cotangent for cotangent in cotangents if cotangent is not None]
+            held = []
+            for tensor, other in zip(saved[ctx.count :], ctx.others, strict=True):
+                held.append(other if tensor is None else tensor)
+            (record,) = tree_unflatten(held, ctx.layout)
+        given = list(filter(partial(is_not, None), cotangents))
         return None, None, None, *ctx.pullback(inputs, record, given)
 
 

@@ -43,12 +43,12 @@ def reach(dtype: torch.dtype, share: float) -> float:
     return 2.0 ** int(share * math.log2(torch.finfo(dtype).max))
 
 
-def near_one(size: Tensor, share: float = 0.25) -> bool:
+def near_one(size: Tensor, share: float = 0.25, looks: bool | None = None) -> bool:
     """True if sizes are known to lie within `reach` of 1.
 
-    They are looked at on a CPU only, where it costs no waiting, and where values may steer.
+    They are looked at on a CPU only, where it costs no waiting, and where values may steer: `looks`, if that is known.
     """
-    if not can_inspect(size, free=True):
+    if not (can_inspect(size, free=True) if looks is None else looks):
         return False
     if not size.numel():
         return True

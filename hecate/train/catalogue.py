@@ -16,7 +16,7 @@ import torch
 
 from hecate import activation, algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
-from hecate.engine import Call, Engine, choose, kernel_verdicts, verdicts
+from hecate.engine import Engine, Plan, choose, kernel_verdicts, verdicts
 from hecate.errors import ConfigError, not_known
 from hecate.nn import Memory
 from hecate.nn.positions import Position
@@ -123,7 +123,7 @@ def _rules() -> Table:
     for name, rule in RULES.items():
         config = rule.config
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
-        engine = choose(Call.sketch(config, length=LENGTH)).name
+        engine = choose(Plan.sketch(config, length=LENGTH)).name
         rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
     return ["rule", "knobs and settings", "engine", "paper"], rows
 
@@ -139,7 +139,7 @@ def _beside(config: MemoryConfig) -> list[str]:
 
 
 def _engines() -> Table:
-    said = verdicts(Call.sketch(MemoryConfig(), length=LENGTH))
+    said = verdicts(Plan.sketch(MemoryConfig(), length=LENGTH))
     rows = [
         [name, (inspect.getdoc(type(engine)) or "").split("\n\n")[0].removeprefix(f"{name}: "), said[name]]
         for name, engine in Engine.registry.items()
@@ -177,7 +177,7 @@ def machine() -> Table:
 def engines() -> Table:
     """Numbers of named rules that each engine runs on each device and `auto` takes it for, or why it runs none."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    calls = {on: [Call.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
+    calls = {on: [Plan.sketch(config, length=LENGTH, device=on) for config, *_ in RULES.values()] for on in devices}
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
 
     def of(engine: Engine, on: str) -> str:
@@ -221,5 +221,5 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
         layer = Memory(width, heads=1, config=config)
         y, _ = layer(torch.randn(1, 64, width, generator=torch.Generator().manual_seed(0)))
         y.sum().backward()
-        call = Call.sketch(config, length=64, shape=(width, width))
+        call = Plan.sketch(config, length=64, shape=(width, width))
         yield f"{name}: {choose(call).name}", time.perf_counter() - start

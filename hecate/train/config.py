@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from hecate.checks import Count, Size, check_shapes
 from hecate.data import Bundled, DataConfig
 from hecate.distributed import ParallelConfig
-from hecate.engine import Call, explain
+from hecate.engine import Plan, explain
 from hecate.errors import ConfigError, DataError, shorten
 from hecate.models import LanguageModelConfig
 from hecate.optim import OptimizerKind
@@ -248,7 +248,7 @@ class ExperimentConfig(Config):
         """The engine that runs each memory on this machine in training, and why no other, by its path."""
         return {
             path: explain(
-                Call.sketch(
+                Plan.sketch(
                     rule.config,
                     length=min(self.seq_len, rule.window or self.seq_len),
                     shape=(rule.d_value, rule.config.feature_map.output_dim(rule.d_key)),

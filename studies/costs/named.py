@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from hecate.engine import Call, choose
+from hecate.engine import Plan, choose
 from hecate.microscope.style import COLOURS, finish, one_legend
 from hecate.nn import Memory
 from hecate.processes import safe_path
@@ -110,7 +110,7 @@ def measure(rule: str, chunk: int | None, size: Size) -> Cost:
         once()
         spent.append(time.process_time() - start)
     d_phi = config.feature_map.output_dim(layer.d_key)
-    call = Call.sketch(config, length=size.length, shape=(layer.d_value, d_phi), dtype=config.dtype)
+    call = Plan.sketch(config, length=size.length, shape=(layer.d_value, d_phi), dtype=config.dtype)
     speed = size.batch * size.length / statistics.median(spent)
     return Cost(choose(call).name, speed, held / 2**20, peak)
 

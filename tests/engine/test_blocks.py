@@ -11,7 +11,7 @@ import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, phi
 from hecate.algorithm import DeepMomentum, NewtonSchulz, Omega
-from hecate.engine import Call, choose, verdicts
+from hecate.engine import Plan, choose, verdicts
 from hecate.engine.window import chunks, gram, linear
 from hecate.errors import ConfigError
 from hecate.testing import check_vjp
@@ -284,10 +284,10 @@ def test_features_of_a_subclass_with_its_own_formula():
     ],
 )
 def test_refuses_by_name(fields, reason):
-    said = verdicts(Call.sketch(MemoryConfig(**fields)))["window"]
+    said = verdicts(Plan.sketch(MemoryConfig(**fields)))["window"]
     assert reason in said
     with pytest.raises(ConfigError, match="cannot run this memory exactly"):
-        choose(Call.sketch(MemoryConfig(**fields)), "window")
+        choose(Plan.sketch(MemoryConfig(**fields)), "window")
 
 
 @pytest.mark.spec("ENG-WIN-I2")
@@ -306,11 +306,11 @@ def test_refuses_gates_and_sizes_that_kernels_do_not_know():
 @pytest.mark.spec("ENG-WIN-D1")
 def test_auto_takes_it():
     config = MemoryConfig.model_validate("omeganet")
-    assert choose(Call.sketch(config, length=64)).name == "window"
+    assert choose(Plan.sketch(config, length=64)).name == "window"
     for commit, said in (("token", "a step per token"), ("chunk", "one step per chunk")):
-        call = Call.sketch(config.model_copy(update={"chunk": 64, "commit": commit}), length=64)
+        call = Plan.sketch(config.model_copy(update={"chunk": 64, "commit": commit}), length=64)
         assert choose(call).name == "window" and said in verdicts(call)["window"]
-    assert choose(Call.sketch(MemoryConfig.model_validate("trellis"), length=64)).name == "cascade"
+    assert choose(Plan.sketch(MemoryConfig.model_validate("trellis"), length=64)).name == "cascade"
     assert Omega(window=3, decay=0.5).window_form().weights == (1.0, 0.5, 0.25)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, named_rule
 from hecate.bias import L2
-from hecate.engine import Call, Engine, choose, explain
+from hecate.engine import Engine, Plan, choose, explain
 from hecate.engine.chunk import engine as chunk
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.tape import Tape
@@ -334,7 +334,7 @@ def test_ttt_linear_against_its_paper(length):
     assert config.chunk == 16
     case = case_of(config, batch=1, heads=1, length=length, d=4, width=3)
     case = case._replace(initial={"weight": torch.zeros(1, 3, 4)})
-    assert explain(Call.sketch(config, length=length))[0] == "chunk"
+    assert explain(Plan.sketch(config, length=length))[0] == "chunk"
     y, state = case.scan()
     q, k, v, lr = (item[0, :, 0].numpy() for item in (case.q, case.k, case.v, case.gates.lr))
     q, k = (item / np.linalg.norm(item, axis=1, keepdims=True) for item in (q, k))
@@ -542,7 +542,7 @@ def test_auto_takes_the_token_loop_where_resets_leave_too_little_in_a_chunk(capl
         with caplog.at_level("DEBUG", logger="hecate.engine"):
             case._replace(reset=reset).scan()
         assert f"engine {expected}" in caplog.messages[-1]
-    chosen, reason = explain(Call.sketch(case.config, length=12, steps=12))
+    chosen, reason = explain(Plan.sketch(case.config, length=12, steps=12))
     assert chosen == "sequential" and "12 chunks for 12 tokens" in reason
 
 
@@ -555,10 +555,10 @@ def test_auto():
         ({"commit": "chunk"}, "sequential"),
         ({"structure": SMOOTH}, "sequential"),
     ):
-        assert explain(Call.sketch(config_of(**fields)))[0] == expected
+        assert explain(Plan.sketch(config_of(**fields)))[0] == expected
     for fields in ({"retention": "soft_clip_of_a_user"}, {"structure": "diagonal_of_a_user"}):
-        assert explain(Call.sketch(config_of(chunk=8, **fields)))[0] == "chunk"
-    chosen, reason = explain(Call.sketch(config_of(chunk=8), length=1))
+        assert explain(Plan.sketch(config_of(chunk=8, **fields)))[0] == "chunk"
+    chosen, reason = explain(Plan.sketch(config_of(chunk=8), length=1))
     assert (chosen, reason) == ("sequential", "a single token")
     with pytest.raises(ConfigError, match="unknown engine 'fast'"):
-        choose(Call.sketch(config_of()), "fast")
+        choose(Plan.sketch(config_of()), "fast")

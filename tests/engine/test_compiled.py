@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hecate import Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.bias import L2, Bias, ErrorBias
-from hecate.engine import Call, Engine, choose, explain
+from hecate.engine import Engine, Plan, choose, explain
 from hecate.engine.cpu import engine as module
 from hecate.errors import ConfigError, install_line
 from hecate.nn import Memory
@@ -349,7 +349,7 @@ for family in (Bias, Retention):
 def test_a_bias_of_ones_own():
     for bias in (Own(), Doubled()):  # printed from their own formulas
         case = case_of(config_of(bias=bias, **TITANS), length=40)
-        assert explain(Call.sketch(case.config, length=40))[0] == "compiled"
+        assert explain(Plan.sketch(case.config, length=40))[0] == "compiled"
         whole(case, engine="compiled").equals(whole(case, engine="sequential"))
 
 
@@ -358,7 +358,7 @@ def test_a_retention_of_ones_own():
     assert ElasticNet().kernel_form() == StepForm(1e-4)
     assert Harder().kernel_form() is None
     case = case_of(config_of(retention=Harder(threshold=0.05)), length=40)
-    assert explain(Call.sketch(case.config, length=40))[0] == "sequential"
+    assert explain(Plan.sketch(case.config, length=40))[0] == "sequential"
     with pytest.raises(ConfigError, match="retention 'compiled_test_harder' as configured"):
         case.scan(engine="compiled")
 
@@ -378,7 +378,7 @@ def test_rules_without_a_kernel_are_refused_by_name_and_left_by_auto(fields, rea
     config = config_of(**fields)
     with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
         scan(config, engine="compiled")
-    assert explain(Call.sketch(config, length=100))[0] != "compiled"
+    assert explain(Plan.sketch(config, length=100))[0] != "compiled"
     with pytest.raises(ConfigError, match=reason):
         Memory(8, heads=2, config=config, engine="compiled")
 
@@ -391,8 +391,8 @@ def test_tensors_that_kernels_cannot_read():
         ({"dtype": torch.bfloat16}, "bfloat16"),
         ({"traced": True}, "torch.compile"),
     ):
-        assert word in str(COMPILED.unfit(Call.sketch(config, **options)))
-        assert explain(Call.sketch(config, length=100, **options))[0] == "parallel"
+        assert word in str(COMPILED.unfit(Plan.sketch(config, **options)))
+        assert explain(Plan.sketch(config, length=100, **options))[0] == "parallel"
     config = config_of(on_nonfinite="propagate")
     case = case_of(config, length=40)
     meta = [item.to("meta") for item in (case.q, case.k, case.v)]
@@ -437,21 +437,21 @@ def test_compile_takes_another_engine():
 @pytest.mark.spec("ENG-NUM-D4")
 def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")
-    assert explain(Call.sketch(delta, length=2048, shape=(64, 64)))[0] == "compiled"
-    assert explain(Call.sketch(delta, length=2048, shape=(256, 256)))[0] == "parallel"
+    assert explain(Plan.sketch(delta, length=2048, shape=(64, 64)))[0] == "compiled"
+    assert explain(Plan.sketch(delta, length=2048, shape=(256, 256)))[0] == "parallel"
     for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
-        assert explain(Call.sketch(other, length=2048, shape=(256, 256)))[0] == "compiled"
-    assert explain(Call.sketch(delta, length=31))[0] == "parallel"
-    assert explain(Call.sketch(delta, length=1))[0] == "sequential"
+        assert explain(Plan.sketch(other, length=2048, shape=(256, 256)))[0] == "compiled"
+    assert explain(Plan.sketch(delta, length=31))[0] == "parallel"
+    assert explain(Plan.sketch(delta, length=1))[0] == "sequential"
     with pytest.raises(ConfigError, match=r"unknown engine 'fast'\. Known: .*compiled"):
-        choose(Call.sketch(delta), "fast")
+        choose(Plan.sketch(delta), "fast")
 
 
 @pytest.mark.spec("ENG-NUM-D3")
 def test_without_numba(monkeypatch):
     monkeypatch.setattr(module, "load_kernels", lambda *_: None)
     config = config_of()
-    assert explain(Call.sketch(config, length=100))[0] == "parallel"
+    assert explain(Plan.sketch(config, length=100))[0] == "parallel"
     assert torch.isfinite(scan(config)).all()
     with pytest.raises(ConfigError, match=re.escape(install_line("cpu"))):
         scan(config, engine="compiled")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import MemoryConfig, named_rule
-from hecate.engine import Call, Engine, choose, explain
+from hecate.engine import Engine, Plan, choose, explain
 from hecate.engine.cpu import deep as module
 from hecate.errors import ConfigError
 from hecate.retention import KL, Lq, LqLink, SoftmaxLink, StepForm
@@ -126,26 +126,26 @@ def test_what_is_not_finite_stays_in_its_memory(name, value):
 def test_refusals_name_the_reason(fields, reason):
     config = MemoryConfig(**fields)
     with pytest.raises(ConfigError, match=reason):
-        choose(Call.sketch(config, length=64), "compiled_layers")
+        choose(Plan.sketch(config, length=64), "compiled_layers")
 
 
 @pytest.mark.spec("ENG-LAYERS-D4")
 def test_a_call_may_be_unfit():
-    config, wide = MemoryConfig(retention="kl"), torch.ones(1, 40, 1, 3)
-    assert "per phi channel" in (ENGINE.unfit(Call.sketch(config, retain=wide)) or "")
-    assert "on cuda" in (ENGINE.unfit(Call.sketch(config, device="cuda")) or "")
-    assert "float16" in (ENGINE.unfit(Call.sketch(config, dtype=torch.float16)) or "")
-    assert ENGINE.unfit(Call.sketch(config, traced=True)) is not None
+    config = MemoryConfig(retention="kl")
+    assert "per phi channel" in (ENGINE.unfit(Plan.sketch(config, channels=True)) or "")
+    assert "on cuda" in (ENGINE.unfit(Plan.sketch(config, device="cuda")) or "")
+    assert "float16" in (ENGINE.unfit(Plan.sketch(config, dtype=torch.float16)) or "")
+    assert ENGINE.unfit(Plan.sketch(config, traced=True)) is not None
 
 
 @pytest.mark.spec("ENG-LAYERS-D4")
 @pytest.mark.parametrize("rule", ["titans", "yaad", "moneta", "memora"])
 def test_auto_takes_it_for_named_rules(rule):
     config = named_rule(rule)
-    assert explain(Call.sketch(config, length=32))[0] == "compiled_layers"
-    assert explain(Call.sketch(config, length=31))[0] == "sequential"
-    assert explain(Call.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
-    assert explain(Call.sketch(MemoryConfig(), length=64))[0] == "compiled"
+    assert explain(Plan.sketch(config, length=32))[0] == "compiled_layers"
+    assert explain(Plan.sketch(config, length=31))[0] == "sequential"
+    assert explain(Plan.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
+    assert explain(Plan.sketch(MemoryConfig(), length=64))[0] == "compiled"
 
 
 class Colder(KL):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig
-from hecate.engine import Call, explain
+from hecate.engine import Plan, explain
 from tests.memories import Case, case_of, config_of, flat_state
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_retain_per_channel():
 
 
 def test_auto_never_takes_cpu_kernels():
-    assert explain(Call.sketch(MemoryConfig(), length=1000, device="cuda"))[0] == "parallel"
+    assert explain(Plan.sketch(MemoryConfig(), length=1000, device="cuda"))[0] == "parallel"
 
 
 def test_derivatives_of_second_order():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig, named_rule
-from hecate.engine import Call, explain
+from hecate.engine import Plan, explain
 from hecate.engine.chunk.engine import span_size
 from hecate.errors import ShapeError
 from tests.engine.test_properties import Result, in_pieces, step_by_step, whole
@@ -197,7 +197,7 @@ def test_auto_takes_the_chunk_engine_with_as_many_tokens_to_a_step():
     rule = named_rule("gated_delta").model_copy(update={"chunk": 64})
     for commit in ("token", "chunk"):
         own = rule.model_copy(update={"commit": commit})
-        assert explain(Call.sketch(own, length=256, steps=4))[0] == "chunk"
+        assert explain(Plan.sketch(own, length=256, steps=4))[0] == "chunk"
         assert span_size(own, channelwise=False) == 64
 
 

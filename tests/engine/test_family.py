@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, NonFiniteError
 from hecate.bias import Bias, Yaad
-from hecate.engine import Call, Engine, choose, explain
+from hecate.engine import Call, Engine, Plan, choose, explain
 from hecate.errors import ConfigError
 from hecate.retention import KL, Lq, Retention, Sphere
 from tests.engine.test_properties import in_pieces, whole
@@ -310,8 +310,8 @@ for family in (Bias, Retention):
 def test_what_has_no_kernel_is_refused_in_a_sentence(fields, reason):
     config = config_of(**fields)
     with pytest.raises(ConfigError, match=f"engine='compiled'.*{reason}"):
-        choose(Call.sketch(config), "compiled")
-    assert explain(Call.sketch(config, length=100))[0] != "compiled"
+        choose(Plan.sketch(config), "compiled")
+    assert explain(Plan.sketch(config, length=100))[0] != "compiled"
 
 
 @pytest.mark.spec("ENG-NUM-D8", "ENG-FORMULA-D1")
@@ -330,7 +330,7 @@ def test_forms_are_those_of_the_formulas_that_name_them():
 @pytest.mark.spec("ENG-NUM-D4", "ENG-NUM-D8")
 def test_auto():
     for name in ("delta_momentum", "lattice", "mesa"):
-        assert explain(Call.sketch(MemoryConfig.model_validate(name), length=512))[0] == "compiled"
+        assert explain(Plan.sketch(MemoryConfig.model_validate(name), length=512))[0] == "compiled"
     row = {**BASE, "bias": "huber", "retention": "decay", "algorithm": "gd", "gates": ("erase", "write")}
     case = case_from(row, config_from(row), length=32)
     call = Call.of(case.config, case.q, case.k, case.v, case.gates, initial=case.initial)

@@ -62,7 +62,7 @@ def test_overflow_is_found_at_the_token_where_it_happens():
         with pytest.raises(NonFiniteError, match=place) as caught:
             memory_scan(config, k, k, k / 2, Gates(torch.ones(1, 200, 1)), engine=engine)
         assert "key_norm='l2'" in str(caught.value)
-        # Asked for half as much, it is the memory's own error that overflows, one token later.
+        # ScanArguments for half as much, it is the memory's own error that overflows, one token later.
         place = r"memory 'memory' became .* token 81: .*\* \|phi\(k\)\|\^2=4"
         with pytest.raises(NonFiniteError, match=place):
             memory_scan(config, k / 4, k, k / 2, Gates(torch.ones(1, 200, 1)), engine=engine)

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.cms import CMS, CMSConfig
-from hecate.engine import Call, Engine, choose
+from hecate.engine import Engine, Plan, choose
 from hecate.engine import fla as adapter
 from hecate.engine.fla import kernel as fla
 from hecate.engine.fla import ops
@@ -192,7 +192,7 @@ def test_a_kernel_is_tried_once_for_all_configs_that_it_computes(stand_in):
         patch.setattr(fla, "distrust", lambda *ask: tried.append(ask))
         for fields in ({}, {"feature_map": "elu"}, {"key_norm": "l2", "step": "implicit"}):
             config = MemoryConfig.model_validate({**CONFIGS["gated delta"], **fields})
-            assert FLA.unfit(Call.sketch(config, **call)) is None
+            assert FLA.unfit(Plan.sketch(config, **call)) is None
     assert len(set(tried)) == 1
 
 
@@ -229,9 +229,9 @@ def test_a_call_that_does_not_fit_says_why(stand_in):
         ({"dtype": torch.float64}, "q, k or v make it torch.float64"),
         ({}, r"needs fla.ops.gated_delta_rule.chunk_gated_delta_rule: pip install"),
     ):
-        assert reason in FLA.unfit(Call.sketch(config, **{**on_device, **changes}))
+        assert reason in FLA.unfit(Plan.sketch(config, **{**on_device, **changes}))
         with pytest.raises(ConfigError, match="engine='fla' cannot run this memory exactly"):
-            choose(Call.sketch(config, **{**on_device, **changes}), "fla")
+            choose(Plan.sketch(config, **{**on_device, **changes}), "fla")
 
 
 @pytest.mark.spec("ENG-FLA-I3")
@@ -266,11 +266,10 @@ def test_asking_for_it_where_it_cannot_run_is_an_error():
 @pytest.mark.spec("ENG-FLA-I2")
 def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
     config = MemoryConfig(bias="dot", retention="decay", state_dtype="float32")
-    gates = torch.full((2, 5, 1), 0.9)
-    half = {"length": 100, "shape": (8, 8), "device": "cuda", "values": torch.bfloat16, "retain": gates}
+    half = {"length": 100, "shape": (8, 8), "device": "cuda", "values": torch.bfloat16}
 
     def chosen(**changes) -> str:
-        return choose(Call.sketch(config, **{**half, **changes})).name
+        return choose(Plan.sketch(config, **{**half, **changes})).name
 
     assert chosen() == "parallel"  # no kernel to be found
     stand_in(kernel)
@@ -280,7 +279,6 @@ def test_auto_takes_a_trusted_kernel_for_half_precision_on_a_gpu(stand_in):
         assert chosen() == "fla"
         assert chosen(values=torch.float32) == "parallel"
         assert chosen(masked=True) == "parallel"
-        assert chosen(retain=gates * (torch.arange(5) != 2)[:, None]) == "fla"  # no look at gates
         assert chosen(traced=True) == "parallel"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fla, "distrust", lambda *ask: "differs")
@@ -426,7 +424,7 @@ def test_an_operator_asks_whether_a_kernel_is_trusted_and_else_runs_torch(right,
 def test_under_compile_who_asks_for_it_gets_it_and_auto_takes_our_own(monkeypatch):
     config = MemoryConfig(bias="dot", retention="decay", on_nonfinite="propagate")
     facts = {"length": 100, "shape": (8, 8), "device": "cuda", "values": torch.bfloat16, "traced": True}
-    call, masked = (Call.sketch(config, **facts, masked=masked) for masked in (False, True))
+    call, masked = (Plan.sketch(config, **facts, masked=masked) for masked in (False, True))
     with pytest.raises(ConfigError, match="torch has to see every operation"):
         choose(call, "fla")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

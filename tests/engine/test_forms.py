@@ -9,7 +9,7 @@ import torch
 
 from hecate.algorithm import Algorithm, AlgorithmForm
 from hecate.bias import Bias, ErrorBias
-from hecate.engine import Call, choose, exact_engines
+from hecate.engine import Plan, choose, exact_engines
 from hecate.errors import ConfigError
 from hecate.retention import Retention, StepForm
 from hecate.tape.ops import over
@@ -145,5 +145,5 @@ def test_the_form_is_that_of_the_formulas_that_name_it():
     config = config_of(algorithm=Nameless())
     for engine in ("parallel", "compiled"):
         with pytest.raises(ConfigError, match=f"engine='{engine}'.*'forms_test_nameless'"):
-            choose(Call.sketch(config), engine)
-    assert choose(Call.sketch(config, length=70)).name == "sequential"
+            choose(Plan.sketch(config), engine)
+    assert choose(Plan.sketch(config, length=70)).name == "sequential"

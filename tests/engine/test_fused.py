@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate.engine import Call, Engine, explain
+from hecate.engine import Engine, Plan, explain
 from hecate.engine.chunk import fused
 from hecate.errors import ConfigError
 from hecate.train import ExperimentConfig
@@ -112,8 +112,8 @@ def test_where_it_is_not_for() -> None:
     with pytest.raises(ConfigError, match="engine='fused' cannot run .* compiles steps for a GPU"):
         case_of(config, d=2, width=2).scan(engine="fused")
     with as_on_a_device():
-        assert explain(Call.sketch(config))[0] == "chunk"  # only if asked for
-    there = Call.sketch(config, length=16, steps=4, device="cuda")
+        assert explain(Plan.sketch(config))[0] == "chunk"  # only if asked for
+    there = Plan.sketch(config, length=16, steps=4, device="cuda")
     assert "4 times" in Engine.registry["fused"].about(there)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.activation import Activation
 from hecate.bias import Bias
-from hecate.engine import Call, choose, explain
+from hecate.engine import Plan, choose, explain
 from hecate.errors import ConfigError
 from hecate.structure import MLP
 
@@ -140,7 +140,7 @@ def config_of(bias: Bias, **fields: Any) -> MemoryConfig:
 @pytest.mark.spec("ENG-FORMULA-D1")
 def test_an_own_bias_has_the_numbers_of_the_token_loop(bias, algorithm, engine, structure):
     config = config_of(bias, algorithm=algorithm, structure=structure)
-    assert choose(Call.sketch(config, length=64)).name == engine
+    assert choose(Plan.sketch(config, length=64)).name == engine
     for found, expected in zip(scanned(config, engine), scanned(config, "sequential"), strict=True):
         # 70 tokens, each of which may amplify a rounding a few times
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
@@ -152,20 +152,20 @@ def test_what_cannot_be_printed_is_refused_in_a_sentence_and_runs_in_torch():
     for engine, structure in (("compiled", "matrix"), ("compiled_layers", "gated_mlp")):
         config = config_of(Sorted(), structure=structure)
         with pytest.raises(ConfigError, match=reason):
-            choose(Call.sketch(config, length=64), engine)
-        assert explain(Call.sketch(config, length=64))[0] != engine
+            choose(Plan.sketch(config, length=64), engine)
+        assert explain(Plan.sketch(config, length=64))[0] != engine
     assert all(bool(item.isfinite().all()) for item in scanned(config, "auto"))
 
 
 @pytest.mark.spec("ENG-FORMULA-D1")
 def test_an_own_activation_has_the_numbers_of_the_token_loop():
     config = config_of(LossAlone(), structure=MLP(expansion=2, activation=Softsign()))
-    assert choose(Call.sketch(config, length=64)).name == "compiled_layers"
+    assert choose(Plan.sketch(config, length=64)).name == "compiled_layers"
     for found, expected in zip(scanned(config, "compiled_layers"), scanned(config, "sequential"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
     mixed = config_of(LossAlone(), structure=MLP(expansion=2, activation=Mixed()))
     with pytest.raises(ConfigError, match="'printed_mixed' of structure 'mlp' has no kernel: .*needs the whole row"):
-        choose(Call.sketch(mixed, length=64), "compiled_layers")
+        choose(Plan.sketch(mixed, length=64), "compiled_layers")
 
 
 @pytest.mark.spec("ENG-FORMULA-D2")

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import hecate
 from hecate import Gates, MemoryConfig, MemoryState, memory_scan, memory_step, named_rule, phi
 from hecate.engine import Stepper, scan
-from hecate.engine.one_token import MOST
+from hecate.engine.call import MOST
 from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
 from hecate.rule import RULES
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.engine import Call, Engine, choose
+from hecate.engine import Engine, Plan, choose
 from hecate.engine.triton import engine
 from hecate.errors import ConfigError, install_line
 
@@ -68,7 +68,7 @@ def test_what_has_no_kernel_is_refused_where_a_layer_is_built(fields: dict[str, 
 @pytest.mark.spec("ENG-TRITON-I2")
 def test_a_call_on_a_cpu_is_left_to_others() -> None:
     q = torch.ones(1, 2, 1, 4, dtype=torch.float32)
-    assert choose(Call.sketch(MemoryConfig(), length=1024)).name != "triton"
+    assert choose(Plan.sketch(MemoryConfig(), length=1024)).name != "triton"
     with pytest.raises(ConfigError, match="run on a GPU, the tensors are on cpu"):
         memory_scan(MemoryConfig(), q, q, q, engine="triton")
     wide = torch.ones(1, 2, 1, 300, dtype=torch.float32)
@@ -137,10 +137,10 @@ def test_many_short_documents_are_walked_through(monkeypatch) -> None:
 
 def test_the_loop_costs_more_than_blocks() -> None:
     blocks, loop = (
-        TRITON.cost(Call.sketch(MemoryConfig(retention=name), length=512, device="cuda"))
+        TRITON.cost(Plan.sketch(MemoryConfig(retention=name), length=512, device="cuda"))
         for name in ("decay", "sphere")
     )
-    assert blocks < loop < Engine.registry["sequential"].cost(Call.sketch(MemoryConfig(), length=512))
+    assert blocks < loop < Engine.registry["sequential"].cost(Plan.sketch(MemoryConfig(), length=512))
 
 
 def test_nothing_loads_triton_unless_a_kernel_runs() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from hecate.engine import Engine, Sequence, one_write_each, to_tokens
+from hecate.engine import Engine, Inputs, one_write_each, to_tokens
 from hecate.engine.naive import naive
 from hecate.errors import ConfigError, HecateError, StabilityWarning
 from hecate.nn import Memory
-from hecate.nn.rule import Asked
+from hecate.nn.rule import ScanArguments
 from hecate.rule import Gates, MemoryConfig, TokenGates
 from hecate.tape import execute
 from hecate.testing.rule import _Case, _cut, _inputs
@@ -48,14 +48,14 @@ class Scanned(NamedTuple):
     case: _Case
     leaves: dict[str, Tensor]
 
-    def asked(self, leaves: dict[str, Tensor], state: Any) -> Asked:
+    def asked(self, leaves: dict[str, Tensor], state: Any) -> ScanArguments:
         def under(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): item for name, item in leaves.items() if name.startswith(prefix)}
 
         q, k, v = (leaves[name] for name in "qkv")
         gates = Gates(**{name: leaves[name] for name in Gates._fields if name in leaves})
         params: Any = {"learned": under("phi."), "frozen": self.case.frozen}
-        return Asked(self.case.config, q, k, v, gates, params, under("initial."), state)
+        return ScanArguments(self.case.config, q, k, v, gates, params, under("initial."), state)
 
     def call(self, leaves: dict[str, Tensor], state: Any, **how: Any) -> tuple[Tensor, Any]:
         return self.asked(leaves, state).scan(**how)
@@ -67,7 +67,7 @@ class Layer(NamedTuple):
     layer: Memory
     leaves: dict[str, Tensor]
 
-    def asked(self, leaves: dict[str, Tensor], state: Any) -> Asked:
+    def asked(self, leaves: dict[str, Tensor], state: Any) -> ScanArguments:
         return self.layer.asked(leaves["x"], state)[0]
 
     def call(self, leaves: dict[str, Tensor], state: Any, **how: Any) -> tuple[Tensor, Any]:
@@ -184,7 +184,7 @@ def check_recurrence(case: Scanned | Layer) -> None:
             for gate, default in zip(gates[:3], defaults, strict=True)
         )
         position = torch.arange(shape[1]).expand(shape[:2]) if config.feature_map.needs_position else None
-        given = Sequence(
+        given = Inputs(
             q, k, v, lr, retain, momentum, position=position, erase=gates.erase, write_gate=gates.write,
             retain_value=gates.retain_value,
         )  # fmt: skip

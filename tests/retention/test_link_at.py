@@ -8,7 +8,7 @@ import torch
 
 from hecate import MemoryConfig, memory_weights
 from hecate.cms import SelfReferenceConfig
-from hecate.engine import Call, Engine, explain
+from hecate.engine import Engine, Plan, explain
 from hecate.errors import ConfigError
 from tests.engine.test_properties import in_pieces, whole
 from tests.memories import Case, case_of, config_of
@@ -125,9 +125,9 @@ def test_what_the_chunk_engine_leaves_to_the_token_loop():
     chunk, linear = Engine.registry["chunk"], {"kind": "kl", "link_at": "linear"}
     moving = MemoryConfig(retention=linear, chunk=4, algorithm="momentum")
     assert "without their mean" in (chunk.refuses(moving) or "")
-    assert explain(Call.sketch(moving, length=8, steps=2))[0] == "sequential"
+    assert explain(Plan.sketch(moving, length=8, steps=2))[0] == "sequential"
     assert "linear layers" in (chunk.refuses(MemoryConfig(retention=linear, chunk=4, structure="slots")) or "")
     adaptive = MemoryConfig(retention={"kind": "lq", "link_at": "chunk"}, chunk=4, algorithm="adaptive")
     assert "linear in their gradients" in (chunk.refuses(adaptive) or "")
     plain = MemoryConfig(retention=linear, chunk=4)
-    assert "per phi channel" in (chunk.unfit(Call.sketch(plain, retain=torch.ones(1, 2, 1, 3))) or "")
+    assert "per phi channel" in (chunk.unfit(Plan.sketch(plain, channels=True)) or "")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig, structure
-from hecate.engine import Call, explain
+from hecate.engine import Plan, explain
 from hecate.errors import ConfigError
 from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise, trace
 from hecate.testing import check_rule
@@ -58,7 +58,7 @@ def test_a_users_layers_take_part_in_everything(fields):
     config = MemoryConfig(structure="bilinear_of_a_user", **fields)
     check_rule(config)
     expected = "chunk" if config.chunk > 1 else "compiled_layers"
-    assert explain(Call.sketch(config, length=40))[0] == expected
+    assert explain(Plan.sketch(config, length=40))[0] == expected
 
 
 @pytest.mark.spec("STR-GRAPH-D1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
-from hecate.engine import Call, Engine, choose, exact_engines, explain
+from hecate.engine import Engine, Plan, choose, exact_engines, explain
 from hecate.engine.parallel import coordinate_refusal
 from hecate.errors import ConfigError
 from hecate.testing import check_rule
@@ -103,9 +103,9 @@ def test_biases_that_couple_coordinates_run_token_by_token():
     for refusal in (Engine.registry["parallel"].refuses(config), coordinate_refusal(config)):
         assert "bias 'huber'" in refusal and "coordinates apart" in refusal
     assert coordinate_refusal(config_of(bias=config.bias)) is None
-    assert explain(Call.sketch(config, length=100))[0] == "sequential"
+    assert explain(Plan.sketch(config, length=100))[0] == "sequential"
     with pytest.raises(ConfigError, match="coordinates apart"):
-        choose(Call.sketch(config), "parallel")
+        choose(Plan.sketch(config), "parallel")
     check_rule(config)
 
 

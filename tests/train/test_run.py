@@ -35,7 +35,7 @@ def no_figures(request, monkeypatch):
 
 @pytest.fixture
 def figures():
-    """Asked for by tests that draw."""
+    """ScanArguments for by tests that draw."""
     return pytest.importorskip("matplotlib.figure")
 
 

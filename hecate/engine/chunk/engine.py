@@ -22,7 +22,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hecate.engine.call import RATES, Call
+from hecate.engine.call import RATES, Call, Plan
 from hecate.engine.chunk.batched import predict, predict_block, predict_states, shared_graph, summed, token_gradients
 from hecate.engine.chunk.dual import Dual
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
@@ -33,7 +33,7 @@ from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import BLOCK, KEYS, lengths
 from hecate.structure.graph import Graph
-from hecate.tape import Run, Tensors, formula_block, one, several, waits
+from hecate.tape import Run, Tensors, bridge, formula_block, one, several, waits
 
 DUAL, DEVICE_DUAL = 64, 128  # tokens whose pairs are held at once in the dual form, on a device in fewer launches
 BUILT = 16  # tokens whose states are built at once
@@ -63,22 +63,22 @@ class Chunk(TokenEngine):
                 return f"{own} takes steps without their mean, which with momentum are no sums of gradients"
         return None
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """A retain per channel where the link is taken at the chunk's start."""
-        links = call.config.retention.links
-        if links != "token" and call.retain is not None and call.retain.dim() == 4:
+        links = plan.config.retention.links
+        if links != "token" and plan.channels:
             return f"retention.link_at={links!r} with a retain per phi channel"
         return None
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """A step has to take two tokens on average to beat as many of the token loop."""
-        return math.inf if call.config.chunk == 1 else 200.0 * max(1, steps_of(call))
+        return math.inf if plan.config.chunk == 1 else 200.0 * max(1, steps_of(plan))
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells the number of steps, if that is too many."""
-        steps = steps_of(call)
-        if 2 * steps > call.length:
-            return f"{steps} chunks for {call.length} tokens: resets leave too little in each"
+        steps = steps_of(plan)
+        if 2 * steps > plan.length:
+            return f"{steps} chunks for {plan.length} tokens: resets leave too little in each"
         return "gradients of a chunk at one state: exact in chunks"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -86,20 +86,18 @@ class Chunk(TokenEngine):
         return in_folds(partial(chunked, position=call.place), call.config, tokens, carry, initial, run=run)
 
 
-def steps_of(call: Call, longest: int | None = None) -> int:
+def steps_of(plan: Plan, longest: int | None = None) -> int:
     """Number of steps of a call, of `longest` tokens at most where that is given; 0 without tokens."""
-    if call.steps is not None:
-        return call.steps
-    config, (_, _, _, lr, retain, _, write, reset, *_) = call.config, call.inputs
-    if lr.numel() == 0:
-        return 0
-    length, heads = lr.shape[1:3]
-    size = min(_longest(config, longest, retain.dim() == 4, waits(lr)), length)
-    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in (write, reset))
-    if aligned(config, write, reset, call.place):
-        return len(spans_of(call.place or 0, length, config.chunk, size))
-    position = call.memories[0][1].position
-    return places_of(write, reset, position, length, config.chunk, size)[-1]
+    config, length = plan.config, plan.length
+    if plan.steps is not None or not length:
+        return plan.steps or 0
+    size = min(_longest(config, longest, plan.channels, plan.device not in bridge.AT_ONCE), length)
+    if not plan.masks and plan.place is not None and plan.place < config.chunk:
+        return len(spans_of(plan.place, length, config.chunk, size))
+    call = plan.tensors  # masks tell, and where memories stand
+    position, heads = call.memories[0][1].position, call.inputs.lr.shape[2]
+    write, reset = (None if mask is None else fold_mask(mask, heads) for mask in call.inputs[6:8])
+    return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
 
 
 def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
@@ -130,16 +128,9 @@ def dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
 
 
 def chunked(
-    config: MemoryConfig,
-    tokens: Tokens,
-    carry: Carry,
-    initial: Memory,
-    *,
-    run: Run,
-    position: int | None = 0,
-    steps: Callable[..., tuple[Step, list[Tensors]]] | None = None,
-    size: int | None = None,
-) -> tuple[Tensor, Carry]:
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, position: int | None = 0,
+    steps: Callable[..., tuple[Step, list[Tensors]]] | None = None, size: int | None = None,
+) -> tuple[Tensor, Carry]:  # fmt: skip
     """Runs a sequence chunk by chunk: outputs `[N, T, V]` and the final carry.
 
     Another engine gives `steps`, as `steps_and_rows`, of `size` tokens at most.

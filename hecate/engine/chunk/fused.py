@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call
+from hecate.engine.call import Call, Plan
 from hecate.engine.chunk.engine import Chunk, Step, chunked, dual_graph, step_of, steps_and_rows, steps_of
 from hecate.engine.chunk.spans import Span
 from hecate.engine.tokens import Carry, Tokens, in_folds
@@ -35,17 +35,17 @@ class Fused(Chunk):
     name = "fused"
     automatic = False  # nobody is to wait for a compiler
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """A CPU, or a GPU for which torch cannot compile; and what the chunk engine says."""
-        if call.device in (*bridge.AT_ONCE, "meta"):
+        if plan.device in (*bridge.AT_ONCE, "meta"):
             return "it compiles steps for a GPU; on a CPU they take as long as engine='chunk'"
-        if call.device == "cuda" and find_spec("triton") is None:
+        if plan.device == "cuda" and find_spec("triton") is None:
             return f"torch compiles for a GPU by triton, which is not here: {install_line('gpu')}"
-        return super().unfit(call)
+        return super().unfit(plan)
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells how often it runs the step that it compiles."""
-        return f"runs one compiled step {steps_of(call)} times, if asked for"
+        return f"runs one compiled step {steps_of(plan)} times, if asked for"
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """As the chunk engine."""

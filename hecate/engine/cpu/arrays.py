@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,23 +15,33 @@ BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
-def flat(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor in a row; shared with it if it is contiguous."""
-    return tensor.numpy(force=True).reshape(-1)
+NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # of tokens that are all written, or never restart
 
 
 def padded(tensor: Tensor, *sizes: int) -> Tensor:
     """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
-    missing = [size - given for size, given in zip(sizes, tensor.shape[tensor.dim() - len(sizes) :], strict=True)]
-    tensor = tensor.detach()
-    if any(missing):
-        tensor = pad(tensor, [end for size in reversed(missing) for end in (0, size)])
+    tensor, given = tensor.detach(), tensor.shape[-len(sizes) :]
+    if given != sizes:
+        ends = zip(reversed(sizes), reversed(given), strict=True)
+        tensor = pad(tensor, [end for size, has in ends for end in (0, size - has)])
     return tensor.contiguous()
 
 
-def share_out(work: Callable[[int, int], None], count: int, cells: int) -> None:
+def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = repeat(())) -> list[Any]:
+    """The numbers of each tensor in a row, `padded` to these sizes of its last axes, (): as it is; None stays None.
+    Shared with a contiguous tensor that has its sizes."""
+    # One loop over all arguments of a kernel: calls for each of them are what a short sequence would wait for.
+    rows: list[Any] = []
+    for tensor, size in zip(tensors, sizes):  # noqa: B905
+        if tensor is not None and size and tensor.shape[-len(size) :] != size:
+            tensor = padded(tensor, *size)
+        rows.append(None if tensor is None else tensor.contiguous().numpy(force=True).reshape(-1))
+    return rows
+
+
+def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int = SHARE) -> None:
     """Calls `work(lo, hi)` for `count` memories of so many cells x tokens in all, a thread per share of them."""
-    workers = min(torch.get_num_threads(), count, 1 + cells // SHARE)
+    workers = min(torch.get_num_threads(), count, 1 + cells // share)
     if workers <= 1:
         work(0, count)
         return

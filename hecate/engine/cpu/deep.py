@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hecate.activation import Activation, ReLU
-from hecate.engine.call import Call
-from hecate.engine.cpu.arrays import BYTES, ROWS, flat
+from hecate.engine.call import Call, Plan
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.engine import no_kernels
 from hecate.engine.cpu.family import printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
@@ -29,7 +28,7 @@ from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
-from hecate.structure import Memory
+from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
 from hecate.tape import ByHand, Run, Tensors, execute, several
@@ -72,19 +71,19 @@ class CompiledLayers(TokenEngine):
                 return f"retention {retention.kind!r} takes steps without their mean: no kernel with momentum"
         return None
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, a retain per channel, a vector memory, torch looking on, no numba."""
-        if call.retain is not None and call.retain.dim() == 4:
+        if plan.channels:
             return "its kernels know no retain per phi channel"
-        return no_kernels(call, "layers")
+        return no_kernels(plan, "layers")
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Less than the token loop, more than blocks of a linear memory; from `TOKENS` on."""
-        return math.inf if call.length < TOKENS else 70.0 * call.length
+        return math.inf if plan.length < TOKENS else 70.0 * plan.length
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells whether the call is long enough for its kernels."""
-        if call.length < TOKENS:
+        if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel walks the layers, the state in cache"
 
@@ -145,12 +144,12 @@ def by_loop(config: MemoryConfig, like: Carry) -> Any:
     return plain
 
 
-class Plan:
+class Route:
     """A graph as the kernels walk it, for weights of these shapes `[V, P]`.
 
     Attributes:
         nodes: the columns of `hecate.engine.cpu.layers.NODE` of every node.
-        eps: of its norms.
+        act, eps: its activation, and that of its norms.
         places: where each weight lies in a state, with its rows and columns, padded.
         size: numbers of a state.
         row: numbers of a token's values; `ones` is where the constant lies in it, `last` the prediction.
@@ -165,7 +164,7 @@ class Plan:
         for height, width in shapes:
             self.places.append((self.size, -(-height // ROWS) * ROWS, padded(width)))
             self.size += self.places[-1][1] * self.places[-1][2]
-        self.eps = 0.0
+        self.act, self.eps = _activation(graph), 0.0
         at, ats, sizes = padded(inputs), [0], [inputs]
         rows: list[list[int]] = []
         for node in graph.nodes:
@@ -192,6 +191,11 @@ class Plan:
         self.widest = max(padded(size) for size in sizes)
 
 
+@lru_cache(maxsize=256)
+def _route(structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int) -> Route:
+    return Route(structure.graph(), shapes, inputs, per)  # graphs of other operations may be equal as tuples
+
+
 def _activation(graph: Graph) -> Activation:
     """That of the graph, or any where it has none."""
     return next((node.op.act for node in graph.nodes if isinstance(node, Apply) and isinstance(node.op, Act)), ReLU())
@@ -211,8 +215,10 @@ class Scan:
         self.tokens = tokens = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
         first, self.inputs, self.width = self.memory[0], tokens.phi_k.shape[-1], tokens.v.shape[-1]
         self.per = BYTES // first.element_size()
+        keys, values = ((-(-size // self.per) * self.per,) for size in (self.inputs, self.width))
+        self.sizes = keys, keys, values  # of phi(k), phi(q) and v in whole vectors
         self.shapes = [tuple(weight.shape[1:]) for weight in self.memory]
-        self.plan = Plan(graph, self.shapes, self.inputs, self.per)
+        self.route = _route(config.structure, tuple(self.shapes), self.inputs, self.per)
         self.count, self.length = len(first), tokens.v.shape[1]
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
@@ -221,8 +227,8 @@ class Scan:
 
     def packed(self, weights: Memory) -> Tensor:
         """A state `[N, size]`, its weights in whole vectors and fours."""
-        state = self.zeros(self.count, self.plan.size)
-        for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.plan.places, strict=True):
+        state = self.zeros(self.count, self.route.size)
+        for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.route.places, strict=True):
             state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()
         return state
 
@@ -230,89 +236,51 @@ class Scan:
         """The weights of a state."""
         return tuple(
             state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width].contiguous()
-            for (height, width), (o, rows, columns) in zip(self.shapes, self.plan.places, strict=True)
+            for (height, width), (o, rows, columns) in zip(self.shapes, self.route.places, strict=True)
         )
-
-    def padded(self, tensor: Tensor) -> Tensor:
-        """Tokens in whole vectors."""
-        missing = -tensor.shape[-1] % self.per
-        tensor = tensor.detach()
-        return (pad(tensor, (0, missing)) if missing else tensor).contiguous()
 
     def launch(self, kernel: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
-        config, tokens, plan, none = self.config, self.tokens, self.plan, self.new(0)
-        number, back = flat(none).dtype.type, kernel == "backward"
+        config, tokens, route, none = self.config, self.tokens, self.route, self.new(0)
         step = config.retention.token_form() if config.retention.dual else StepForm()
         link = _link(step)
         if link is None:
             raise TypeError("the engine was chosen without its refusal being asked")
-        tensors = (
-            self.padded(tokens.phi_k),
-            self.padded(tokens.phi_q),
-            self.padded(tokens.v),
-            tokens.lr,
-            tokens.retain if config.retention.uses_retain else torch.ones_like(tokens.lr),
-            tokens.momentum,
-            none.bool() if tokens.write is None else tokens.write,
-            none.bool() if tokens.reset is None else tokens.reset,
-            self.packed(self.initial) if self.starts else none,
-            *given,
-        )
+        masks = [NO_MASK if mask is None else mask for mask in tokens[6:8]]
+        retain = tokens.retain if config.retention.uses_retain else torch.ones_like(tokens.lr)
+        initial = self.packed(self.initial) if self.starts else none
+        tensors = (*tokens[:4], retain, tokens.momentum, *masks, initial, *given)
+        rows = arrays(tensors, chain(self.sizes, repeat(())))
+        number = rows[0].dtype.type
         arguments = (
-            self.heads,
-            self.length,
-            plan.nodes,
-            number(plan.eps),
-            len(plan.nodes),
-            plan.size,
-            plan.row,
-            -(-self.inputs // self.per) * self.per,
-            -(-self.width // self.per) * self.per,
-            plan.last,
-            self.width,
-            plan.ones,
-            len(self.shapes),
-            *map(flat, tensors),
-            self.segment,
-            link[0],
-            number(link[1]),
-            number(link[2]),
-            int(step.centred),
-            int(config.decay_order == "before_gradient"),
-            int(config.read == "before"),
-            int(config.retention.anchored),
-            number(FLOOR if config.blocks else 0.0),
-        )
-        learn, act = printed_part(config.bias), printed_part(_activation(config.structure.graph()))
+            self.heads, self.length, route.nodes, number(route.eps), len(route.nodes), route.size, route.row,
+            self.sizes[0][0], self.sizes[2][0], route.last, self.width, route.ones, len(self.shapes), *rows,
+            self.segment, link[0], number(link[1]), number(link[2]), int(step.centred),
+            int(config.decay_order == "before_gradient"), int(config.read == "before"),
+            int(config.retention.anchored), number(FLOOR if config.blocks else 0.0),
+        )  # fmt: skip
+        learn, act, back = printed_part(config.bias), printed_part(route.act), kernel == "backward"
         wanted = [("layers", (), "layers", back), (learn.name, (), "learn", False), (act.name, (), "act", False)]
         run, do, active, *undo = ready((*wanted, *([(learn.name, (), "learn", True)] if back else [])), number)
         parts = (do, np.array(learn.numbers, number), active, np.array(act.numbers, number), *undo)
-        workers = min(torch.get_num_threads(), max(1, self.count), 1 + self.count * self.length * plan.size // SHARE)
-        borders = [self.count * index // workers for index in range(workers + 1)]
 
-        def work(index: int) -> None:
-            own = [flat(self.zeros(size)) for size in scratch]
-            run(borders[index], borders[index + 1], *arguments, *own, *parts)
+        def work(lo: int, hi: int) -> None:
+            run(lo, hi, *arguments, *arrays([self.zeros(size) for size in scratch]), *parts)
 
-        if workers == 1:
-            work(0)
-            return
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(work, range(workers)))
+        share_out(work, self.count, self.count * self.length * route.size, SHARE)
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `_scan_vjp` if asked for."""
     call = Scan(config, inputs)
-    plan, (*shape, v) = call.plan, call.tokens.v.shape
+    route, (*shape, v) = call.route, call.tokens.v.shape
     memory, none = call.packed(call.memory), call.new(0)
     slot = call.packed(call.slots) if call.slots else none
-    y = call.new(*shape, v + -v % call.per)
-    kept = call.new(call.count, -(-call.length // call.segment), plan.size) if keeps else none
+    y = call.new(*shape, *call.sizes[2])
+    kept = call.new(call.count, -(-call.length // call.segment), route.size) if keeps else none
     record = kept, torch.empty_like(kept) if call.slots else none
-    linked = plan.size if config.retention.dual else 0
-    scratch = [linked, plan.row, plan.row, 2 * plan.widest, 3 * plan.widest, len(call.shapes), plan.row, plan.row]
+    linked = route.size if config.retention.dual else 0
+    scratch = [linked, route.row, route.row, 2 * route.widest, 3 * route.widest, len(call.shapes), route.row, route.row]
     call.launch("forward", (memory, slot, y, *record), scratch)
     return (y[..., :v], *call.unpacked(memory), *(call.unpacked(slot) if call.slots else ())), record
 
@@ -320,44 +288,26 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
 def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """Cotangents of all inputs."""
     call = Scan(config, inputs)
-    plan, tokens, segment = call.plan, call.tokens, call.segment
+    route, tokens, segment = call.route, call.tokens, call.segment
     gy, *finals = cotangents
     weights, (*shape, v), none = len(call.shapes), tokens.v.shape, call.new(0)
     memory, slots = call.packed(tuple(finals[:weights])), tuple(finals[weights:])
     slot = call.packed(slots) if slots else none
     initial = call.zeros(memory.shape) if call.starts else none
-    wide_v = v + -v % call.per
-    gk, gq, gv = (call.zeros(*shape, width) for width in (call.inputs + -call.inputs % call.per,) * 2 + (wide_v,))
+    gk, gq, gv = (call.zeros(*shape, *size) for size in call.sizes)
     gates = [call.zeros(*shape) for _ in range(3)]
-    states, linked = (segment + 2) * plan.size, config.retention.dual
+    states, linked = (segment + 2) * route.size, config.retention.dual
     scratch = [
-        states if linked else 0,
-        segment * plan.row,
-        segment * plan.row,
-        segment * wide_v,
-        3 * plan.widest,
-        (segment + 2) * weights,
-        states,
-        states if slots else 0,
-        plan.size if linked else 0,
-        plan.row,
-        plan.row,
-        plan.row,
-        plan.size if config.decay_order == "before_gradient" else 0,
-        *[plan.row] * 4,
-    ]
-    given = (*several(record), call.padded(gy), memory, slot, initial, gk, gq, gv, *gates)
+        states if linked else 0, segment * route.row, segment * route.row, segment * call.sizes[2][0],
+        3 * route.widest, (segment + 2) * weights, states, states if slots else 0, route.size if linked else 0,
+        route.row, route.row, route.row, route.size if config.decay_order == "before_gradient" else 0, *[route.row] * 4,
+    ]  # fmt: skip
+    given = (*several(record), padded(gy, *call.sizes[2]), memory, slot, initial, gk, gq, gv, *gates)
     call.launch("backward", given, scratch)
     glr, gretain, gmomentum = gates
     return (
-        *call.unpacked(memory),
-        *(call.unpacked(slot) if slots else ()),
+        *call.unpacked(memory), *(call.unpacked(slot) if slots else ()),
         *(call.unpacked(initial) if call.starts else (None,) * weights),
-        gk[..., : call.inputs],
-        gq[..., : call.inputs],
-        gv[..., :v],
-        glr,
-        gretain if config.retention.uses_retain else None,
-        gmomentum if slots else None,
-        *(None,) * 4,
-    )
+        gk[..., : call.inputs], gq[..., : call.inputs], gv[..., :v],
+        glr, gretain if config.retention.uses_retain else None, gmomentum if slots else None, *(None,) * 4,
+    )  # fmt: skip

@@ -16,22 +16,23 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import chain, repeat
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hecate.engine.call import GENERAL, TRACED, Call
-from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
+from hecate.engine.call import GENERAL, TRACED, Call, Plan
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal
-from hecate.engine.parallel import by_coordinate, by_torch, run_by_hand
-from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds
+from hecate.engine.parallel import by_coordinate, by_torch
+from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds, run_by_hand
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, one, several
+from hecate.tape import ByHand, Run, Tensors
 
 # Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
 # l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
@@ -54,24 +55,24 @@ class Compiled(TokenEngine):
         """Refuses configs without a kernel."""
         return _unlike(config) and refusal(config)
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
-        return no_kernels(call, "wide")
+        return no_kernels(plan, "wide")
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
-        if call.length < TOKENS:
+        if plan.length < TOKENS:
             return math.inf
-        size = math.prod(call.shape) * call.dtype.itemsize
-        if call.general not in ((), ("floor",)) or _unlike(call.config):
-            large = size > (LARGE // 2 if call.config.bias.linear else LARGE)
+        size = math.prod(plan.shape) * plan.dtype.itemsize
+        if plan.general not in ((), ("floor",)) or _unlike(plan.config):
+            large = size > (LARGE // 2 if plan.config.bias.linear else LARGE)
         else:
-            large = call.config.forms.error and size > LARGE
-        return (80.0 if large else 30.0) * call.length
+            large = plan.config.forms.error and size > LARGE
+        return (80.0 if large else 30.0) * plan.length
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells whether the call is long enough for its kernels."""
-        if call.length < TOKENS:
+        if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel keeps the state in cache"
 
@@ -80,14 +81,14 @@ class Compiled(TokenEngine):
         return compiled(call.config, tokens, carry, initial, run=run)
 
 
-def no_kernels(call: Call, module: str) -> str | None:
-    """Why no kernel of a module can run a call: torch looking on, another device or dtype, no numba."""
-    if call.traced:
+def no_kernels(plan: Plan, module: str) -> str | None:
+    """Why no kernel of a module can run calls of a plan: torch looking on, another device or dtype, no numba."""
+    if plan.traced:
         return TRACED
-    if call.device != "cpu":
-        return f"its kernels run on the CPU, the tensors are on {call.device}"
-    if call.dtype not in (torch.float32, torch.float64):
-        return f"its kernels are for float32 and float64, the state is {call.dtype}"
+    if plan.device != "cpu":
+        return f"its kernels run on the CPU, the tensors are on {plan.device}"
+    if plan.dtype not in (torch.float32, torch.float64):
+        return f"its kernels are for float32 and float64, the state is {plan.dtype}"
     return f"it needs numba: {install_line('cpu')}" if load_kernels(module) is None else None
 
 
@@ -156,9 +157,14 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     if carry.memory[0].dim() == 2:
         return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
-    plain = _unlike(config) is None and tokens.phi_w is None and tokens.retain_value is None
+    known = config.refusals
+    if _unlike not in known:
+        known[_unlike] = _unlike(config)
+    plain = known[_unlike] is None and tokens.phi_w is None and tokens.retain_value is None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
-    kernel = ByHand("engine.compiled", partial(there, config), partial(back, config), by_torch(config, carry))
+    kernel = ByHand(
+        "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, carry)(*x)
+    )
     return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
@@ -178,21 +184,22 @@ class Scan:
 
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
-        memory, *slots = several(inputs[: 1 + len(config.algorithm.slots)])
-        initial, *rest = inputs[1 + len(slots) :]
+        states: Any = inputs[: 1 + len(config.algorithm.slots)]
+        initial, *rest = inputs[len(states) :]
+        memory, *slots = states
         tokens = Tokens(*rest)  # type: ignore[arg-type]
         step = config.forms.retention
         if step is None:
             raise TypeError("the engine was chosen without its refusal being asked")
         self.config, self.step = config, step
-        self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, one((initial,)), tokens
+        self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, initial, tokens
         (self.count, height, width), size = memory.shape, memory.element_size()
         vectors = -(-width * size // BYTES)
         if config.forms.target:
             vectors = min(vectors, TILE)
         self.vectors = 1 << (vectors - 1).bit_length() if vectors <= VECTORS else None
         self.tile = (self.vectors or 1) * BYTES // size
-        self.height, self.width = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
+        self.height, self.width = self.whole = -(-height // ROWS) * ROWS, -(-width // self.tile) * self.tile
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.channels = tokens.retain.dim() > tokens.lr.dim()
         retain = (self.width,) if self.channels else ()
@@ -202,43 +209,43 @@ class Scan:
 
     def state(self, state: Tensor) -> Tensor:
         """A copy of a state in whole fours and tiles."""
-        return padded(state, self.height, self.width).clone()
+        return padded(state, *self.whole).clone()
 
     def launch(self, kernel: str, given: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories on what is given beside their tokens, each worker with scratch space of its
         own."""
-        config, tokens, none = self.config, self.tokens, torch.empty(0, dtype=self.memory.dtype)
-        number = flat(none).dtype.type
-        numbers = [padded(item, *size) for item, size in zip(several(tokens[:NUMBERS]), self.sizes, strict=True)]
-        own = Tokens(*numbers, *(none.bool() if mask is None else mask for mask in tokens[NUMBERS : NUMBERS + 2]))
+        config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
         if not config.retention.uses_retain:
-            own = own._replace(retain=None)  # type: ignore[arg-type]
-        initial = none if tokens.reset is None else padded(self.initial, self.height, self.width)
+            tokens = tokens._replace(retain=None)  # type: ignore[arg-type]
+        write = NO_MASK if tokens.write is None else tokens.write
+        reset, initial, whole = tokens.reset, self.initial, self.whole
+        if reset is None:
+            reset, initial, whole = NO_MASK, none, ()  # type: ignore[assignment]
+        tensors = (*tokens[:NUMBERS], write, reset, initial, *given)
+        rows = arrays(tensors, chain(self.sizes, ((), (), whole), repeat(())))
+        number = rows[0].dtype.type
         arguments = (
-            self.heads,
-            self.length,
-            self.height,
-            self.width,
-            *(None if item is None else flat(item) for item in (*own[: NUMBERS + 2], initial, *given)),
-            self.segment,
+            self.heads, self.length, self.height, self.width, *rows, self.segment,
             None if config.forms.target else True,
             None if self.step.threshold is None else number(self.step.threshold),
-            self.channels or (None if self.vectors else False),
-            config.decay_order == "before_gradient",
-            config.read == "before",
-            *([(0,) * self.vectors] if self.vectors else []),
-        )
+            self.channels or (None if self.vectors else False), config.decay_order == "before_gradient",
+            config.read == "before", *([(0,) * self.vectors] if self.vectors else []),
+        )  # fmt: skip
         run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
 
         def work(lo: int, hi: int) -> None:
-            own = [size and flat(torch.empty(size, dtype=self.memory.dtype)) for size in scratch]
-            run(lo, hi, *arguments, *own)
+            own = [None if size is None else none.new_empty(size) for size in scratch]
+            run(lo, hi, *arguments, *arrays(own))
 
         share_out(work, self.count, self.count * self.length * self.height * self.width)
 
-    def cut(self, state: Tensor) -> Tensor:
-        """A state without its padding."""
-        return state[:, : self.memory.shape[1], : self.memory.shape[2]].contiguous()
+    def cut(self, *states: Tensor | None) -> list[Tensor]:
+        """States without their padding, and without those that are None."""
+        (_, height, width), found = self.memory.shape, []
+        for state in states:
+            if state is not None:
+                found.append(state[:, :height, :width].contiguous())
+        return found
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
@@ -251,7 +258,7 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     kept = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
     call.launch("forward", (memory, slot, y, *record), [] if call.vectors else [2 * call.width])
-    return (y[..., :v], *(call.cut(state) for state in (memory, slot) if state is not None)), record
+    return (y[..., :v], *call.cut(memory, slot)), record
 
 
 def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
@@ -259,25 +266,22 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     call = Scan(config, inputs)
     tokens, height, width, segment = call.tokens, call.height, call.width, call.segment
     gy, *finals = cotangents
-    memory, *slots = map(call.state, finals)
+    memory, slot = call.state(finals[0]), None if call.slot is None else call.state(finals[1])
     shape, zeros = tokens.v.shape[:-1], call.memory.new_zeros
     new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
     grads = [new(*shape, *size) for size in call.sizes]
     grads[Tokens._fields.index("lr")].zero_()  # lr's is a sum
     states = (segment + 2) * height * width
-    scratch = [7 * width, 2 * height, states, states if slots else None]
+    scratch = [7 * width, 2 * height, states, None if slot is None else states]
     if call.vectors:
         states = segment * ROWS * call.tile
         after = None if call.step.threshold is None else states
         sums = segment * BYTES // call.memory.element_size()
-        scratch = [states, states if slots else None, after, ROWS * segment, sums, sums]
-    of_states = memory, slots[0] if slots else None, initial
-    call.launch("backward", (*record, padded(gy, height), *of_states, *grads), scratch)
-    own = zip(grads, several(tokens[:NUMBERS]), (True, True, True, *config.forms.gates), strict=True)
-    return (
-        *(call.cut(state) for state in (memory, *slots)),
-        call.cut(initial) if tokens.reset is not None else None,
-        *(grad[..., : item.shape[-1]] if needed else None for grad, item, needed in own),
-        *(None,) * (len(Tokens._fields) - NUMBERS),
-    )
+        scratch = [states, None if slot is None else states, after, ROWS * segment, sums, sums]
+    call.launch("backward", (*record, padded(gy, height), memory, slot, initial, *grads), scratch)
+    found: list[Tensor | None] = call.cut(memory, slot)  # type: ignore[assignment]
+    found += call.cut(initial) if tokens.reset is not None else [None]
+    for grad, item, needed in zip(grads, tokens[:NUMBERS], (True, True, True, *config.forms.gates), strict=True):
+        found.append(grad[..., : item.shape[-1]] if needed else None)  # type: ignore[union-attr]
+    return (*found, *(None,) * (len(Tokens._fields) - NUMBERS))

@@ -14,16 +14,16 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hecate.activation import Activation
 from hecate.bias import Bias
-from hecate.engine.cpu.arrays import BYTES, ROWS, flat, padded, share_out
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.rule import MemoryConfig
@@ -238,7 +238,6 @@ class Walk:
         step = config.retention.token_form()
         self.linked, self.cap = step.link is not None, step.cap or 0.0
         self.parts = parts_of(config, channels=self.by_channel, values=tokens.retain_value is not None)
-        self.number = flat(memory.new_empty(0)).dtype.type
 
     @property
     def cells(self) -> int:
@@ -278,36 +277,28 @@ class Walk:
             int(self.linked), int(self.gains), int(self.parts.descend.name + self.parts.step.name == "descentcells"
             and not (self.moving or self.by_channel) and self.parts.step.options[0] == 0),
         )  # fmt: skip
+        wide, high, back = (self.width,), (self.height,), name == "backward"
         keys = padded(tokens.phi_k, self.width)
-        tensors = (
-            keys,
-            padded(tokens.phi_q, self.width),
-            padded(tokens.v, self.height),
-            tokens.lr.detach().contiguous(),
-            padded(tokens.retain, self.width) if self.by_channel else tokens.retain.detach().contiguous(),
-            tokens.momentum.detach().contiguous(),
-            none.bool() if tokens.write is None else tokens.write.contiguous(),
-            none.bool() if tokens.reset is None else tokens.reset.contiguous(),
-            keys if tokens.phi_w is None else padded(tokens.phi_w, self.width),
-            none if tokens.retain_value is None else padded(tokens.retain_value, self.height),
-            none if tokens.reset is None or self.initial is None else padded(self.initial, self.height, self.width),
-            *given,
-            self.memory.new_full((1,), self.cap),
-        )
-        arrays, dtype, back = [flat(item) for item in tensors], self.number, name == "backward"
-        own = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
+        write, reset = (NO_MASK if mask is None else mask for mask in (tokens.write, tokens.reset))
+        initial, whole = (none, ()) if tokens.reset is None else (self.initial, (self.height, self.width))
+        phi_w, value = keys if tokens.phi_w is None else tokens.phi_w, tokens.retain_value
+        value, high_value = (none, ()) if value is None else (value, high)
+        own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial)
+        sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value, whole)
+        rows = arrays((*own, *given, self.memory.new_full((1,), self.cap)), chain(sizes, repeat(())))
+        dtype = rows[0].dtype.type
+        named = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
         ways = (False, True) if back else (False,)
-        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in own)), dtype)
+        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in named)), dtype)
         functions: list[Any] = []
         for part, function in zip(self.parts, parts, strict=False):
             functions += [function, np.array(part.numbers, dtype)]
-        functions += parts[len(own) :]
-        states = self.memory.dtype
+        functions += parts[len(self.parts) :]
 
         def work(lo: int, hi: int) -> None:
-            own = [flat(torch.zeros(size, dtype=states)) for size in scratch]
+            own = arrays([none.new_zeros(size) for size in scratch])
             slots = [np.zeros(2 * self.segment, np.int64)] if back else []
-            run(lo, hi, rule, *arrays, *own, *slots, *functions)
+            run(lo, hi, rule, *rows, *own, *slots, *functions)
 
         share_out(work, self.count, self.count * self.length * self.cells)
 
@@ -350,16 +341,9 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     call.launch("backward", (*several(record), *given), scratch)
     decays = config.retention.uses_retain
     return (
-        *call.cut(states),
-        initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
-        gk[..., :p],
-        gq[..., :p],
-        gv[..., :v],
-        glr,
-        (gretain[..., :p] if call.by_channel else gretain) if decays else None,
-        gmomentum if call.moving else None,
-        None,
-        None,
-        gw[..., :p] if tokens.phi_w is not None else None,
+        *call.cut(states), initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
+        gk[..., :p], gq[..., :p], gv[..., :v],
+        glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if call.moving else None,
+        None, None, gw[..., :p] if tokens.phi_w is not None else None,
         gvalue[..., :v] if tokens.retain_value is not None else None,
-    )
+    )  # fmt: skip

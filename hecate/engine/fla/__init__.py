@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from hecate.engine.arguments import BORDERS
-from hecate.engine.call import TRACED, Call
+from hecate.engine.call import TRACED, Call, Plan
 from hecate.engine.engine import TokenEngine
 from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
-from hecate.engine.parallel import run_by_hand
-from hecate.engine.tokens import Carry, Tokens, by_head, cast
+from hecate.engine.tokens import Carry, Tokens, by_head, cast, run_by_hand
 from hecate.engine.triton.kernel import NARROW_NORM, interpreting
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
@@ -55,44 +54,43 @@ class Fla(TokenEngine):
         found = kernel_of(config, channelwise=False)
         return found if isinstance(found, str) else None
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Masks, torch looking on, another dtype or device, no kernel at hand, or one that is not trusted."""
-        config = call.config
+        config = plan.config
         compiling = torch.compiler.is_compiling()
-        if call.masked and compiling:
+        if plan.masked and compiling:
             return "under torch.compile its kernels take no masks: where documents end is not known on the host"
-        if call.masked and not _by_documents(call):
+        if plan.masked and not _by_documents(plan):
             return "its kernels take neither write nor reset masks, but documents packed into one row, as cu_seqlens"
-        if not compiling and call.traced:
+        if not compiling and plan.traced:
             return TRACED
-        if call.values not in PARITY:
-            return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {call.values}"
-        if call.dtype != torch.float32:
-            return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
-        if call.device != "cuda":
-            return f"its kernels run on a GPU, the tensors are on {call.device}"
+        if plan.values not in PARITY:
+            return f"its kernels are for {', '.join(map(str, PARITY))}, the values are {plan.values}"
+        if plan.dtype != torch.float32:
+            return f"its kernels keep a float32 state, q, k or v make it {plan.dtype}"
+        if plan.device != "cuda":
+            return f"its kernels run on a GPU, the tensors are on {plan.device}"
         if compiling:  # the operators ask when they run
             return None
-        channelwise = call.retain is not None and call.retain.dim() == 4
-        gated = known_kernel(config, channelwise).takes_gate
+        gated = known_kernel(config, plan.channels).takes_gate
         plain = MemoryConfig(
             bias=config.bias,
             retention=Decay() if gated else NoRetention(),
             decay_order=config.decay_order if gated else "with_step",
             key_norm="l2" if config.key_norm == "l2" and config.step == "raw" else "none",
         )
-        return verdict(plain, channelwise, call.values, call.device, call.shape)
+        return verdict(plain, plan.channels, plan.values, plan.device, plan.shape)
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Its products of float32 are rounded more than ours, and its operators take its forward pass twice: only who
         asks for it by name gets those."""
-        return math.inf if call.values == torch.float32 or call.traced else 90.0 + 20.0 * call.length
+        return math.inf if plan.values == torch.float32 or plan.traced else 90.0 + 20.0 * plan.length
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells of its rounding of float32, or of its second forward pass under torch.compile."""
-        if call.values == torch.float32:
+        if plan.values == torch.float32:
             return "its products of float32 are rounded more than ours"
-        if call.traced:
+        if plan.traced:
             return "under torch.compile its backward pass runs the forward once more"
         return "a kernel of flash-linear-attention that has passed its parity test"
 
@@ -130,12 +128,10 @@ class Fla(TokenEngine):
         return y, *carry.flat
 
 
-def _by_documents(call: Call) -> bool:
+def _by_documents(plan: Plan) -> bool:
     """True if the masks of a call are the borders of documents and nothing else."""
-    if not hasattr(call, "flat"):  # a sketch does not tell
-        return False
-    reset = call.inputs.reset
-    return call.inputs.write is None and reset is not None and reset in BORDERS
+    # A sketch does not tell.
+    return plan.steps is None and plan.masks == ("reset",) and plan.tensors.inputs.reset in BORDERS
 
 
 def _borders(reset: Tensor | None) -> tuple[int, ...] | None:

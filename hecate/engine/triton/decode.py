@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.arguments import check_params
-from hecate.engine.call import Call, carry_of, complete
+from hecate.engine.call import Call
 from hecate.engine.features import to_tokens
 from hecate.engine.one_token import looks_of
 from hecate.engine.triton.engine import no_step
@@ -103,11 +102,9 @@ class InPlace:
         q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
         timed = _timed(gates)._replace(**{name: item for name, item in numbers._asdict().items() if item is not None})
         with torch.no_grad():
-            inputs = complete(self.config, q, k, v, timed, None, None, None, going_on=True)
-            tokens = to_tokens(
-                self.config, inputs, check_params(self.config.feature_map, self.params, k), torch.float32, execute
-            )
-            carry = carry_of(state)
+            call = Call.of(self.config, q, k, v, timed, phi_params=self.params, state=state)
+            tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
+            ((_, carry),) = call.memories
             loop = importlib.import_module("hecate.engine.triton.loops").Loop
             loop(self.config, None, (*carry.memory, *carry.slots, None, *tokens)).step(y)
         return y.squeeze(1)

@@ -25,11 +25,10 @@ from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
 from hecate.engine.arguments import BORDERS
-from hecate.engine.call import GENERAL, TRACED, Call
+from hecate.engine.call import GENERAL, TRACED, Call, Plan
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.features import cast_inputs
-from hecate.engine.parallel import run_by_hand
-from hecate.engine.tokens import Carry, Tokens, by_head
+from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
@@ -42,20 +41,20 @@ WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one
 FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop, on average
 
 
-def _raw(call: Call) -> bool:
+def _raw(plan: Plan | Call) -> bool:
     """True if kernels read keys and queries as they lie, and make the features themselves."""
-    config = call.config
+    config = plan.config
     plain = config.step == "raw" and config.normalizer == "none" and config.forms.phi is not None
-    return plain and not call.general and not _loops(call)
+    return plain and not plan.general and not _loops(plan)
 
 
-def _borders(call: Call) -> tuple[int, ...] | None:
+def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
     """Borders of documents packed into one row, where the host knows them and they are few or long: they are walked
     side by side. The room for their states grows with their number, in the loop by a whole segment of them."""
-    if not hasattr(call, "flat") or call.inputs.reset is None:  # a sketch does not tell
+    if plan.steps is not None or "reset" not in plan.masks:  # a sketch does not tell
         return None
-    found: tuple[int, ...] | None = BORDERS.get(call.inputs.reset)
-    most = max(FEW, call.length // (LONG if _loops(call) else SEGMENT))
+    found: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
+    most = max(FEW, plan.length // (LONG if _loops(plan) else SEGMENT))
     return found if found is not None and len(found) - 1 <= most else None
 
 
@@ -63,6 +62,7 @@ class Triton(TokenEngine):
     """Kernels of our own on a GPU, the state in registers."""
 
     name = "triton"
+    reason = "a kernel keeps the state in registers, and has passed its parity test"
     takes = GENERAL
     l2_norm = NORM.block()
 
@@ -85,20 +85,16 @@ class Triton(TokenEngine):
             return "its kernels keep a float32 state, not state_dtype='float64'"
         return None
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Torch looking on, another dtype or device, a large state, no Triton, or a kernel that is not trusted."""
-        return _unfit(call, _loops(call))
+        return _unfit(plan, _loops(plan))
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """Ahead of blocks in torch on a GPU, behind a kernel of `fla`; the loop has a latency for every token. The
         interpreter is for who asks for it."""
-        if call.device != "cuda":
+        if plan.device != "cuda":
             return math.inf
-        return 100.0 + (60.0 if _loops(call) else 20.0) * call.length
-
-    def about(self, call: Call) -> str:
-        """Where the state is."""
-        return "a kernel keeps the state in registers, and has passed its parity test"
+        return 100.0 + (60.0 if _loops(plan) else 20.0) * plan.length
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """From what is given where kernels make features of it, narrow numbers as narrow as they are; else as all
@@ -106,7 +102,7 @@ class Triton(TokenEngine):
         if not _raw(call):
             return super().run(call, run)
         inputs = call.inputs
-        q, k, *gates = cast_inputs(call.config, inputs, call.spec.dtype, run, narrow=True)
+        q, k, *gates = cast_inputs(call.config, inputs, call.plan.dtype, run, narrow=True)
         masks = [None if mask is None else by_head(mask, inputs.v.shape[2]) for mask in (inputs.write, inputs.reset)]
         ((initial, carry),) = call.memories
         y, carry = self._scan(call, Tokens(k, q, *gates, *masks), carry, initial, run, raw=True)
@@ -129,44 +125,44 @@ class Triton(TokenEngine):
         return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
-def no_step(call: Call) -> str | None:
+def no_step(plan: Plan | Call) -> str | None:
     """Why the loop kernels cannot take a token in place; None if they can."""
-    return Engine.registry["triton"].excludes(call.config) or _unfit(call, loops=True)
+    return Engine.registry["triton"].excludes(plan.config) or _unfit(plan, loops=True)
 
 
-def _unfit(call: Call, loops: bool) -> str | None:
-    if call.traced and not torch.compiler.is_compiling():
+def _unfit(plan: Plan | Call, loops: bool) -> str | None:
+    if plan.traced and not torch.compiler.is_compiling():
         return TRACED
-    if call.values not in PRECISION:
-        return f"its kernels are for {', '.join(map(str, PRECISION))}, the values are {call.values}"
-    if call.dtype != torch.float32:
-        return f"its kernels keep a float32 state, q, k or v make it {call.dtype}"
-    if max(call.shape) > WIDEST or (loops and math.prod(call.shape) > CELLS):
+    if plan.values not in PRECISION:
+        return f"its kernels are for {', '.join(map(str, PRECISION))}, the values are {plan.values}"
+    if plan.dtype != torch.float32:
+        return f"its kernels keep a float32 state, q, k or v make it {plan.dtype}"
+    if max(plan.shape) > WIDEST or (loops and math.prod(plan.shape) > CELLS):
         most = f"{CELLS} numbers in a loop" if loops else f"{WIDEST} x {WIDEST}"
-        return f"its kernels hold states of up to {most}, not {' x '.join(map(str, call.shape))}"
-    if call.device != "cuda" and not interpreting():
-        return f"its kernels run on a GPU, the tensors are on {call.device}"
-    if call.traced:  # the operators ask when they run
+        return f"its kernels hold states of up to {most}, not {' x '.join(map(str, plan.shape))}"
+    if plan.device != "cuda" and not interpreting():
+        return f"its kernels run on a GPU, the tensors are on {plan.device}"
+    if plan.traced:  # the operators ask when they run
         return None
     if find_spec("triton") is None:
         return f"it needs triton: {install_line('gpu')}"
-    return None if interpreting() else _trusted(call, loops)
+    return None if interpreting() else _trusted(plan, loops)
 
 
-def _loops(call: Call) -> bool:
+def _loops(plan: Plan | Call) -> bool:
     """True if a call is for the loop kernels: blocks know retention none and decay, under gradient descent of each phi
     channel too, and momentum."""
-    forms, channels = call.config.forms, call.retain is not None and call.retain.dim() == 4
-    if "retain_value" in call.general or forms.retention != StepForm():
+    forms, channels = plan.config.forms, plan.channels
+    if "retain_value" in plan.general or forms.retention != StepForm():
         return True
     return forms.algorithm is None or forms.algorithm.nesterov or (channels and forms.algorithm.momentum)
 
 
-def _trusted(call: Call, loops: bool) -> str | None:
+def _trusted(plan: Plan | Call, loops: bool) -> str | None:
     """Why the kernel of a call is not trusted."""
-    config = call.config
+    config = plan.config
     own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
-    raw = _raw(call)
+    raw = _raw(plan)
     if raw:
         own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
     if loops:
@@ -175,15 +171,15 @@ def _trusted(call: Call, loops: bool) -> str | None:
         own["retention"] = Decay() if config.retention.uses_retain else NoRetention()
         own["algorithm"] = Momentum() if config.algorithm.slots else GD()
     there = {
-        "write": "write" in call.masks or config.on_nonfinite == "skip",  # which leaves tokens out by a mask
-        "reset": "reset" in call.masks,
-        "phi_w": "erase" in call.general or "write" in call.general,
-        "retain_value": "retain_value" in call.general,
-        "channels": call.retain is not None and call.retain.dim() == 4,
+        "write": "write" in plan.masks or config.on_nonfinite == "skip",  # which leaves tokens out by a mask
+        "reset": "reset" in plan.masks,
+        "phi_w": "erase" in plan.general or "write" in plan.general,
+        "retain_value": "retain_value" in plan.general,
+        "channels": plan.channels,
         LOOP: loops,
-        NARROW: raw and call.values.itemsize < call.dtype.itemsize,
+        NARROW: raw and plan.values.itemsize < plan.dtype.itemsize,
         L2: config.key_norm == "l2" and not raw,
-        PACKED: _borders(call) is not None,
+        PACKED: _borders(plan) is not None,
     }
     flags = tuple(name for name, given in there.items() if given)
-    return verdict(MemoryConfig(**own), flags, call.values, call.device, call.shape)
+    return verdict(MemoryConfig(**own), flags, plan.values, plan.device, plan.shape)

@@ -26,7 +26,7 @@ from hecate.engine.coefficients import coefficients
 from hecate.engine.loop import per_weight, select
 from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
 from hecate.engine.window.gram import mixed
-from hecate.engine.window.rows import Plan, Rows, inverse_length, kernels_of, left_behind, rows_of
+from hecate.engine.window.rows import Rows, Settings, inverse_length, kernels_of, left_behind, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, by_hand, one, several
@@ -36,10 +36,11 @@ SIZE = 64  # tokens of a span
 
 
 def in_chunks(
-    plan: Plan, position: int | None, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
-) -> tuple[Tensor, Carry]:
+    settings: Settings, position: int | None, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *,
+    run: Run,
+) -> tuple[Tensor, Carry]:  # fmt: skip
     """Runs tokens `[N, T, *]` from a place in a chunk, None where it is not one: outputs and the final carry."""
-    lift, own = plan.lift, len(plan.form.inner.slots)
+    lift, own = settings.lift, len(settings.form.inner.slots)
     wide = linear_block("window.spread", lift.spread, lift.gathered)
     back = linear_block("window.gathered", lambda x: lift.gathered(x).contiguous(), lift.spread)
 
@@ -51,7 +52,7 @@ def in_chunks(
 
     if tokens.reset is not None:
         initial = per_weight(run, wide, initial)
-    steps = partial(_steps, _Spans(plan))
+    steps = partial(_steps, _Spans(settings))
     y, new = chunked(config, tokens, mapped(wide, carry), initial, run=run, position=position, steps=steps, size=SIZE)
     return y, mapped(back, new)
 
@@ -83,13 +84,16 @@ class _Inputs(NamedTuple):
 
 
 class _Spans:
-    """Runner of the spans of a plan, as one block by hand: two products with features, in a room that every span uses
-    again since pages of fresh tensors cost as much as what is done with them, and between them what autograd
-    records."""
+    """Runner of all spans, as one block by hand: two products with features, in a room that every span uses again since
+    pages of fresh tensors cost as much as what is done with them, and between them what autograd records."""
 
-    def __init__(self, plan: Plan) -> None:
-        inner, self.plan, self.config = plan.form.inner, plan, plan.config
-        self.own, self.mixes, self.waits = len(inner.slots), inner.kernel_form() is None, plan.config.commit == "chunk"
+    def __init__(self, settings: Settings) -> None:
+        inner, self.settings, self.config = settings.form.inner, settings, settings.config
+        self.own, self.mixes, self.waits = (
+            len(inner.slots),
+            inner.kernel_form() is None,
+            settings.config.commit == "chunk",
+        )
         self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
         if self.own and not self.waits:
             self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
@@ -100,10 +104,10 @@ class _Spans:
 
     def gain(self, gram: Tensor) -> Tensor:
         """Q of Gram matrices `[N, V, V]`."""
-        form = self.plan.form.inner.gram_form()
+        form = self.settings.form.inner.gram_form()
         if form is None:
-            raise TypeError(f"algorithm {self.plan.form.inner.kind!r} has no Gram form")
-        return one(by_hand(form.gain(self.plan.shape)).forward(gram)[0])
+            raise TypeError(f"algorithm {self.settings.form.inner.kind!r} has no Gram form")
+        return one(by_hand(form.gain(self.settings.shape)).forward(gram)[0])
 
     # A span: (inputs, base states that meet features, pending) -> (y, states, the context's values and marks).
 
@@ -115,7 +119,7 @@ class _Spans:
     def whole(self, *given: Tensor | None) -> Tensors:
         """In operations that torch differentiates."""
         own, met, bases = self.split(given)
-        made = self.plan.lift.features(torch.cat((own.x_k, own.x_q), 1))
+        made = self.settings.lift.features(torch.cat((own.x_k, own.x_q), 1))
         made = made if own.keys is None else torch.cat((own.keys, made), 1)
         found = self.between(*own, *self.products(own, made, met))
         return self.states(self.named(found), made, bases)
@@ -131,16 +135,16 @@ class _Spans:
 
     def features(self, own: _Inputs) -> Tensor:
         """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
-        x, kept = torch.cat((own.x_k, own.x_q), 1), self.plan.kept
+        x, kept = torch.cat((own.x_k, own.x_q), 1), self.settings.kept
         made = self.room("features", x, kept + x.shape[1])
-        self.plan.lift.features(x, made[:, kept:])
+        self.settings.lift.features(x, made[:, kept:])
         if own.keys is not None:
             made[:, :kept] = own.keys
         return made
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:
         """Space `[N, length, F]`."""
-        shape, held = (len(like), length, self.plan.lift.width), self.rooms.get(name)
+        shape, held = (len(like), length, self.settings.lift.width), self.rooms.get(name)
         if held is None or held.shape != shape:
             self.rooms[name] = held = like.new_empty(shape)
         return held
@@ -164,7 +168,7 @@ class _Spans:
     def backward(self, given: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
         """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
         G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
-        (own, met, bases), kept = self.split(given), self.plan.kept
+        (own, met, bases), kept = self.split(given), self.settings.kept
         made, (inputs, found, steps) = self.features(own), record
         _, weights, across, ontos, _ = self.named(found)
         gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
@@ -197,7 +201,7 @@ class _Spans:
         if own.keys is not None:
             total.baddbmm_(shares[-1], own.keys)
             gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
-        gx = self.plan.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
+        gx = self.settings.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
         gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
         ginputs[_Inputs._fields.index("keys")] = gkeys
         return gk, gq, *ginputs[2:], *gmet, *(gbases if self.waits else ())
@@ -208,7 +212,7 @@ class _Spans:
         """Outputs of `between`: y, a, what M' has of S across, the combinations O, the context's values and marks."""
         y, weights, *rest = several(found)
         across = rest.pop(0) if self.mixes and not self.waits else None
-        count = len(rest) - 2 * (self.plan.kept > 0)
+        count = len(rest) - 2 * (self.settings.kept > 0)
         return y, weights, across, rest[:count], rest[count:]
 
     def between(self, *given: Tensor | None, steps: list[Any] | None = None) -> Tensors:
@@ -216,27 +220,27 @@ class _Spans:
         holds those of a Gram matrix from one call to the next."""
         *first, products, gram = given
         own = _Inputs(*first)  # type: ignore[arg-type]
-        plan, config, count = self.plan, self.config, own.v.shape[1]
-        rows = rows_of(plan, own.v[:, :0, 0] if own.filled is None else own.filled, count, own.write, None)
-        kernels = kernels_of(plan, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
+        settings, config, count = self.settings, self.config, own.v.shape[1]
+        rows = rows_of(settings, own.v[:, :0, 0] if own.filled is None else own.filled, count, own.write, None)
+        kernels = kernels_of(settings, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
         anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
         target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
-        errors, across = _errors(plan, rows, anchor, own.since, target), list[Tensor]()
+        errors, across = _errors(settings, rows, anchor, own.since, target), list[Tensor]()
         step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
         if self.waits:
             y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
-            onto = [rows.summed(step * errors, plan.kept + count).mT]
+            onto = [rows.summed(step * errors, settings.kept + count).mT]
         elif self.mixes:
             gates, none = (own.lr, own.retain, own.momentum), torch.zeros_like(target)
             masks, known = (own.write, None), steps[0] if steps else None
-            found, starts = mixed(plan, rows, masks, kernels, one((gram,)), none, gates, errors=errors, found=known)
+            found, starts = mixed(settings, rows, masks, kernels, one((gram,)), none, gates, errors=errors, found=known)
             if steps is not None and known is None:
                 steps.append((found, starts))
             y, x, *onto, s, a, _ = several(found)
             weights, across = torch.cat((a, s), 1).squeeze(-1), [x]
         else:
-            ages = len(plan.form.weights)
-            form = plan.form.inner.kernel_form()
+            ages = len(settings.form.weights)
+            form = settings.form.inner.kernel_form()
             after, before, slot = coefficients(config, own.retain, own.momentum, own.write, None, form)
             states, moves = after if config.read == "after" else before, -step * errors
             y = (rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)) @ moves
@@ -245,7 +249,7 @@ class _Spans:
             left = [after] if slot is None else [after, slot]
             weights = torch.stack([weight[..., -1] for state in left for weight in state.bases], -1)
             moved = [state.last.repeat_interleave(ages, 1).unsqueeze(-1) * moves for state in left]
-            onto = [rows.summed(item, plan.kept + count).mT for item in moved]
+            onto = [rows.summed(item, settings.kept + count).mT for item in moved]
         if kernels.lengths is not None:
             onto = [item * kernels.lengths.mT for item in onto]
         keys, values = left_behind(rows, kernels.lengths, own.values, own.v)
@@ -305,20 +309,20 @@ class _Spans:
 
     def asked(self, x: Tensor, memory: Tensor) -> Tensors:
         """Answers of a memory to queries."""
-        plan = self.plan
-        read = (inverse_length(plan, x) if plan.normed else 1.0) * (plan.lift.features(x) @ memory.mT)
-        return (plan.query * read,)
+        settings = self.settings
+        read = (inverse_length(settings, x) if settings.normed else 1.0) * (settings.lift.features(x) @ memory.mT)
+        return (settings.query * read,)
 
 
-def _errors(plan: Plan, rows: Rows, facing: Tensor, since: Tensor | None, target: Tensor) -> Tensor:
+def _errors(settings: Settings, rows: Rows, facing: Tensor, since: Tensor | None, target: Tensor) -> Tensor:
     """e of all windows `[N, n W, V]` at the anchor's answers to the rows, of which `since` is left."""
     target = rows.picked(target)
-    if plan.config.forms.target:
+    if settings.config.forms.target:
         return -target
     base = rows.picked(facing)
     if since is not None:
-        base = since.repeat_interleave(len(plan.form.weights), 1).unsqueeze(-1) * base
-    bias = plan.config.bias.block()
+        base = since.repeat_interleave(len(settings.form.weights), 1).unsqueeze(-1) * base
+    bias = settings.config.bias.block()
     return one((bias if bias.vjp is None else by_hand(bias)).forward(base, target)[0])
 
 

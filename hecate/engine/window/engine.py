@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call
+from hecate.engine.call import Call, Plan
 from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
@@ -43,7 +43,7 @@ from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import gram, linear
 from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, rows_of
+from hecate.engine.window.rows import Leaves, Outcome, Rows, Settings, rows_of
 from hecate.phi.series import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -81,31 +81,30 @@ class Window(Engine):
             return f"normalizer={config.normalizer!r} would need a window of its own"
         return coordinate_refusal(config)
 
-    def unfit(self, call: Call) -> str | None:
+    def unfit(self, plan: Plan) -> str | None:
         """Gates that the kernels do not see, or keys whose kernels leave the range of numbers."""
-        if call.retain is not None and call.retain.dim() == 4:
+        if plan.channels:
             return "a retain per phi channel decays features apart, which meet in one kernel here"
-        if not hasattr(call, "flat"):
+        if plan.steps is not None or (lift := _lift(plan.config, plan.width)) is None:  # a sketch tells no keys
             return None
-        lift = _lift(call.config, call.flat[1].shape[-1])  # type: ignore[union-attr]
-        keys = call.flat[:2]
-        if lift is None or not can_inspect(*keys, free=True) or not keys[1].numel():  # type: ignore[arg-type, union-attr]
+        keys = plan.tensors.inputs[:2]
+        if not can_inspect(*keys, free=True) or not keys[1].numel():
             return None
-        degree, size = len(lift.coefficients) - 1, max(float(x.detach().abs().amax()) for x in keys)  # type: ignore[union-attr]
-        if size ** (2 * degree) * keys[1].shape[-1] ** degree > reach(call.dtype, 0.45):  # type: ignore[union-attr]
-            return f"keys or queries of size {size:.2g} leave the range of {call.dtype} in a kernel of degree {degree}"
+        degree, size = len(lift.coefficients) - 1, max(float(x.detach().abs().amax()) for x in keys)
+        if size ** (2 * degree) * plan.width**degree > reach(plan.dtype, 0.45):
+            return f"keys or queries of size {size:.2g} leave the range of {plan.dtype} in a kernel of degree {degree}"
         return None
 
-    def cost(self, call: Call) -> float:
+    def cost(self, plan: Plan) -> float:
         """From six tokens on it has been faster than the token loop, whatever the sizes; a span takes less than two of
         its tokens (measured)."""
-        return 300.0 + (40.0 * call.length if call.config.chunk == 1 else 150.0 * max(1, steps_of(call, SIZE)))
+        return 300.0 + (40.0 * plan.length if plan.config.chunk == 1 else 150.0 * max(1, steps_of(plan, SIZE)))
 
-    def about(self, call: Call) -> str:
+    def about(self, plan: Plan) -> str:
         """Tells how gradients and steps are taken."""
-        if call.config.chunk == 1:
+        if plan.config.chunk == 1:
             return "linear memory, window or Gram matrix: exact in blocks"
-        when = "one step per chunk" if call.config.commit == "chunk" else "a step per token"
+        when = "one step per chunk" if plan.config.commit == "chunk" else "a step per token"
         return f"window or Gram matrix, gradients at the chunk's start, {when}: exact in spans of {SIZE} tokens"
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
@@ -117,17 +116,17 @@ class Window(Engine):
         config, inputs = call.config, call.inputs
         lift = _lift(config, inputs.k.shape[-1])
         if lift is None:
-            tokens = to_tokens(config, inputs, call.params, call.spec.dtype, run)
-            plan = _plan(config, given_features(tokens.phi_k.shape[-1]), call.shape)
+            tokens = to_tokens(config, inputs, call.params, call.plan.dtype, run)
+            settings = _settings(config, given_features(tokens.phi_k.shape[-1]), call.shape)
         else:
-            q, k, *rest = cast_inputs(config, inputs, call.spec.dtype, run)
+            q, k, *rest = cast_inputs(config, inputs, call.plan.dtype, run)
             heads = inputs.k.shape[2]
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
             tokens = Tokens(k, q, *rest, *masks)
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
-            plan = _plan(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
+            settings = _settings(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
         initial, carry = call.memories[0]
-        blocks = partial(_in_blocks, plan) if config.chunk == 1 else partial(in_chunks, plan, call.place)
+        blocks = partial(_in_blocks, settings) if config.chunk == 1 else partial(in_chunks, settings, call.place)
         y, carry = in_folds(blocks, config, tokens, carry, initial, run=run)
         return y, *carry.flat
 
@@ -138,18 +137,20 @@ def _lift(config: MemoryConfig, width: int) -> Any:
     return config.feature_map.power_form(width) if plain else None
 
 
-def _plan(config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0) -> Plan:
+def _settings(
+    config: MemoryConfig, lift: Any, shape: tuple[int, ...], normed: bool = False, query: float = 1.0
+) -> Settings:
     form = config.algorithm.window_form()
     if form is None:
         raise TypeError(f"algorithm {config.algorithm.kind!r} has no window")
-    return Plan(config, form, lift, normed, query, shape)
+    return Settings(config, form, lift, normed, query, shape)
 
 
 def _in_blocks(
-    plan: Plan, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+    settings: Settings, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
-    walk = _Walk(plan)
+    walk = _Walk(settings)
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
     inputs = (*carry.memory, *carry.slots, *initial, *tokens)
     y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
@@ -173,11 +174,11 @@ class _Held(NamedTuple):
 
 
 class _Walk:
-    """A plan's blocks one after the other, and the same backwards."""
+    """A settings's blocks one after the other, and the same backwards."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        mixes = plan.form.inner.kernel_form() is None
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        mixes = settings.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
         self.size = gram.SIZE if mixes else linear.SIZE
@@ -185,16 +186,16 @@ class _Walk:
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:
         """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
-        shape = (len(like), length, self.plan.lift.width)
+        shape = (len(like), length, self.settings.lift.width)
         if name not in self.rooms or self.rooms[name].shape != shape:
             self.rooms[name] = like.new_empty(shape)
         return self.rooms[name]
 
     def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
         """States over the lift's features and tokens, of what the block is given, and the number of slots."""
-        plan, spread = self.plan, self.plan.lift.spread
-        own = len(plan.form.inner.slots)
-        context = 3 if plan.form.remembers else 0
+        settings, spread = self.settings, self.settings.lift.spread
+        own = len(settings.form.inner.slots)
+        context = 3 if settings.form.remembers else 0
         memory, *slots = inputs[: 1 + own + context]
         initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
         none = one((memory,)).new_zeros(len(tokens.v), 0)
@@ -227,24 +228,26 @@ class _Walk:
             part = _part(tokens, span)
             features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
             products = torch.cat([features @ base.mT for base in held.bases()], -1)
-            outcome, found = self.block(self.plan, rows, (part.write, part.reset), self.leaves(products, part, held))
+            outcome, found = self.block(
+                self.settings, rows, (part.write, part.reset), self.leaves(products, part, held)
+            )
             if keeps:
                 first = held if at % _each(spans) == 0 else None
                 record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
             held = self.after(held, rows, features, outcome)
-        back = self.plan.lift.gathered
+        back = self.settings.lift.gathered
         context = () if held.keys is None else (back(held.keys), held.values, held.filled)
         slots = (back(held.slot),) if held.slot is not None else ()
         return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
 
     def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
         """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
-        features, x = self.plan.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
+        features, x = self.settings.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
         first, last = held.keys, held.slot if self.mixes else None
         if not by_hand:
             return _cat([first, features(x), last], 1)
-        kept, own = self.plan.kept, x.shape[1]
+        kept, own = self.settings.kept, x.shape[1]
         length = kept + own + (0 if last is None else last.shape[1])
         made = self.room("features", x, length)
         features(x, made[:, kept : kept + own])
@@ -256,7 +259,7 @@ class _Walk:
 
     def rows(self, held: _Held, part: Tokens) -> Rows:
         """The rows of a block's writes."""
-        return rows_of(self.plan, held.filled, part.v.shape[1], part.write, part.reset)
+        return rows_of(self.settings, held.filled, part.v.shape[1], part.write, part.reset)
 
     def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
         """Inputs of an outcome."""
@@ -283,7 +286,7 @@ class _Walk:
         """Cotangents of all inputs."""
         held, tokens, own = self.named(inputs)
         gy, gmemory, *rest = cotangents
-        wide = self.plan.lift.spread
+        wide = self.settings.lift.spread
         gslots, context = rest[:own], rest[own:]
         later = _Held(
             wide(gmemory), wide(gslots[0]) if own else None,
@@ -300,7 +303,7 @@ class _Walk:
                 shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
                 found.append(shares)
         self.rooms.clear()
-        back = self.plan.lift.gathered
+        back = self.settings.lift.gathered
         joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]
         states = (later.memory, later.slot, later.keys)
         memory, slot, keys = (None if item is None else back(item) for item in states)
@@ -323,10 +326,10 @@ class _Walk:
     ) -> tuple[Tensors, _Held]:
         """Cotangents of a block's tokens and of the states that enter it."""
         features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
-        own, kept, end = self.leaves(products, part, held), self.plan.kept, self.plan.kept + count
+        own, kept, end = self.leaves(products, part, held), self.settings.kept, self.settings.kept + count
         with torch.enable_grad():
             leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
-            outcome, _ = self.block(self.plan, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
+            outcome, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
         gshares = self.meeting(held, outcome, later, features[:, :end])
         pairs = [(made, g) for made, g in zip(outcome, (gy, *gshares), strict=True) if made is not None]
         made, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
@@ -344,7 +347,7 @@ class _Walk:
             if onto is not None and g is not None:
                 gfeatures[:, :end].baddbmm_(onto.mT, g)
         x = torch.cat((part.phi_k, part.phi_q), 1)
-        gx = self.plan.lift.pullback(x, gfeatures[:, kept : end + count])
+        gx = self.settings.lift.pullback(x, gfeatures[:, kept : end + count])
         gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
         return (gk, gq, gv, *ggates), self.entering(held, outcome, later, gbases, gfeatures, gvalues)
 

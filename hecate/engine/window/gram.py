@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.coefficients import neutral
-from hecate.engine.window.rows import Kernels, Leaves, Outcome, Plan, Rows, kernels_of, left_behind
+from hecate.engine.window.rows import Kernels, Leaves, Outcome, Rows, Settings, kernels_of, left_behind
 from hecate.tape import ByHand, Tensors, one, several
 
 SIZE = 64
@@ -67,17 +67,17 @@ class _State(NamedTuple):
 
 
 def gram_block(
-    plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: Any = None
+    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: Any = None
 ) -> tuple[Outcome, Any]:
     """As `linear_block`; the products hold those of the first S's rows with the base states at their end.
 
     Beside the outcome stands what the same call takes as `found`, lest the tokens run again."""
     products, x_k, x_q, v, values, *gates = leaves
     width = v.shape[-1]
-    kernels = kernels_of(plan, products[:, :-width], x_k, x_q, width)
+    kernels = kernels_of(settings, products[:, :-width], x_k, x_q, width)
     gram = products[:, -width:, width : 2 * width]
     target = v if values is None else torch.cat((values, v), 1)
-    outputs, starts = mixed(plan, rows, masks, kernels, gram, target, gates, found=found)
+    outputs, starts = mixed(settings, rows, masks, kernels, gram, target, gates, found=found)
     y, x, onto, slot, s, a, i = several(outputs)
     keys, left = left_behind(rows, kernels.lengths, values, v)
     if kernels.lengths is not None:
@@ -88,17 +88,9 @@ def gram_block(
 
 
 def mixed(
-    plan: Plan,
-    rows: Rows,
-    masks: tuple[Tensor | None, Tensor | None],
-    kernels: Kernels,
-    gram: Tensor,
-    target: Tensor,
-    gates: Sequence[Tensor],
-    *,
-    errors: Tensor | None = None,
-    found: Any = None,
-) -> tuple[Tensors, Any]:
+    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], kernels: Kernels, gram: Tensor,
+    target: Tensor, gates: Sequence[Tensor], *, errors: Tensor | None = None, found: Any = None,
+) -> tuple[Tensors, Any]:  # fmt: skip
     """y, X, Y, W, s, a and i of a block's tokens, and what the backward pass begins with; `errors` `[N, n W, V]` are
     those of all writes where they do not depend on the present memory."""
     (write, reset), (lr, retain, momentum), (count, ages) = masks, gates, rows.live.shape[1:]
@@ -112,7 +104,7 @@ def mixed(
     hit = windows(kernels.pairs)
     index = rows.places.view(-1, count, 1, ages).expand(len(target), -1, ages, -1)
     keep, carried = (neutral(gate, write).unsqueeze(-1).unsqueeze(-1) for gate in (retain, momentum))
-    if not plan.config.retention.uses_retain:
+    if not settings.config.retention.uses_retain:
         keep = torch.ones_like(keep)
     initial = errors is None and len(kernels.facing) > 2
     faced = windows(kernels.facing[0]) if errors is None else errors.unflatten(1, (count, ages)).mT
@@ -122,23 +114,23 @@ def mixed(
         windows(target), hit, hit.gather(2, index.mT), asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep,
         carried, gram,
     )  # fmt: skip
-    return _Loop(plan, rows, reset, kernels.pairs.shape[1]).run(given, found)
+    return _Loop(settings, rows, reset, kernels.pairs.shape[1]).run(given, found)
 
 
 class _Loop:
     """The tokens of one block; `run` is differentiable, by hand where torch need not see it."""
 
-    def __init__(self, plan: Plan, rows: Rows, reset: Tensor | None, length: int) -> None:
-        form = plan.form.inner.gram_form()
+    def __init__(self, settings: Settings, rows: Rows, reset: Tensor | None, length: int) -> None:
+        form = settings.form.inner.gram_form()
         if form is None:
-            raise TypeError(f"algorithm {plan.form.inner.kind!r} has no Gram form")
-        self.gain = form.gain(plan.shape)
+            raise TypeError(f"algorithm {settings.form.inner.kind!r} has no Gram form")
+        self.gain = form.gain(settings.shape)
         count = rows.live.shape[1]
-        self.early = plan.config.read == "before"
-        self.frozen = plan.config.chunk > 1  # the errors are given, as what the memory predicts of values of 0
+        self.early = settings.config.read == "before"
+        self.frozen = settings.config.chunk > 1  # the errors are given, as what the memory predicts of values of 0
         # Under dot no write depends on what the memory predicts.
-        self.asks = self.frozen or not plan.config.forms.target
-        self.decayed = plan.config.decay_order == "before_gradient" and not self.frozen
+        self.asks = self.frozen or not settings.config.forms.target
+        self.decayed = settings.config.decay_order == "before_gradient" and not self.frozen
         self.live = rows.live.unsqueeze(2).unbind(1)
         hot = torch.nn.functional.one_hot(rows.places.view(-1, count, rows.live.shape[-1]), length)
         self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from hecate.engine.coefficients import coefficients, faced_states
 from hecate.engine.parallel import implicit_gradients
-from hecate.engine.window.rows import Leaves, Outcome, Plan, Rows, kernels_of, left_behind
+from hecate.engine.window.rows import Leaves, Outcome, Rows, Settings, kernels_of, left_behind
 
 SIZE = 64
 
 
 def linear_block(
-    plan: Plan, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: None = None
+    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: None = None
 ) -> tuple[Outcome, None]:
     """One block of n tokens with W writes each, from what does not need a state's width.
 
@@ -25,13 +25,13 @@ def linear_block(
     over s < t. For l2 u = e, elsewhere u is the gradient of the bias at the prediction: n W unknowns of width V.
     """
     products, x_k, x_q, v, values, lr, retain, momentum = leaves
-    config, (write, reset), count, width = plan.config, masks, v.shape[1], v.shape[-1]
-    inner = plan.form.inner.kernel_form()
+    config, (write, reset), count, width = settings.config, masks, v.shape[1], v.shape[-1]
+    inner = settings.form.inner.kernel_form()
     after, before, slot = coefficients(config, retain, momentum, write, reset, inner)
     faced = faced_states(config, after, before, retain, write)
     states = after if config.read == "after" else before
-    kernels = kernels_of(plan, products, x_k, x_q, width)
-    ages = len(plan.form.weights)
+    kernels = kernels_of(settings, products, x_k, x_q, width)
+    ages = len(settings.form.weights)
     step = (lr.unsqueeze(-1) * rows.live).flatten(1)
     target = rows.picked(v if values is None else torch.cat((values, v), 1))
 
@@ -57,7 +57,7 @@ def linear_block(
         y = y + weight.unsqueeze(-1) * held
 
     def onto(weights: Tensor) -> Tensor:
-        total = rows.summed(weights.repeat_interleave(ages, 1).unsqueeze(-1) * moves, plan.kept + count)
+        total = rows.summed(weights.repeat_interleave(ages, 1).unsqueeze(-1) * moves, settings.kept + count)
         return (total if kernels.lengths is None else kernels.lengths * total).mT
 
     keys, values = left_behind(rows, kernels.lengths, values, v)

@@ -31,7 +31,7 @@ class Leaves(NamedTuple):
     momentum: Tensor
 
 
-class Plan(NamedTuple):
+class Settings(NamedTuple):
     """Settings of a config's run in blocks.
 
     Fields:
@@ -81,10 +81,10 @@ class Rows(NamedTuple):
 
 
 @torch.no_grad()
-def rows_of(plan: Plan, filled: Tensor, count: int, write: Tensor | None, reset: Tensor | None) -> Rows:
+def rows_of(settings: Settings, filled: Tensor, count: int, write: Tensor | None, reset: Tensor | None) -> Rows:
     """The rows of a block of `count` tokens; filled `[N, c]`, masks `[N, count]` or None."""
-    kept, device = plan.kept, filled.device
-    weights = constants(tuple(plan.form.weights), filled.dtype, device)
+    kept, device = settings.kept, filled.device
+    weights = constants(tuple(settings.form.weights), filled.dtype, device)
     ages = torch.arange(len(weights), device=device)
     if write is None:
         own = torch.arange(count, device=device).unsqueeze(0) + kept
@@ -128,10 +128,10 @@ class Kernels(NamedTuple):
     lengths: Tensor | None  # [N, L, 1]: by what the rows' features are to be multiplied
 
 
-def kernels_of(plan: Plan, products: Tensor, x_k: Tensor, x_q: Tensor, width: int) -> Kernels:
+def kernels_of(settings: Settings, products: Tensor, x_k: Tensor, x_q: Tensor, width: int) -> Kernels:
     """From the products `[N, L + n, bases V + c]` of the features of rows and queries with base states and context, and
     from the keys and queries themselves."""
-    kept, count, kernel = plan.kept, x_k.shape[1], plan.lift.kernel
+    kept, count, kernel = settings.kept, x_k.shape[1], settings.lift.kernel
     rows, queries = products.split((kept + count, count), 1)
     states = products.shape[-1] - kept
     facing, old = rows.split((states, kept), -1)
@@ -139,19 +139,19 @@ def kernels_of(plan: Plan, products: Tensor, x_k: Tensor, x_q: Tensor, width: in
     pairs = torch.cat((old, torch.cat((old[:, kept:].mT, kernel(x_k @ x_k.mT)), 1)), 2)
     asked = torch.cat((old_q, kernel(x_q @ x_k.mT)), 2)
     lengths = None
-    if plan.normed:
-        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, kept, 1), inverse_length(plan, x_k)), 1)
-        own = inverse_length(plan, x_q) * plan.query
+    if settings.normed:
+        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, kept, 1), inverse_length(settings, x_k)), 1)
+        own = inverse_length(settings, x_q) * settings.query
         pairs, asked = lengths * pairs * lengths.mT, own * asked * lengths.mT
         facing, read = lengths * facing, own * read
-    elif plan.query != 1:
-        asked, read = plan.query * asked, plan.query * read
+    elif settings.query != 1:
+        asked, read = settings.query * asked, settings.query * read
     return Kernels(pairs, asked, list(facing.split(width, -1)), list(read.split(width, -1)), lengths)
 
 
-def inverse_length(plan: Plan, x: Tensor) -> Tensor:
+def inverse_length(settings: Settings, x: Tensor) -> Tensor:
     """1 / |phi(x)| `[..., 1]`, 1 of a zero."""
-    square = plan.lift.kernel(x.square().sum(-1, keepdim=True))
+    square = settings.lift.kernel(x.square().sum(-1, keepdim=True))
     return torch.where(square > 0, square, 1.0).rsqrt()
 
 
