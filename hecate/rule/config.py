@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -10,20 +9,18 @@ import torch
 from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_core import CoreSchema
 
-from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind
+from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
 from hecate.checks import Count, Depth
 from hecate.errors import ConfigError, not_known, shorten
-from hecate.formula import activation_nodes, formula_of
 from hecate.gating import GatingKind, Plain
-from hecate.phi import FeatureMapKind, Identity, MapForm
+from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
-from hecate.retention import NoRetention, RetentionKind, StepForm
+from hecate.retention import NoRetention, RetentionKind
+from hecate.rule.forms import Forms
 from hecate.rule.rule import MemoryRule
-from hecate.structure import Matrix, Structure, StructureKind
-from hecate.structure.base import SlotForm
+from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
-from hecate.structure.graph import Act, Apply
 from hecate.variant import Config, Conflicts, briefly
 
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
@@ -31,78 +28,6 @@ LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
 
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
-
-
-class Forms(NamedTuple):
-    """Forms and traits of a config's knobs that engines need at every call, computed once.
-
-    Fields:
-        retention, algorithm: their `kernel_form()`.
-        tokens: their `token_form()`, and that of the structure.
-        texts: bias, both and phi in JSON, which a tracer could not make.
-        phi: its `kernel_form()`.
-        identity: whether phi is the identity.
-        target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
-        apart: whether no coordinate of u is known to need another.
-        unprinted: why no kernel can be printed of the bias or an activation; torch's compiler cannot trace a trace.
-        linear, transposed: as the structure says.
-        gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
-        defaults: what these are where none is given.
-        tops: the largest they may be.
-        per_head: whether the default retain differs between heads; then it is that of the first.
-    """
-
-    retention: StepForm | None
-    algorithm: AlgorithmForm | None
-    tokens: tuple[StepForm | None, AlgorithmForm | None, SlotForm | None]
-    texts: tuple[str, ...]
-    phi: MapForm | None
-    identity: bool
-    target: bool
-    error: bool
-    apart: bool
-    unprinted: str | None
-    linear: bool
-    transposed: bool
-    gates: tuple[bool, ...]
-    defaults: tuple[float, ...]
-    tops: tuple[float, ...]
-    per_head: bool
-
-    @classmethod
-    def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
-        """The forms of a rule's knobs and phi."""
-        bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
-        found = formula_of(bias)
-        formula = None if isinstance(found, str) else found
-        return cls(
-            retention=retention.kernel_form(),
-            algorithm=algorithm.kernel_form(),
-            tokens=(retention.token_form(), algorithm.token_form(), rule.structure.token_form()),
-            texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
-            phi=phi.kernel_form(),
-            identity=type(phi) is Identity,
-            target=formula is not None and formula.target,
-            error=formula is not None and formula.error,
-            apart=formula is not None and formula.coordinatewise,
-            unprinted=_inactive(rule.structure)
-            if formula is not None
-            else f"bias {bias.kind!r} as configured has no kernel: {found}",
-            linear=rule.structure.linear,
-            transposed=rule.structure.transposed,
-            gates=(True, retention.uses_retain, algorithm.uses_momentum),
-            defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
-            tops=(math.inf, 1.0, algorithm.momentum_top),
-            per_head=retention.uses_retain and retention.per_head,
-        )
-
-
-def _inactive(structure: Structure) -> str | None:
-    nodes = structure.graph().nodes if structure.factored else ()
-    for act in {node.op.act for node in nodes if isinstance(node, Apply) and isinstance(node.op, Act)}:
-        if isinstance(reason := activation_nodes(act), str):
-            return f"activation {act.kind!r} of structure {structure.kind!r} has no kernel: {reason}"
-    return None
 
 
 class MemoryConfig(Config):
