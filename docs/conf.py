@@ -67,7 +67,7 @@ LEARN = [
     "notebooks/quickstart", "notebooks/own_model", "notebooks/own_task", "notebooks/choosing_phi",
     "notebooks/memory_per_level", "notebooks/phi_momentum", "notebooks/your_own_parts", "notebooks/reading_the_tape",
 ]  # fmt: skip
-USE = ["guide", "memories", "text", "runs", "scale", "extend"]
+USE = ["guide", "recurrences", "memories", "text", "runs", "scale", "extend"]
 MEASURED = ["speed", "quality", "rules", "optimisers", "studies", "others"]
 THEORY = ["exact", "errata"]
 ERRATUM = re.compile(r"^- \*\*([A-Z0-9-]+-E\d+)\*\*(.*?)(?=^- |^\s*$)", re.MULTILINE | re.DOTALL)
