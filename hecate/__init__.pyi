@@ -1,4 +1,5 @@
 from hecate import (
+    activation,
     algorithm,
     bias,
     cms,
@@ -53,6 +54,7 @@ __all__ = [
     "ShapeError",
     "StabilityWarning",
     "__version__",
+    "activation",
     "algorithm",
     "bias",
     "cms",

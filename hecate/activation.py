@@ -28,7 +28,9 @@ class Activation(Variant, family="activation"):
 
     _derivatives = ("slope", "bend")
     _formulas = ("value", "slope", "bend")
-    _follows = MappingProxyType({"slope": ("value",), "bend": ("value", "slope")})
+    _follows = MappingProxyType(
+        {"slope": ("value",), "bend": ("value", "slope"), "odd": ("value",), "degree": ("value",)}
+    )
     odd: ClassVar[bool] = False  # act(-x) = -act(x)
     degree: ClassVar[float | None] = None  # act(a x) = a^degree act(x) for a > 0
 
@@ -59,7 +61,7 @@ class GELU(Activation):
     """gelu: act(x) = x (1 + erf(x / sqrt(2))) / 2.
 
     VJP: act' = Phi(x) + x density(x), act'' = density(x) (2 - x^2).
-    References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415).
+    References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415). [STR-MLP-D1]
     """
 
     kind: Literal["gelu"] = "gelu"
@@ -79,7 +81,7 @@ class SiLU(Activation):
     """silu: act(x) = x sigmoid(x).
 
     VJP: with s = sigmoid(x), act' = s + x s (1 - s), act'' = s (1 - s) (2 + x - 2 x s).
-    References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415).
+    References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415). [STR-MLP-D1]
     """
 
     kind: Literal["silu"] = "silu"
@@ -100,7 +102,7 @@ class Tanh(Activation):
     """tanh: act(x) = tanh(x).
 
     VJP: act' = 1 - y^2, act'' = -2 y act'.
-    Origin: the classical activation; Titans learn odd maps best with it.
+    Origin: the classical activation; Titans learn odd maps best with it. [STR-MLP-D1]
     """
 
     kind: Literal["tanh"] = "tanh"
@@ -121,6 +123,7 @@ class ReLU(Activation):
 
     VJP: act' = 1[x > 0], 0 at the kink; act'' = 0.
     References: Rectified Linear Units Improve Restricted Boltzmann Machines (Nair and Hinton, 2010, ICML).
+    [STR-MLP-I1]
     """
 
     kind: Literal["relu"] = "relu"

@@ -478,7 +478,8 @@ class Variant(Config):
             given = f"{shorten(value)} ({type(value).__name__})"
             if callable(value):
                 given += f"; a function or module of your own becomes one as a class with a kind, see {cls.__name__}"
-            raise ConfigError(f"must be a {cls._family} kind, a mapping with a 'kind', or an instance, got {given}")
+            name = f"an {cls._family}" if cls._family[:1] in "aeiou" else f"a {cls._family}"
+            raise ConfigError(f"must be {name} kind, a mapping with a 'kind', or an instance, got {given}")
         known, kind = cls.variants(), fields.get("kind")
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")

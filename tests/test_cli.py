@@ -118,9 +118,9 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, algorithm, "
-         "structure, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
+         "structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
         (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
-         "retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, rules, "),
+         "retention, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
         (("export", "gone", "--to", "onnx"), 2,
          "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf'), got 'onnx'"),
     ],
@@ -196,7 +196,7 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    variants = "phi bias retention algorithm structure gating readout position data optimizer logger"
+    variants = "phi bias retention algorithm structure activation gating readout position data optimizer logger"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
     assert int(folded[1]) == len(folded) - 2 and folded[-3:] == ["mqar-RULE", "quickstart-RULE", "lm-SIZE-BACKBONE"]

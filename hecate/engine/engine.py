@@ -227,15 +227,16 @@ def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
     that can: found once for all calls of a plan, unless an engine looks at their tensors."""
     plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
     known = (asked, Engine.made, len(Engine.registry))
-    if plan.choice[0] == known and not plan.by_tensors:
-        return plan.choice[1]
+    kept = plan.choice  # read once: another thread may ask for another engine
+    if kept[0] == known and not plan.by_tensors:
+        return kept[1]
     if not plan.by_tensors:
         try:
-            plan.choice = known, _chosen(plan, asked)
+            kept = plan.choice = known, _chosen(plan, asked)
         except TensorsNeeded:
             plan.by_tensors = True
     # One that looked at tensors may have caught what told it to wait for the call.
-    return _chosen(asked_of, asked) if plan.by_tensors else plan.choice[1]
+    return _chosen(asked_of, asked) if plan.by_tensors else kept[1]
 
 
 def _chosen(asked_of: Any, asked: EngineName) -> Engine:

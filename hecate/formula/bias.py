@@ -25,8 +25,8 @@ class Formula(NamedTuple):
     """A bias as nodes and text: `psi(p, v, c)` is u = grad(p, v), `pull(p, v, u, g, c)` the cotangents of p and v from
     that of u.
 
-    The traits are read off the nodes: `coordinatewise`, no number of a row needs another; `target`, u = -v; `error`,
-    u = p - v; `linear`, a Jacobian without p, v and u.
+    The traits are read off the nodes: `coordinatewise`, no number of a row needs another; `target`, u = -v, and
+    `error`, u = p - v, both with the derivative that belongs to it; `linear`, a Jacobian without p, v and u.
     """
 
     u: Node
@@ -95,7 +95,9 @@ def _of_bias(bias: Bias) -> Formula:
     whole = psi.operations | pull.operations
     apart = not whole & {*ROWS, "in N"}
     linear = apart and not pull.operations & {"in p", "in v", "in u"}
-    return Formula(u, (gp, gv), psi, pull, apart, target=u is -v, error=u is p - v, linear=linear)
+    g = nodes.input("g")
+    target = u is -v and (gp, gv) == (nodes.const(0.0), -g)
+    return Formula(u, (gp, gv), psi, pull, apart, target, error=u is p - v and (gp, gv) == (g, -g), linear=linear)
 
 
 def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:

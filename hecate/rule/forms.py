@@ -6,7 +6,8 @@ import math
 from typing import NamedTuple
 
 from hecate.algorithm import AlgorithmForm
-from hecate.formula import activation_nodes, formula_of
+from hecate.bias import Bias
+from hecate.formula import Formula, activation_nodes, formula_of
 from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.retention import StepForm
 from hecate.rule.rule import MemoryRule
@@ -25,6 +26,7 @@ class Forms(NamedTuple):
         phi: its `kernel_form()`.
         identity: whether phi is the identity.
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
+        formula: of the bias, printed; None if there is none.
         apart: whether no coordinate of u is known to need another.
         unprinted: why no kernel can be printed of the bias or an activation; torch's compiler cannot trace a trace.
         linear, transposed: as the structure says.
@@ -42,6 +44,7 @@ class Forms(NamedTuple):
     identity: bool
     target: bool
     error: bool
+    formula: Formula | None
     apart: bool
     unprinted: str | None
     linear: bool
@@ -55,7 +58,7 @@ class Forms(NamedTuple):
     def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
         """The forms of a rule's knobs and phi."""
         bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
-        found = formula_of(bias)
+        found = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
         formula = None if isinstance(found, str) else found
         return cls(
             retention=retention.kernel_form(),
@@ -66,6 +69,7 @@ class Forms(NamedTuple):
             identity=type(phi) is Identity,
             target=formula is not None and formula.target,
             error=formula is not None and formula.error,
+            formula=formula,
             apart=formula is not None and formula.coordinatewise,
             unprinted=_inactive(rule.structure)
             if formula is not None

@@ -59,7 +59,7 @@ class Act(_Act):
     __slots__ = ()
 
     def __new__(cls, act: Activation | str) -> Act:
-        return super().__new__(cls, Activation.model_validate(act))
+        return super().__new__(cls, act if isinstance(act, Activation) else Activation.model_validate(act))
 
     @property
     def name(self) -> str:

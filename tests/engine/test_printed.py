@@ -16,6 +16,7 @@ from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.engine import Plan, choose, explain
 from hecate.errors import ConfigError
+from hecate.formula import bias_formula
 from hecate.structure import MLP
 
 pytest.importorskip("numba")
@@ -170,7 +171,7 @@ def test_an_own_activation_has_the_numbers_of_the_token_loop():
 
 @pytest.mark.spec("ENG-FORMULA-D2")
 def test_another_number_is_the_same_part():
-    (one, first), (other, second) = rows.part(LossAlone(scale=0.2)), rows.part(LossAlone(scale=3.0))
+    (one, first), (other, second) = (rows.part(bias_formula(LossAlone(scale=a))) for a in (0.2, 3.0))
     assert one == other
     assert first != second
-    assert rows.part(Pinball())[0] != one
+    assert rows.part(bias_formula(Pinball()))[0] != one

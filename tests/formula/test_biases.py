@@ -14,7 +14,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.bias import Bias
+from hecate import MemoryConfig
+from hecate.bias import L2, Bias, Dot
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable, bias_formula
 from hecate.testing.rule import in_torch
@@ -256,3 +257,42 @@ def test_the_command_line_prints_texts_and_says_who_has_one(monkeypatch):
     assert found["sorted"] == "token loop: aten.sort has no kernel form"
     with pytest.raises(Unprintable, match="aten.sort"):
         formula_text("sorted")
+
+
+class Stopped(Bias):
+    """formula_test_stopped: l2 whose derivative hands nothing to values."""
+
+    kind: Literal["formula_test_stopped"] = "formula_test_stopped"
+
+    def loss(self, pred, target):
+        return 0.5 * (pred - target).square().sum(-1)
+
+    def grad(self, pred, target):
+        return pred - target
+
+    def grad_vjp(self, pred, target, g):
+        return g, torch.zeros_like(g)
+
+
+class Silent(Stopped):
+    """formula_test_silent: dot whose derivative hands nothing to values."""
+
+    kind: Literal["formula_test_silent"] = "formula_test_silent"
+
+    def grad(self, pred, target):
+        return -target
+
+    def grad_vjp(self, pred, target, g):
+        return torch.zeros_like(g), torch.zeros_like(g)
+
+
+for own in (Stopped, Silent):
+    del Bias._registry[own.model_fields["kind"].default]
+
+
+@pytest.mark.spec("ENG-FORMULA-D1")
+def test_a_bias_is_l2_or_dot_with_their_derivatives_alone():
+    """Engines that know l2 and dot by algebra would hand on the gradient of these."""
+    assert not bias_formula(Stopped()).error and not bias_formula(Silent()).target
+    assert bias_formula(L2()).error and bias_formula(Dot()).target
+    assert MemoryConfig(bias=Stopped()).forms.apart

@@ -203,9 +203,6 @@ FAULTS = [
     *_of(
         "tape",
         KNOBS,
-        ("ops", "x * s, 1 - s)", "x * s, 1 + s)"),
-        ("ops", "torch.addcmul(x, x, s, value=-2) + 2", "torch.addcmul(x, x, s, value=-1) + 2"),
-        ("ops", "* (2 - square)", "* (1 - square)"),
         ("ops", "return product.sum(dim=axes) if axes", "return 2 * product.sum(dim=axes) if axes"),
     ),
     *_of(
@@ -705,6 +702,13 @@ FAULTS = [
         "tests/nn/test_conv.py",
         ("conv", "segment[:, length:] - every[:, -1:]", "segment[:, length:] - segment[:, -1:]"),
         ("conv", "argsort(dim=1, stable=True)", "argsort(dim=1, descending=True, stable=True)"),
+    ),
+    *_of(
+        ".",
+        "tests/tape/test_activation.py",
+        ("activation", "x * s, 1 - s)", "x * s, 1 + s)"),
+        ("activation", "torch.addcmul(x, x, s, value=-2) + 2", "torch.addcmul(x, x, s, value=-1) + 2"),
+        ("activation", "* (2 - square)", "* (1 - square)"),
     ),
     *_of(
         ".",

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hecate import MemoryConfig
-from hecate.activation import Activation
+from hecate.activation import Activation, Tanh
 from hecate.errors import ConfigError
+from hecate.nn import Memory
 from hecate.structure import MLP
 
 
@@ -50,3 +51,28 @@ def test_one_is_named_by_its_kind_and_written_so():
     assert MemoryConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ConfigError, match=r"activation.*Did you mean 'gelu'"):
         MemoryConfig.model_validate({"structure": {"kind": "mlp", "activation": "gelo"}})
+
+
+class Raised(Tanh):
+    """test_raised: tanh x + 1/2, which is not odd."""
+
+    kind: Literal["test_raised"] = "test_raised"
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + 0.5
+
+
+del Activation._registry["test_raised"]
+
+
+def test_another_value_has_lost_traits_and_derivatives():
+    raised, x = Raised(), torch.linspace(-2, 2, 5)
+    assert Tanh().odd and not raised.odd
+    torch.testing.assert_close(raised.slope(x, raised.value(x)), 1 - torch.tanh(x).square())
+
+
+def test_memories_of_layers_compile_to_one_graph():
+    layer = Memory(8, heads=2, config="titans")
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0])

@@ -26,6 +26,7 @@ from hecate.engine.cpu.family import printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
+from hecate.formula import activation_nodes
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory, Structure
@@ -149,7 +150,7 @@ class Route:
 
     Attributes:
         nodes: the columns of `hecate.engine.cpu.layers.NODE` of every node.
-        act, eps: its activation, and that of its norms.
+        act, eps: the part of its activation, and eps of its norms.
         places: where each weight lies in a state, with its rows and columns, padded.
         size: numbers of a state.
         row: numbers of a token's values; `ones` is where the constant lies in it, `last` the prediction.
@@ -164,7 +165,7 @@ class Route:
         for height, width in shapes:
             self.places.append((self.size, -(-height // ROWS) * ROWS, padded(width)))
             self.size += self.places[-1][1] * self.places[-1][2]
-        self.act, self.eps = _activation(graph), 0.0
+        self.act, self.eps = printed_part(activation_nodes(_activation(graph))), 0.0
         at, ats, sizes = padded(inputs), [0], [inputs]
         rows: list[list[int]] = []
         for node in graph.nodes:
@@ -259,7 +260,7 @@ class Scan:
             int(config.decay_order == "before_gradient"), int(config.read == "before"),
             int(config.retention.anchored), number(FLOOR if config.blocks else 0.0),
         )  # fmt: skip
-        learn, act, back = printed_part(config.bias), printed_part(route.act), kernel == "backward"
+        learn, act, back = printed_part(config.forms.formula), route.act, kernel == "backward"
         wanted = [("layers", (), "layers", back), (learn.name, (), "learn", False), (act.name, (), "act", False)]
         run, do, active, *undo = ready((*wanted, *([(learn.name, (), "learn", True)] if back else [])), number)
         parts = (do, np.array(learn.numbers, number), active, np.array(act.numbers, number), *undo)

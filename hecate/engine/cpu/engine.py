@@ -64,8 +64,9 @@ class Compiled(TokenEngine):
         if plan.length < TOKENS:
             return math.inf
         size = math.prod(plan.shape) * plan.dtype.itemsize
-        if plan.general not in ((), ("floor",)) or _unlike(plan.config):
-            large = size > (LARGE // 2 if plan.config.bias.linear else LARGE)
+        general = plan.general not in ((), ("floor",))
+        if general or _unlike(plan.config):
+            large = size > LARGE // 2 if plan.config.bias.linear else general and size > LARGE
         else:
             large = plan.config.forms.error and size > LARGE
         return (80.0 if large else 30.0) * plan.length

@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from hecate.activation import Activation
-from hecate.bias import Bias
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
+from hecate.formula import Formula
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
@@ -92,7 +91,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     rule = config.rule
     step, algorithm = rule.retention.token_form(), rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    learn = printed_part(rule.bias)
+    learn = printed_part(config.forms.formula)
     if step.length is not None:
         length = step.length
         own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
@@ -112,9 +111,12 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
     return Parts(learn, predict, descend, own, link, gain)
 
 
-def printed_part(knob: Bias | Activation) -> Part:
-    """What a bias or an activation brings."""
-    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(knob))
+@cache
+def printed_part(found: Formula | tuple[Any, ...] | str | None) -> Part:
+    """The part of a bias's formula or an activation's nodes. Raises TypeError for what has none."""
+    if found is None or isinstance(found, str):
+        raise TypeError("the engine was chosen without its refusal being asked")
+    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found))
 
 
 # Compiling.

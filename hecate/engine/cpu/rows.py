@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from hecate.activation import Activation
-from hecate.bias import Bias
 from hecate.engine.cpu import lanes
 from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, per_vector, store
-from hecate.formula import Formula, Unprintable, activation_nodes, bias_formula
+from hecate.formula import Formula
 from hecate.formula.nodes import ROWS, Node
 from hecate.formula.printer import literal, said, uses
 
@@ -115,14 +113,9 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
 _KNOWN: dict[str, Row] = {}
 
 
-def part(knob: Bias | Activation) -> tuple[str, tuple[float, ...]]:
-    """The name of the part that a bias or an activation brings, and its numbers. Raises Unprintable."""
-    if isinstance(knob, Bias):
-        row = row_of(bias_formula(knob))
-    elif isinstance(nodes := activation_nodes(knob), str):
-        raise Unprintable(nodes)
-    else:
-        row = act_of(nodes)
+def part(found: Formula | tuple[Node, Node, Node]) -> tuple[str, tuple[float, ...]]:
+    """The name of the part that a bias or an activation brings, and its numbers."""
+    row = row_of(found) if isinstance(found, Formula) else act_of(found)
     _KNOWN[row.name] = row
     return row.name, row.numbers or (0.0,)
 
