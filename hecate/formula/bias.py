@@ -18,6 +18,7 @@ from hecate.formula.nodes import ROWS, Node, Nodes, Unprintable
 from hecate.formula.printer import Text, nodes_of, printed
 from hecate.variant import Variant
 
+MIXES = "a coordinate needs the whole row, where an activation goes coordinate by coordinate"
 KEPT = 4096  # formulas that are remembered
 
 
@@ -111,5 +112,5 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
 
     y, slope, bend = nodes_of(activation, orders, "x", Nodes())
     if printed("act", "x", [y, slope, bend]).operations & {*ROWS, "in N"}:
-        raise Unprintable("a coordinate needs the whole row, where an activation goes coordinate by coordinate")
+        raise Unprintable(MIXES)
     return y, slope, bend

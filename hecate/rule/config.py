@@ -13,11 +13,12 @@ from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
 from hecate.checks import Count, Depth
 from hecate.errors import ConfigError, not_known, shorten
+from hecate.formula import MIXES, activation_nodes
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind
-from hecate.rule.forms import Forms
+from hecate.rule.forms import Forms, acts_of
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
@@ -286,6 +287,8 @@ class MemoryConfig(Config):
     def conflicts(self) -> Conflicts:
         """Combinations of knobs and conventions that are ruled out."""
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
+        if (act := next((act for act in acts_of(structure) if activation_nodes(act) == MIXES), None)) is not None:
+            yield ("structure",), f"activation {act.kind!r}: {MIXES}, and so do its derivatives here"
         if self.layer_conv_kernel == 1:
             yield ("layer_conv_kernel",), "must be 0 (none) or at least 2, got 1"
         form = algorithm.token_form()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from hecate.activation import Activation
 from hecate.algorithm import AlgorithmForm
 from hecate.bias import Bias
 from hecate.formula import Formula, activation_nodes, formula_of
@@ -83,9 +84,14 @@ class Forms(NamedTuple):
         )
 
 
-def _inactive(structure: Structure) -> str | None:
+def acts_of(structure: Structure) -> set[Activation]:
+    """The activations of a structure of layers."""
     nodes = structure.graph().nodes if structure.factored else ()
-    for act in {node.op.act for node in nodes if isinstance(node, Apply) and isinstance(node.op, Act)}:
+    return {node.op.act for node in nodes if isinstance(node, Apply) and isinstance(node.op, Act)}
+
+
+def _inactive(structure: Structure) -> str | None:
+    for act in acts_of(structure):
         if isinstance(reason := activation_nodes(act), str):
             return f"activation {act.kind!r} of structure {structure.kind!r} has no kernel: {reason}"
     return None
