@@ -36,6 +36,7 @@ from hecate.variant import Variant
 
 ROWS, WIDTH = 3, 5  # of tensors that are traced: unlike, so that shapes tell numbers of a row from values
 MORE, WIDER = 4, 64
+OTHERS = 2, 257  # widths that must take the same way
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
 DEPTH = 6  # of an expression before it gets a name
@@ -95,8 +96,7 @@ class Trace(TorchDispatchMode):
         at, value = len(self.constants), float(value)
         self.constants.append(value)
         other = value if self.wider is None else self.wider[at] if at < len(self.wider) else math.nan
-        rounded = float(torch.tensor(value, dtype=torch.float32))  # as a tensor beside numbers in float32 has it
-        if other in (value, rounded) or (math.isnan(other) and math.isnan(value)):
+        if other in (value, _rounded(value)) or (math.isnan(other) and math.isnan(value)):
             return self.nodes.const(value, None if self.told is None else self.told[at])
         count = self.nodes.input("N", row=True)
         if (value, other) == (self.width, WIDER):
@@ -181,10 +181,11 @@ class Trace(TorchDispatchMode):
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, *told: Sequence[float] | None, wide: bool = False
+    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, *told: Sequence[float] | None, width: int = WIDTH
 ) -> tuple[list[Node], Trace]:
-    """Nodes of what a function of tensors returns; an input in capitals is one number per row."""
-    (rows, width), dtype = ((MORE, WIDER), torch.float32) if wide else ((ROWS, WIDTH), torch.float64)
+    """Nodes of what a function of tensors returns; an input in capitals is one number per row. Rows of another width
+    are more, and in float32."""
+    rows, dtype = (ROWS, torch.float64) if width == WIDTH else (MORE, torch.float32)
     numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
     given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
     with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
@@ -209,16 +210,29 @@ def nodes_of(
     variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Sequence[str], nodes: Nodes
 ) -> list[Node]:
     """The nodes of a method's results, in which the variant's own numbers differ between their two values."""
-    _, wide = traced(method(variant), inputs, Nodes(), wide=True)
+    _, wide = traced(method(variant), inputs, Nodes(), width=WIDER)
     other, told = moved(variant), None
     if other is not None:
         with suppress(Unprintable):  # as it is, it has a text
             _, trace = traced(method(other), inputs, Nodes())
             told = trace.constants if trace.way == wide.way else None
     results, trace = traced(method(variant), inputs, nodes, told, wide.constants)
-    if trace.way != wide.way:
+    more = {width: traced(method(variant), inputs, Nodes(), width=width)[1] for width in OTHERS}
+    if any(own.way != trace.way for own in (wide, *more.values())):
         raise Unprintable("it takes another way for rows of another width or dtype")
+    for width, own in more.items():
+        for value, at_wider, found in zip(trace.constants, wide.constants, own.constants, strict=True):
+            same = _rounded(value) == _rounded(at_wider)
+            known = value if same else width if value == WIDTH else 1 / width
+            if not math.isnan(value) and _rounded(found) != _rounded(known):
+                raise Unprintable(
+                    f"a number of it, {found:g} for {width} values, follows from the width in its own way"
+                )
     return results
+
+
+def _rounded(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))  # as a tensor beside numbers in float32 has it
 
 
 def moved(variant: Variant) -> Variant | None:

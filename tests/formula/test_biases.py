@@ -286,7 +286,26 @@ class Silent(Stopped):
         return torch.zeros_like(g), torch.zeros_like(g)
 
 
-for own in (Stopped, Silent):
+class ByWidth(Bias):
+    """formula_test_by_width: 1/2 |e|^2 over a number that follows from the width as no kernel knows it."""
+
+    kind: Literal["formula_test_by_width"] = "formula_test_by_width"
+    way: str = "max"
+
+    def loss(self, pred, target):
+        width = pred.shape[-1]
+        by = {"max": max(width, 4), "narrow": 1 if width > 2 else 2, "wide": 1 if width <= 64 else 2}[self.way]
+        return 0.5 * (pred - target).square().sum(-1) / by
+
+
+@pytest.mark.spec("ENG-FORMULA-D1")
+@pytest.mark.parametrize("way", ["max", "narrow", "wide"])
+def test_numbers_that_follow_from_the_width_in_another_way_are_refused(way):
+    with pytest.raises(Unprintable, match="values|width"):
+        bias_formula(ByWidth(way=way))
+
+
+for own in (Stopped, Silent, ByWidth):
     del Bias._registry[own.model_fields["kind"].default]
 
 
