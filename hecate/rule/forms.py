@@ -14,7 +14,6 @@ from hecate.retention import StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Structure
 from hecate.structure.base import SlotForm
-from hecate.structure.graph import Act, Apply
 
 
 class Forms(NamedTuple):
@@ -85,9 +84,8 @@ class Forms(NamedTuple):
 
 
 def acts_of(structure: Structure) -> set[Activation]:
-    """The activations of a structure of layers."""
-    nodes = structure.graph().nodes if structure.factored else ()
-    return {node.op.act for node in nodes if isinstance(node, Apply) and isinstance(node.op, Act)}
+    """The activations among the fields of a structure."""
+    return {value for name in type(structure).model_fields if isinstance(value := getattr(structure, name), Activation)}
 
 
 def _inactive(structure: Structure) -> str | None:

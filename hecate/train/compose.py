@@ -225,7 +225,7 @@ def _told(config: Any, value: Any) -> Any:
     """The written values of a config without the fields that others decide and nobody set: these may be overridden."""
     if isinstance(value, list):
         return [_told(*pair) for pair in zip(config, value, strict=True)]
-    if not isinstance(config, Config):
+    if not isinstance(config, Config) or not isinstance(value, dict):  # one without settings is written as its kind
         return value
     left = set(config.follows) - config.model_fields_set
     return {name: _told(getattr(config, name), item) for name, item in value.items() if name not in left}

@@ -29,6 +29,7 @@ from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
 from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
+from hecate.rule.forms import acts_of
 from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
@@ -54,7 +55,7 @@ class CompiledLayers(TokenEngine):
             return reason
         if not structure.factored:
             return f"structure {structure.kind!r} is not made of linear layers"
-        if (reason := _unwalked(structure.graph())) is not None:
+        if (reason := _unwalked(structure)) is not None:
             return f"structure {structure.kind!r} has {reason}"
         if algorithm is None or algorithm.nesterov:
             return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
@@ -100,8 +101,9 @@ class CompiledLayers(TokenEngine):
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
 
-def _unwalked(graph: Graph) -> str | None:
+def _unwalked(structure: Structure) -> str | None:
     """The part of a graph that the kernels cannot walk; None if there is none."""
+    graph = structure.graph()
     layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
     ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
     unknown = [op.name for op in ops if type(op) not in OPS]
@@ -109,8 +111,12 @@ def _unwalked(graph: Graph) -> str | None:
         return f"an operation {unknown[0]!r}, which has no kernel"
     if len(layers) != len(set(layers)):
         return "a weight in several layers, whose gradient has no rank one"
-    if len({op.act for op in ops if isinstance(op, Act)}) > 1:
+    acts = {op.act for op in ops if isinstance(op, Act)}
+    if len(acts) > 1:
         return "several activations, of which its kernels know one"
+    for act in acts - acts_of(structure):  # the others are asked with the config
+        if isinstance(reason := activation_nodes(act), str):
+            return f"an activation {act.kind!r}, which has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None

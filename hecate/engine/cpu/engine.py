@@ -66,7 +66,8 @@ class Compiled(TokenEngine):
         size = math.prod(plan.shape) * plan.dtype.itemsize
         general = plan.general not in ((), ("floor",))
         if general or _unlike(plan.config):
-            large = size > LARGE // 2 if plan.config.bias.linear else general and size > LARGE
+            whole = general or not plan.config.forms.apart
+            large = size > LARGE // 2 if plan.config.bias.linear else whole and size > LARGE
         else:
             large = plan.config.forms.error and size > LARGE
         return (80.0 if large else 30.0) * plan.length
