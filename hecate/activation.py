@@ -74,7 +74,7 @@ class GELU(Activation):
 
     def bend(self, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
         square = x.clamp(-40, 40).square()  # from there on it is 0, and x^2 may be infinite
-        return torch.exp(-0.5 * square - 0.5 * math.log(2 * math.pi)) * (2 - square)
+        return torch.exp(x * -0.5 * x) * (2 - square) / math.sqrt(2 * math.pi)  # the exponential is that of the slope
 
 
 class SiLU(Activation):

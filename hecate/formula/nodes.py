@@ -260,7 +260,7 @@ def _gelu(x: Node, approximate: str = "none") -> Node:
 
 def _gelu_backward(g: Node, x: Node, approximate: str = "none") -> Node:
     _exact(approximate)
-    return g * (_cumulative(x) + x * _DENSITY * exp(-0.5 * x * x))
+    return g * (_cumulative(x) + x * _DENSITY * exp(x * -0.5 * x))
 
 
 def _elu_backward(g: Node, alpha: Number, scale: Number, inner: Number, result: bool, x: Node) -> Node:
