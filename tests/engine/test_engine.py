@@ -108,15 +108,6 @@ def test_a_call_answers_what_its_sketch_is_told():
     assert choose(call) is choose(sketch) is Engine.registry["chunk"]
 
 
-@pytest.fixture
-def others():
-    """Leaves the registry as it was."""
-    before = dict(Engine.registry)
-    yield before
-    Engine.registry.clear()
-    Engine.registry.update(before)
-
-
 def borrowed(cheap: float, **methods) -> Engine:
     """An engine of a user's: the token loop under another name."""
 

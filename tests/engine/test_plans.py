@@ -206,15 +206,6 @@ def test_plans_hold_no_tensors_and_belong_to_one_config():
     assert len(fresh.plans) == 1  # torch has to see every operation
 
 
-@pytest.fixture
-def others():
-    """Leaves the registry as it was."""
-    before = dict(Engine.registry)
-    yield before
-    Engine.registry.clear()
-    Engine.registry.update(before)
-
-
 def by_size(look) -> type[TokenEngine]:
     """An engine for keys below 2 alone, as its `look` at a call finds them."""
 

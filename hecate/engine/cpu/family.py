@@ -50,6 +50,11 @@ class Parts(NamedTuple):
     link: Part
     gain: Part
 
+    @property
+    def plain(self) -> bool:
+        """True if a step is r X - lr u w^T with r of one number a row, for which the walk has one pass."""
+        return self.descend == Part("descent", (), (False,)) and self.step == Part("cells", (), (0, False))
+
 
 def refusal(config: MemoryConfig) -> str | None:
     """Reason for no kernel: a knob without a form, or forms without a kernel together; None if there is one."""
@@ -276,8 +281,7 @@ class Walk:
             tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
             self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
             int(config.decay_order == "before_gradient"), int(config.read == "before"), int(self.moving),
-            int(self.linked), int(self.gains), int(self.parts.descend.name + self.parts.step.name == "descentcells"
-            and not (self.moving or self.by_channel) and self.parts.step.options[0] == 0),
+            int(self.linked), int(self.gains), int(self.parts.plain),
         )  # fmt: skip
         wide, high, back = (self.width,), (self.height,), name == "backward"
         keys = padded(tokens.phi_k, self.width)

@@ -17,7 +17,6 @@ from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, kept_every
-from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
@@ -86,7 +85,7 @@ def _record_shapes(
     channels, width = retain.dim() == v.dim(), memory.shape[-1]
     segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    moves = keeps and exact is not None and not bias_formula(config_of(rule).bias).target
+    moves = keeps and exact is not None and not config_of(rule).forms.target
     return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
 
 
