@@ -54,11 +54,7 @@ autodoc_default_options = {"members": True, "imported-members": True, "show-inhe
 autodoc_inherit_docstrings = False
 SECTIONS = Config(
     napoleon_use_rtype=False,
-    napoleon_custom_sections=[
-        ("Fields", "params_style"),
-        ("Fields beside the knobs", "params_style"),
-        ("Attributes that engines ask for", "params_style"),
-    ],
+    napoleon_custom_sections=[("Fields", "params_style"), ("Fields beside the knobs", "params_style")],
 )
 maximum_signature_line_length = 80
 copybutton_exclude = ".linenos, .gp, .go"

@@ -80,7 +80,7 @@ class Plan:
     """The part that calls of equal looks have in common, without tensors: engines are asked about it, and it is all
     that an `autograd.Function` may keep of a call beside its tensors.
 
-    Attributes that engines ask for:
+    Attributes:
         config: the memory's.
         length: number of tokens.
         shape: of a memory's first weight, `(V, P)` for a matrix; width: of keys, D.
@@ -92,9 +92,6 @@ class Plan:
         traced: whether torch has to see every operation.
         place: tokens since the chunk's start; None where memories differ or none may look.
         steps: in how many the chunk engine takes them, of a sketch; else None.
-        tensors: the call itself. An engine that asks for it, or for what only a call has, is asked in every call.
-
-    Others:
         by_tensors: whether one did, or nothing is known to look alike: the choice holds for one call.
         choice: what `choose` has found last of calls that look like this, beside what it was asked.
         looks: whether a look at numbers costs nothing; None: each tensor is asked.
@@ -205,7 +202,7 @@ class Plan:
 
     @property
     def tensors(self) -> Call:
-        """The call, which a plan does not have: whoever asks for it is told to wait for one."""
+        """The call, which a plan does not have: an engine that asks for it is asked again in every call."""
         if self.steps is not None:
             raise AttributeError("a sketch has no tensors")
         self.by_tensors = True
@@ -312,7 +309,6 @@ class Call:
     Attributes:
         inputs: q, k, v, gates, masks and positions, as the caller has them.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`.
-        traced: whether torch has to see every operation.
         seen: number of tokens after the last, where phi needs positions.
     """
 
@@ -358,7 +354,7 @@ class Call:
 
     @property
     def tensors(self) -> Call:
-        """Itself: what a plan has not."""
+        """Itself."""
         return self
 
     # What an engine runs on.
