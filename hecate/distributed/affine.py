@@ -21,7 +21,6 @@ from hecate.engine import DIVIDE, complete, memory_scan, numbered, to_tokens
 from hecate.gating import Masks, Plain
 from hecate.gating.base import running
 from hecate.phi import Params
-from hecate.retention import StepForm
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import execute, one
 from hecate.tape.bridge import without_autocast
@@ -170,7 +169,7 @@ def affine_scan(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
 def _combined(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
     config, forms = scanned.config, scanned.config.forms
     # What the gates alone tell: only of steps M' = retain M + D whose direction is that of gd or momentum.
-    told = forms.target and forms.retention == StepForm() and forms.algorithm is not None
+    told = forms.target and forms.plain and forms.algorithm is not None
     if config.structure.diagonal:
         piece = _diagonal_piece(scanned)
     elif told:

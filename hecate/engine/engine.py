@@ -205,6 +205,15 @@ _COPY = linear_block("copy", torch.clone, lambda g: g)
 # The choice.
 
 
+def one_retain(plan: Plan | Call) -> str | None:
+    """Why a retention whose step has a kernel has none where retain differs from cell to cell."""
+    found = plan.config.forms.retention
+    wide = plan.channels or "retain_value" in plan.general
+    if isinstance(found, str) or not wide or not isinstance(reason := found.step(single=False), str):
+        return None
+    return f"retention {plan.config.retention.kind!r} with a retain for every channel has no kernel: {reason}"
+
+
 def chunk_refusal(config: MemoryConfig) -> str | None:
     """Why an engine that takes every gradient at the current state is not exact for a config; None if it is."""
     if config.chunk == 1 and config.commit == "token":

@@ -4,7 +4,7 @@ own methods."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from torch import Tensor
 from hecate.activation import Activation
 from hecate.bias import Bias
 from hecate.errors import shorten
-from hecate.formula.nodes import ROWS, Node, Nodes, Unprintable
+from hecate.formula.nodes import ALONG, SUMS, Node, Nodes, Unprintable
 from hecate.formula.printer import Text, nodes_of, printed
 from hecate.variant import Variant
 
 MIXES = "a coordinate needs the whole row, where an activation goes coordinate by coordinate"
 KEPT = 4096  # formulas that are remembered
+MIXED = {*SUMS, "in N", "in M"}  # operations by which one number needs others
 
 
 class Formula(NamedTuple):
@@ -55,29 +56,40 @@ def bias_formula(bias: Bias) -> Formula:
 
 def formula_of(bias: Bias) -> Formula | str:
     """The formula of a bias, or why it has none."""
-    found: Formula | str = _kept(bias, _of_bias)
+    found: Formula | str = kept(bias, _of_bias)
     return found
 
 
 def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
     """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
-    found: tuple[Node, Node, Node] | str = _kept(activation, _of_activation)
+    found: tuple[Node, Node, Node] | str = kept(activation, _of_activation)
     return found
 
 
-def _kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
+def kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
+    """What is made of a variant, once, or why it could not be made."""
     # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
-    methods = tuple(getattr(type(variant), name, None) for name in variant._formulas)
-    return _made(make, methods, repr(variant), variant)
+    return _made(make, tuple(_methods(variant)), repr(variant), variant)
+
+
+def _methods(variant: Variant) -> Iterator[Any]:
+    """Those of its formulas, and of the variants in its fields."""
+    for name in variant._formulas:
+        yield getattr(type(variant), name, None)
+    for field in type(variant).model_fields:
+        if isinstance(inner := getattr(variant, field), Variant):
+            yield type(inner)
+            yield from _methods(inner)
 
 
 @lru_cache(KEPT)
 def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
     with ThreadPoolExecutor(1) as apart:  # which knows nothing of what transforms, compiles or differentiates here
-        return apart.submit(_tried, make, variant).result()
+        return apart.submit(tried, make, variant).result()
 
 
-def _tried(make: Callable[[Any], Any], variant: Variant) -> Any:
+def tried(make: Callable[[Any], Any], variant: Variant) -> Any:
+    """What is made of a variant, or why it could not be made."""
     try:
         return make(variant)
     except Unprintable as reason:
@@ -88,15 +100,15 @@ def _tried(make: Callable[[Any], Any], variant: Variant) -> Any:
 
 def _of_bias(bias: Bias) -> Formula:
     nodes = Nodes()
-    p, v = nodes.input("p"), nodes.input("v")
-    (u,) = nodes_of(bias, lambda own: own.grad, "pv", nodes)
-    gp, gv = nodes_of(bias, lambda own: own.grad_vjp, "pvg", nodes)
+    p, v = nodes.input("p", ALONG), nodes.input("v", ALONG)
+    (u,) = nodes_of(bias, lambda own: own.grad, dict.fromkeys("pv", ALONG), nodes)
+    gp, gv = nodes_of(bias, lambda own: own.grad_vjp, dict.fromkeys("pvg", ALONG), nodes)
     known = {} if u.op in ("in", "const") else {u: "u"}
     psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
     whole = psi.operations | pull.operations
-    apart = not whole & {*ROWS, "in N"}
+    apart = not whole & MIXED
     linear = apart and not pull.operations & {"in p", "in v", "in u"}
-    g = nodes.input("g")
+    g = nodes.input("g", ALONG)
     target = u is -v and (gp, gv) == (nodes.const(0.0), -g)
     return Formula(u, (gp, gv), psi, pull, apart, target, error=u is p - v and (gp, gv) == (g, -g), linear=linear)
 
@@ -110,7 +122,7 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
 
         return function
 
-    y, slope, bend = nodes_of(activation, orders, "x", Nodes())
-    if printed("act", "x", [y, slope, bend]).operations & {*ROWS, "in N"}:
+    y, slope, bend = nodes_of(activation, orders, {"x": ALONG}, Nodes())
+    if printed("act", "x", [y, slope, bend]).operations & MIXED:
         raise Unprintable(MIXES)
     return y, slope, bend

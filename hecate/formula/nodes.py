@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hecate.errors import ConfigError
 
-NAMES = tuple("where abs sqrt exp log log1p expm1 tanh sin cos erf floor power total top".split())
-"""Functions of a text: `total` and `top` are the sum and the maximum of a row, the others are componentwise."""
+ALONG, DOWN = 1, 2  # axes of a row, and of a weight, whose rows lie along and whose columns lie down
+SUMS = {"total": ALONG, "top": ALONG, "column_total": DOWN, "column_top": DOWN}
+"""Sums and maxima of a text, of a row or of a column, and the axis that they take away."""
+NAMES = ("where", "abs", "sqrt", "exp", "log", "log1p", "expm1", "tanh", "sin", "cos", "erf", "floor", "power", *SUMS)
+"""Functions of a text: `SUMS`, and componentwise ones."""
 INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
     "ne": "!=", "and": "&", "or": "|",
 }  # fmt: skip
-ROWS = ("total", "top")
 TRUTHS = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or")
 _FOLDED: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in "add sub mul neg abs lt le gt ge eq ne".split()},
@@ -35,13 +37,14 @@ class Unprintable(ConfigError):
 class Node:
     """An operation on other nodes, an input (`in`, its name) or a constant (`const`, its value in each of two traces).
 
-    `row` says that it is one number per row. Nodes of one `Nodes` are equal only if they are the same object.
+    `axes` has the axes, `ALONG` and `DOWN`, on which it has more than one number. Nodes of one `Nodes` are equal only
+    if they are the same object.
     """
 
-    __slots__ = ("args", "nodes", "op", "row")
+    __slots__ = ("args", "axes", "nodes", "op")
 
-    def __init__(self, nodes: Nodes, op: str, args: tuple[Any, ...], row: bool) -> None:
-        self.nodes, self.op, self.args, self.row = nodes, op, args, row
+    def __init__(self, nodes: Nodes, op: str, args: tuple[Any, ...], axes: int) -> None:
+        self.nodes, self.op, self.args, self.axes = nodes, op, args, axes
 
     def literal(self, *values: float) -> bool:
         """True of a constant that is the same in both traces, and one of the values if there are any."""
@@ -101,23 +104,23 @@ class Nodes:
     def __init__(self) -> None:
         self._made: dict[Any, Node] = {}
 
-    def same(self, op: str, *args: Any, row: bool = False) -> Node:
+    def same(self, op: str, *args: Any, axes: int = 0) -> Node:
         """The node of an operation and its arguments."""
         found = self._made.get((op, *args))
         if found is None:
-            found = self._made[op, *args] = Node(self, op, args, row)
+            found = self._made[op, *args] = Node(self, op, args, axes)
         return found
 
-    def input(self, name: str, *, row: bool = False) -> Node:
-        """An input by its name; `row` for one number per row."""
-        return self.same("in", name, row=row)
+    def input(self, name: str, axes: int = 0) -> Node:
+        """An input by its name."""
+        return self.same("in", name, axes=axes)
 
     def const(self, value: float, other: float | None = None) -> Node:
         """A number, and what it is in the other trace."""
         other = value if other is None else other
         found = self._made.get(("const", repr(value), repr(other)))  # 0.0 and -0.0 are two, NaN is one
         if found is None:
-            found = self._made["const", repr(value), repr(other)] = Node(self, "const", (value, other), True)
+            found = self._made["const", repr(value), repr(other)] = Node(self, "const", (value, other), 0)
         return found
 
 
@@ -149,7 +152,14 @@ def call(op: str, *arguments: Number) -> Node:
         return first.args[0]
     if op == "where" and (args[1] is args[2] or first.literal()):
         return args[1] if args[1] is args[2] or first.args[0] else args[2]
-    return nodes.same(op, *args, row=op in ROWS or all(item.row for item in args))
+    if op in SUMS and not first.axes & SUMS[op]:  # of equal numbers
+        return first if op.endswith("top") else first * size_of(nodes, SUMS[op])
+    if op in ("total", "top") and first.op == f"column_{op}":  # a whole weight, in one order
+        return call(first.op, call(op, first.args[0]))
+    axes = 0
+    for item in args:
+        axes |= item.axes
+    return nodes.same(op, *args, axes=axes & ~SUMS.get(op, 0))
 
 
 def where(condition: Node, x: Number, y: Number) -> Node:
@@ -162,9 +172,55 @@ def named(op: str) -> Callable[[Node], Node]:
     return lambda x: call(op, x)
 
 
-exp, log, log1p, expm1, sqrt, absolute, tanh, erf, total, top = map(
-    named, ("exp", "log", "log1p", "expm1", "sqrt", "abs", "tanh", "erf", "total", "top")
+exp, log, log1p, expm1, sqrt, absolute, tanh, erf = map(
+    named, ("exp", "log", "log1p", "expm1", "sqrt", "abs", "tanh", "erf")
 )
+
+
+class Over(NamedTuple):
+    """Sums and maxima over axes; over both, row by row first."""
+
+    axes: int
+
+    def total(self, x: Node) -> Node:
+        """The sum."""
+        x = call("total", x) if self.axes & ALONG else x
+        return call("column_total", x) if self.axes & DOWN else x
+
+    def top(self, x: Node) -> Node:
+        """The largest number."""
+        x = call("top", x) if self.axes & ALONG else x
+        return call("column_top", x) if self.axes & DOWN else x
+
+    def mean(self, x: Node) -> Node:
+        """The sum over how many there are."""
+        return self.total(x) / size_of(x.nodes, self.axes)
+
+    def softmax(self, x: Node) -> Node:
+        """e^x over its sum."""
+        shifted = exp(x - self.top(x))
+        return shifted / self.total(shifted)
+
+    def log_softmax(self, x: Node) -> Node:
+        """Its logarithm."""
+        shifted = x - self.top(x)
+        return shifted - log(self.total(exp(shifted)))
+
+    def norm(self, x: Node, order: float = 2, *_: Any, **__: Any) -> Node:
+        """The vector norm of order 1, 2 or infinity."""
+        if order == 2:
+            return sqrt(self.total(x * x))
+        if order == 1:
+            return self.total(absolute(x))
+        if order == math.inf:
+            return self.top(absolute(x))
+        raise NotImplementedError
+
+
+def size_of(nodes: Nodes, axes: int) -> Node:
+    """How many numbers lie along axes: `N` in a row, `M` in a column."""
+    sizes = [nodes.input(name) for name, axis in (("N", ALONG), ("M", DOWN)) if axes & axis]
+    return sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1]
 
 
 def isnan(x: Node) -> Node:
@@ -220,12 +276,6 @@ def log_sigmoid(x: Node) -> Node:
     return smaller(x, 0.0) - log1p(exp(-absolute(x)))
 
 
-def softmax(x: Node) -> Node:
-    """e^x over its sum along the row."""
-    shifted = exp(x - top(x))
-    return shifted / total(shifted)
-
-
 ALIASES = frozenset(
     "view reshape unsqueeze squeeze expand clone detach alias contiguous to _to_copy _unsafe_view positive".split()
 )
@@ -268,16 +318,6 @@ def _elu_backward(g: Node, alpha: Number, scale: Number, inner: Number, result: 
     return where(x > 0, g * scale, below)
 
 
-def _norm(x: Node, order: float = 2, *_: Any, **__: Any) -> Node:
-    if order == 2:
-        return sqrt(total(x * x))
-    if order == 1:
-        return total(absolute(x))
-    if order == math.inf:
-        return top(absolute(x))
-    raise NotImplementedError
-
-
 def _softplus(x: Node, beta: Number = 1, threshold: Number = 20) -> Node:
     return where(x * beta > threshold, x, log1p(exp(x * beta)) / beta)
 
@@ -293,11 +333,6 @@ def _softshrink(x: Node, width: Number = 0.5) -> Node:
 def _silu_backward(g: Node, x: Node) -> Node:
     share = sigmoid(x)
     return g * share * (1 + x * (1 - share))
-
-
-def _log_softmax(x: Node, *_: Any) -> Node:
-    shifted = x - top(x)
-    return shifted - log(total(exp(shifted)))
 
 
 def _sinh(x: Node) -> Node:
@@ -342,12 +377,12 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
 """Operations number by number."""
 
 ROWWISE: dict[str, Callable[..., Any]] = {
-    "sum": lambda x, *_, **__: total(x), "amax": lambda x, *_, **__: top(x), "linalg_vector_norm": _norm,
-    "any": lambda x, *_: top(_counted(x)) > 0, "all": lambda x, *_: top(-_counted(x)) < 0,
-    "mean": lambda x, *_, **__: total(x) / x.nodes.input("N", row=True),
-    "logsumexp": lambda x, *_, **__: top(x) + log(total(exp(x - top(x)))),
-    "_softmax": lambda x, *_: softmax(x), "_log_softmax": _log_softmax,
-    "_softmax_backward_data": lambda g, y, *_: y * (g - total(y * g)),
-    "_log_softmax_backward_data": lambda g, y, *_: g - exp(y) * total(g),
+    "sum": lambda over, x, *_, **__: over.total(x), "amax": lambda over, x, *_, **__: over.top(x),
+    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.mean(x),
+    "any": lambda over, x, *_: over.top(_counted(x)) > 0, "all": lambda over, x, *_: over.top(-_counted(x)) < 0,
+    "logsumexp": lambda over, x, *_, **__: over.top(x) + log(over.total(exp(x - over.top(x)))),
+    "_softmax": lambda over, x, *_: over.softmax(x), "_log_softmax": lambda over, x, *_: over.log_softmax(x),
+    "_softmax_backward_data": lambda over, g, y, *_: y * (g - over.total(y * g)),
+    "_log_softmax_backward_data": lambda over, g, y, *_: g - exp(y) * over.total(g),
 }  # fmt: skip
-"""Operations along a row; `N` is its length."""
+"""Operations along axes (`Over`)."""

@@ -4,7 +4,8 @@ The torch methods are the only source of a kernel. A config's own numbers become
 is traced once more with the variant's float fields moved a little, and constants that differ between the two traces
 came from them. So another `delta` is the same text, and the same kernel; where a number steers which way the formula
 takes, each way has a text of its own, with the number in it. A trace of more and wider rows in float32 tells which
-constants are the number of values, `N`, and refuses those that follow from shapes or the dtype in another way.
+constants are the number of values, `N`, and refuses those that follow from shapes or the dtype in another way. Formulas
+of rows of values are traced on `[rows, N]`, those of whole weights on `[memories, M, N]`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +23,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hecate.errors import ConfigError
 from hecate.formula.nodes import (
     ALIASES,
+    ALONG,
     COMPONENTWISE,
     CONSTANTS,
+    DOWN,
     INFIX,
     NAMES,
     ON_HOST,
     ROWWISE,
     Node,
     Nodes,
+    Over,
     Unprintable,
+    size_of,
     where,
 )
 from hecate.variant import Variant
 
-ROWS, WIDTH = 3, 5  # of tensors that are traced: unlike, so that shapes tell numbers of a row from values
-MORE, WIDER = 4, 64
-OTHERS = 2, 257  # widths that must take the same way
+# Sizes of what is traced, and how many: unlike, so that shapes tell what is one number per row, column or memory.
+ROWS, SIZES = 3, {1: (5,), 2: (4, 5)}
+MORE, WIDER = 7, {1: (64,), 2: (16, 64)}
+OTHERS = {1: ((2,), (257,)), 2: ((17, 2), (2, 257))}  # that must take the same way
 _IGNORED = ("dtype", "layout", "device", "pin_memory", "memory_format")
 HOST = "it looks at a number of a tensor on the host (`if`, `.item()`), where a kernel has all tokens at once"
 DEPTH = 6  # of an expression before it gets a name
@@ -59,7 +66,7 @@ class Trace(TorchDispatchMode):
         self, nodes: Nodes, like: Tensor, told: Sequence[float] | None = None, wider: Sequence[float] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        (self.rows, self.width), self.dtype = like.shape, like.dtype
+        (self.rows, *self.sizes), self.dtype = like.shape, like.dtype
         self.nodes, self.told, self.wider = nodes, told, wider
         self.local: set[int] = set()  # constants that the formula makes, none that may change behind its back
         self.known: dict[int, Node] = {}
@@ -98,13 +105,14 @@ class Trace(TorchDispatchMode):
         other = value if self.wider is None else self.wider[at] if at < len(self.wider) else math.nan
         if other in (value, _rounded(value)) or (math.isnan(other) and math.isnan(value)):
             return self.nodes.const(value, None if self.told is None else self.told[at])
-        count = self.nodes.input("N", row=True)
-        if (value, other) == (self.width, WIDER):
-            return count
-        if (value, other) == (1 / self.width, 1 / WIDER):
-            return 1 / count
+        wide = _counts(WIDER[len(self.sizes)])
+        for (axes, size), more in zip(_counts(self.sizes).items(), wide.values(), strict=True):
+            if (value, other) == (size, more):
+                return size_of(self.nodes, axes)
+            if (value, other) == (1 / size, 1 / more):
+                return 1 / size_of(self.nodes, axes)
         what = "follows from how many there are, or from the dtype"
-        raise Unprintable(f"a number of it, {value:g} for {self.width} values in {self.dtype}, {what}")
+        raise Unprintable(f"a number of it, {value:g} for {_by(self.sizes)} values in {self.dtype}, {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -146,9 +154,10 @@ class Trace(TorchDispatchMode):
                 raise Unprintable(f"aten.{name} writes into what has another name")
             operation, given = COMPONENTWISE[plain], [self.node(item, name) for item in args]
         elif name in ROWWISE:
-            if not self._along_row(name, args, kwargs):
-                return _Whole(self.nodes, name, (), row=False)
-            operation, given = ROWWISE[name], [self.node(x, name) if isinstance(x, Tensor) else x for x in args]
+            if (over := self._over(name, args, kwargs)) is None:
+                return _Whole(self.nodes, name, (), axes=ALONG)
+            operation = partial(ROWWISE[name], over)
+            given = [self.node(x, name) if isinstance(x, Tensor) else x for x in args]
         else:
             raise Unprintable(f"aten.{name} has no kernel form")
         named = {key: self.node(item, name) for key, item in kwargs.items() if key not in _IGNORED}
@@ -157,12 +166,18 @@ class Trace(TorchDispatchMode):
         except (NotImplementedError, TypeError):
             raise Unprintable(f"aten.{name} as called has no kernel form") from None
 
-    def _along_row(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-        """True of an operation along the last axis, of rows."""
+    def _over(self, name: str, args: Any, kwargs: dict[str, Any]) -> Over | None:
+        """The axes over which an operation goes; None if it joins rows or memories."""
         at = 2 if name in ("linalg_vector_norm", "_softmax_backward_data", "_log_softmax_backward_data") else 1
         axes = args[at] if len(args) > at else kwargs.get("dim")
         axes = [axes] if isinstance(axes, int) else list(axes or range(args[0].dim()))
-        return bool([axis % args[0].dim() for axis in axes] == [args[0].dim() - 1] and args[0].shape[-1] == self.width)
+        sizes = [args[0].shape[axis] for axis in axes]
+        known = _counts(self.sizes)
+        if len(self.sizes) == 1 and sizes != self.sizes:
+            return None
+        if any(size not in (1, *self.sizes) for size in sizes):
+            return None
+        return Over(sum(axis for axis in (ALONG, DOWN) if known.get(axis) in sizes))
 
     def _fits(self, name: str, tensor: Tensor, node: Node, counted: bool) -> None:
         """Refuses what is neither a row nor a number of one, and numbers that are neither answers nor of the inputs'
@@ -172,25 +187,39 @@ class Trace(TorchDispatchMode):
             raise Unprintable(f"it computes in {tensor.dtype}, in aten.{name}")
         if isinstance(node, _Whole) or node.op == "const":
             return
-        shape = tuple(tensor.shape)
-        row = shape in ((self.rows, 1), (self.rows,), (), (1,))
-        if not row and shape != (self.rows, self.width):
-            raise Unprintable(f"aten.{name} leaves the row of values: its result is {list(shape)}")
-        if row and not node.row:
-            raise Unprintable(f"aten.{name} takes a part of a row")
+        shape = [size for size in tensor.shape if size != 1]
+        rest = [size for size in self.sizes if size in shape]
+        what = "row of values" if len(self.sizes) == 1 else "weight"
+        if shape not in ([self.rows, *rest], []):
+            raise Unprintable(f"aten.{name} leaves the {what}: its result is {list(tensor.shape)}")
+        if any(
+            node.axes & axis and size not in shape for axis, size in zip((ALONG, DOWN), self.sizes[::-1], strict=False)
+        ):
+            raise Unprintable(f"aten.{name} takes a part of a {what.partition(' ')[0]}")
+
+
+def _counts(sizes: Sequence[int]) -> dict[int, int]:
+    """How many numbers lie along each axis of a row or a weight, and along both."""
+    along = {ALONG: sizes[-1]}
+    return along if len(sizes) == 1 else {**along, DOWN: sizes[0], ALONG | DOWN: sizes[0] * sizes[1]}
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
 
 
 def traced(
-    function: Callable[..., Any], inputs: Sequence[str], nodes: Nodes, *told: Sequence[float] | None, width: int = WIDTH
-) -> tuple[list[Node], Trace]:
-    """Nodes of what a function of tensors returns; an input in capitals is one number per row. Rows of another width
-    are more, and in float32."""
-    rows, dtype = (ROWS, torch.float64) if width == WIDTH else (MORE, torch.float32)
-    numbers = torch.linspace(0.1, 1.1, rows * width, dtype=dtype).view(rows, width)
-    given = [numbers[:, 0].clone() if name.isupper() else numbers.clone() for name in inputs]
+    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *told: Sequence[float] | None,
+    sizes: tuple[int, ...] = SIZES[1],
+) -> tuple[list[Node], Trace]:  # fmt: skip
+    """Nodes of what a function of tensors returns; `inputs` are the axes of each. Rows of other sizes are more, and in
+    float32."""
+    rows, dtype = (ROWS, torch.float64) if sizes in SIZES.values() else (MORE, torch.float32)
+    numbers = torch.linspace(0.1, 1.1, rows * math.prod(sizes), dtype=dtype).view(rows, *sizes)
+    given = [(numbers if axes else numbers.flatten(1)[:, 0]).clone() for axes in inputs.values()]
     with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
         for name, tensor in zip(inputs, given, strict=True):
-            mode.name(tensor, nodes.input(name, row=name.isupper()))
+            mode.name(tensor, nodes.input(name, inputs[name]))
             mode.shared.add(id(tensor))
         out = function(*given)
         results = out if isinstance(out, tuple | list) else (out,)
@@ -207,26 +236,31 @@ class Text(NamedTuple):
 
 
 def nodes_of(
-    variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Sequence[str], nodes: Nodes
-) -> list[Node]:
-    """The nodes of a method's results, in which the variant's own numbers differ between their two values."""
-    _, wide = traced(method(variant), inputs, Nodes(), width=WIDER)
+    variant: Variant, method: Callable[[Any], Callable[..., Any]], inputs: Mapping[str, int], nodes: Nodes, *,
+    axes: int = 1,
+) -> list[Node]:  # fmt: skip
+    """The nodes of a method's results, in which the variant's own numbers differ between their two values; of rows, or
+    of weights of two axes."""
+    sizes = SIZES[axes]
+    _, wide = traced(method(variant), inputs, Nodes(), sizes=WIDER[axes])
     other, told = moved(variant), None
     if other is not None:
         with suppress(Unprintable):  # as it is, it has a text
-            _, trace = traced(method(other), inputs, Nodes())
+            _, trace = traced(method(other), inputs, Nodes(), sizes=sizes)
             told = trace.constants if trace.way == wide.way else None
-    results, trace = traced(method(variant), inputs, nodes, told, wide.constants)
-    more = {width: traced(method(variant), inputs, Nodes(), width=width)[1] for width in OTHERS}
+    results, trace = traced(method(variant), inputs, nodes, told, wide.constants, sizes=sizes)
+    more = {own: traced(method(variant), inputs, Nodes(), sizes=own)[1] for own in OTHERS[axes]}
     if any(own.way != trace.way for own in (wide, *more.values())):
         raise Unprintable("it takes another way for rows of another width or dtype")
-    for width, own in more.items():
+    for own_sizes, own in more.items():
         for value, at_wider, found in zip(trace.constants, wide.constants, own.constants, strict=True):
-            same = _rounded(value) == _rounded(at_wider)
-            known = value if same else width if value == WIDTH else 1 / width
+            known = value
+            if _rounded(value) != _rounded(at_wider):
+                along = next(at for at, size in _counts(sizes).items() if value in (size, 1 / size))
+                known = _counts(own_sizes)[along] ** (1 if value > 1 else -1)
             if not math.isnan(value) and _rounded(found) != _rounded(known):
                 raise Unprintable(
-                    f"a number of it, {found:g} for {width} values, follows from the width in its own way"
+                    f"a number of it, {found:g} for {_by(own_sizes)} values, follows from the width in its own way"
                 )
     return results
 
@@ -236,19 +270,25 @@ def _rounded(value: float) -> float:
 
 
 def moved(variant: Variant) -> Variant | None:
-    """The variant with each of its float fields moved a little where it bears that; None if none does."""
+    """The variant with each of its float fields, and those of variants in its fields, moved a little where it bears
+    that; None if none does."""
     found = None
     for at, name in enumerate(type(variant).model_fields):
         value = getattr(variant, name)
-        if isinstance(value, float) and value != 0 and math.isfinite(value):
+        other: Variant | float | None = None
+        if isinstance(value, Variant):
+            other = moved(value)
+        elif isinstance(value, float) and value != 0 and math.isfinite(value):
+            other = value * (1 - 0.0137 / (at + 3))
+        if other is not None:
             with suppress(ConfigError):  # the number of a field that has to be what it is stays in the text
-                found = (found or variant).model_copy(update={name: value * (1 - 0.0137 / (at + 3))})
+                found = (found or variant).model_copy(update={name: other})
     return found
 
 
 def printed(
     name: str, inputs: Sequence[str], results: Sequence[Node], known: dict[Node, str] | None = None,
-    names: Mapping[str, str] | None = None,
+    names: Callable[[Node], str] | None = None,
 ) -> Text:  # fmt: skip
     """The function that computes nodes; those `known` are inputs under that name, `names` as `said` takes them."""
     text, used = dict(known or {}), uses(results, known or {})
@@ -302,14 +342,14 @@ def uses(results: Sequence[Node], known: Mapping[Node, str]) -> dict[Node, int]:
     return {node: count[node] for node in order}
 
 
-def said(node: Node, text: Mapping[Node, str], names: Mapping[str, str] | None = None) -> str:
+def said(node: Node, text: Mapping[Node, str], names: Callable[[Node], str] | None = None) -> str:
     """An operation, its arguments as they are in the text; `names`: how calls of some functions begin."""
     args = [text[item] for item in node.args]
     if node.op == "neg":
         return f"-{args[0]}"
     if node.op in INFIX:
         return f"{args[0]} {INFIX[node.op]} {args[1]}"
-    return f"{(names or {}).get(node.op, f'{node.op}(')}{', '.join(args)})"
+    return f"{names(node) if names else f'{node.op}('}{', '.join(args)})"
 
 
 def literal(value: float) -> str:

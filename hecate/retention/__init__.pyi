@@ -1,4 +1,4 @@
-from hecate.retention.base import GateForm, LinkForm, Retention, RetentionKind, StepForm
+from hecate.retention.base import GateForm, Retention, RetentionKind
 from hecate.retention.decay import L2, Decay, ElasticNet, NoRetention
 from hecate.retention.lengths import NormCap, Sphere
 from hecate.retention.mirror import (
@@ -25,7 +25,6 @@ __all__ = [
     "GateForm",
     "IdentityLink",
     "Link",
-    "LinkForm",
     "Lq",
     "LqLink",
     "MirrorRetention",
@@ -37,5 +36,4 @@ __all__ = [
     "SignedSoftmaxLink",
     "SoftmaxLink",
     "Sphere",
-    "StepForm",
 ]

@@ -12,47 +12,6 @@ from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
 
-class LengthForm(NamedTuple):
-    """Slots that keep their length: columns or rows M_i; with `tangent` (r M_i + D_i - M_i (M_i.D_i)) / |.|, else r M_i
-    + D_i brought to the length of M_i; no length is below `least`."""
-
-    column: bool
-    tangent: bool
-    least: float
-
-
-class LinkForm(NamedTuple):
-    """Memory M of a dual state A in kernels, from the numbers c: `"softmax"`: c_0 softmax of every row; `"banks"`: c_0
-    sinh(A) / sum cosh(A) of every row; `"sigmoid"`: c_0 + c_1 sigmoid(A); `"powers"`: with B = A max(|A|, c_1)^c_0, B
-    max(|B|, c_3)^c_2, |.| the norm to the power c_4 of the whole weight. [ENG-NUM-D8]"""
-
-    name: Literal["softmax", "banks", "sigmoid", "powers"]
-    numbers: tuple[float, ...]
-
-
-class StepForm(NamedTuple):
-    """Step in the kernels of the compiled engine: retain M + D, then every cell by `threshold` towards 0, and to 0
-    within it. [ENG-NUM-D6]
-
-    A gradient passes where the new cell is not 0; with None, everywhere. As `token` it may also be retain (M + D)
-    (`coupled`), keep the `length` of slots, take D without the mean of its rows where retain is one number (`centred`),
-    carry the dual state of a `link`, and end on a ball of radius `cap`: itself, or its memory where it is dual.
-    [ENG-NUM-D8]
-    """
-
-    threshold: float | None = None
-    coupled: bool = False
-    length: LengthForm | None = None
-    centred: bool = False
-    link: LinkForm | None = None
-    cap: float | None = None
-
-    @property
-    def cellwise(self) -> bool:
-        """True if no cell of a memory depends on another."""
-        return self.length is None and self.cap is None and (self.link is None or self.link.name == "sigmoid")
-
-
 LinkAt = Literal["token", "chunk", "linear"]
 
 
@@ -70,7 +29,7 @@ class Retention(Variant, family="retention"):
 
     A variant gives `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. What is carried
     from step to step is the memory itself, unless `weights` says how the memory follows from it: then it is a dual
-    state, as in mirror descent. `kernel_form` and `token_form` are a `StepForm`.
+    state, as in mirror descent.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hecate.checks import Size
 from hecate.errors import ConfigError, shorten
-from hecate.retention.base import GateForm, Retention, StepForm
+from hecate.retention.base import GateForm, Retention
 from hecate.tape.ops import over, sum_to_gate
 
 Towards = Literal["zero", "start"]
@@ -40,7 +40,6 @@ class NoRetention(Retention):
 
     kind: Literal["none"] = "none"
     linear: ClassVar[bool] = True
-    kernel: ClassVar[StepForm] = StepForm()
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         return memory + direction
@@ -109,7 +108,6 @@ class Decay(Forgetting):
     rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
     gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
     linear: ClassVar[bool] = True
-    kernel: ClassVar[StepForm] = StepForm()
 
     @property
     def gate_form(self) -> GateForm:
@@ -164,14 +162,6 @@ class L2(Forgetting):
     def default_retain(self) -> float:
         return 1 / (1 + self.penalty)
 
-    @property
-    def kernel(self) -> StepForm | None:
-        return StepForm() if self.decoupled else None
-
-    @property
-    def token(self) -> StepForm:
-        return StepForm(coupled=not self.decoupled)
-
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         if self.decoupled:
             return super().step(memory, direction, retain)
@@ -202,10 +192,6 @@ class ElasticNet(Decaying):
     kind: Literal["elastic_net"] = "elastic_net"
     retain: float = Field(0.99, ge=0, le=1)
     threshold: float = Field(1e-4, ge=0)
-
-    @property
-    def kernel(self) -> StepForm:
-        return StepForm(self.threshold)
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
         moved = super().step(memory, direction, retain)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import LengthForm, Retention, StepForm
+from hecate.retention.base import Retention
 from hecate.retention.decay import Decaying, NoRetention
 from hecate.tape import Block, Tensors
 from hecate.tape.ops import floored_root, inner_axes, onto_ball, onto_ball_vjp, over, sum_to_gate
@@ -44,10 +44,6 @@ class Sphere(Decaying):
     @property
     def needs_weights(self) -> bool:
         return not self.pattern
-
-    @property
-    def token(self) -> StepForm:
-        return StepForm(length=LengthForm(self.slot == "column", self.form == "tangent", self.eps))
 
     def start(self, weights: Tensor) -> Tensor:
         moved = weights + self._pattern(weights) if self.pattern else weights
@@ -107,7 +103,7 @@ class Sphere(Decaying):
 
 
 @delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
-@delegating("retention", "needs_weights")
+@delegating("retention", "needs_weights", "centring")
 class NormCap(Retention):
     """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
 
@@ -128,11 +124,6 @@ class NormCap(Retention):
     kind: Literal["norm_cap"] = "norm_cap"
     norm: float = Field(1.0, gt=0)
     retention: Retention = NoRetention()
-
-    @property
-    def token(self) -> StepForm | None:
-        form = self.retention.token_form()
-        return None if form is None or form.cap is not None else form._replace(cap=self.norm)
 
     @property
     def additive(self) -> bool:

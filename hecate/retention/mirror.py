@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import LinkAt, LinkForm, StepForm
+from hecate.retention.base import LinkAt
 from hecate.retention.decay import Decaying
 from hecate.tape.ops import inner_axes, torch_vjp
 from hecate.variant import Conflicts, Variant, delegating
@@ -26,8 +26,6 @@ class Link(Variant, family="link"):
 
     A variant gives `memory`; `memory_vjp` falls back to `torch.func`, and initial weights are read as a dual state
     unless `start` says which dual state they are the memory of.
-
-    `kernel_form` is a `LinkForm`.
 
     Shapes: dual and memory `[N, ...]`, one weight of N memories.
     """
@@ -81,16 +79,12 @@ class SoftmaxLink(Link):
     scale: float = Field(1.0, gt=0)
     row_invariant: ClassVar[bool] = True
 
-    @property
-    def kernel(self) -> LinkForm:
-        return LinkForm("softmax", (self.scale,))
-
     def memory(self, dual: Tensor) -> Tensor:
         return self.scale * dual.softmax(-1)
 
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
-        share = dual.softmax(-1)
-        return self.scale * share * (g - (share * g).sum(-1, keepdim=True))
+        memory = self.memory(dual)
+        return memory * (g - (memory * g).sum(-1, keepdim=True) / self.scale)
 
 
 class SignedSoftmaxLink(Link):
@@ -108,17 +102,18 @@ class SignedSoftmaxLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     scale: float = Field(1.0, gt=0)
 
-    @property
-    def kernel(self) -> LinkForm:
-        return LinkForm("banks", (self.scale,))
-
     def memory(self, dual: Tensor) -> Tensor:
-        return self.scale * dual.tanh() * torch.logaddexp(dual, -dual).softmax(-1)
+        return self.scale * dual.tanh() * self._banks(dual)
 
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
-        both = torch.logaddexp(dual, -dual).softmax(-1)
-        share = dual.tanh() * both
-        return self.scale * (both * g - share * (share * g).sum(-1, keepdim=True))
+        memory = self.memory(dual)
+        return self.scale * self._banks(dual) * g - memory * (memory * g).sum(-1, keepdim=True) / self.scale
+
+    def _banks(self, dual: Tensor) -> Tensor:
+        """cosh(A) / sum cosh(A), free of what is largest, which cancels."""
+        largest = dual.detach().abs().amax(-1, keepdim=True)
+        both = (dual - largest).exp() + (-dual - largest).exp()
+        return both / both.sum(-1, keepdim=True)
 
 
 class SigmoidLink(Link):
@@ -135,10 +130,6 @@ class SigmoidLink(Link):
     retired: ClassVar = _WITHOUT_EPS
     low: float = 0.0
     high: float = 1.0
-
-    @property
-    def kernel(self) -> LinkForm:
-        return LinkForm("sigmoid", (self.low, self.high - self.low))
 
     def conflicts(self) -> Conflicts:
         if self.low >= self.high:
@@ -168,11 +159,6 @@ class LqLink(Link):
     q: float = Field(4.0, gt=1)
     form: Literal["exact", "paper"] = "exact"
     eps: float = Field(1e-6, gt=0, lt=1)
-
-    @property
-    def kernel(self) -> LinkForm:
-        paper = 0.0, self.eps, 2 - self.q, self.eps, self.q
-        return LinkForm("powers", paper if self.form == "paper" else (*self._power, *self._radial))
 
     def conflicts(self) -> Conflicts:
         if self.form == "paper" and self.q == 3:
@@ -238,12 +224,6 @@ class MirrorRetention(Decaying):
 
     __slots__ = ("_link",)
 
-    @property
-    def token(self) -> StepForm | None:
-        """The step with the link, where kernels know it."""
-        link = self.through.kernel_form()
-        return None if link is None else StepForm(centred=self.through.row_invariant, link=link)
-
     def build_link(self) -> Link:
         """The link of this retention's fields."""
         raise NotImplementedError(f"{type(self).__name__} names no link")
@@ -298,14 +278,6 @@ class Bregman(MirrorRetention):
 
     kind: Literal["bregman"] = "bregman"
     link: Link = IdentityLink()
-
-    @property
-    def kernel(self) -> StepForm | None:
-        return StepForm() if type(self.through) is IdentityLink else None
-
-    @property
-    def token(self) -> StepForm | None:
-        return self.kernel or super().token
 
     def build_link(self) -> Link:
         return self.link

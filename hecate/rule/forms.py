@@ -9,8 +9,8 @@ from hecate.activation import Activation
 from hecate.algorithm import AlgorithmForm
 from hecate.bias import Bias
 from hecate.formula import Formula, activation_nodes, formula_of
+from hecate.formula.retention import RetentionFormula, retention_formula
 from hecate.phi import FeatureMapKind, Identity, MapForm
-from hecate.retention import StepForm
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Structure
 from hecate.structure.base import SlotForm
@@ -20,8 +20,10 @@ class Forms(NamedTuple):
     """Forms and traits of a config's knobs that engines need at every call, computed once.
 
     Fields:
-        retention, algorithm: their `kernel_form()`.
-        tokens: their `token_form()`, and that of the structure.
+        retention: printed, or why it cannot be.
+        algorithm: its `kernel_form()`.
+        tokens: its `token_form()`, and that of the structure.
+        plain: whether the memory itself is carried, by steps r X + D.
         texts: bias, both and phi in JSON, which a tracer could not make.
         phi: its `kernel_form()`.
         identity: whether phi is the identity.
@@ -36,9 +38,10 @@ class Forms(NamedTuple):
         per_head: whether the default retain differs between heads; then it is that of the first.
     """
 
-    retention: StepForm | None
+    retention: RetentionFormula | str
     algorithm: AlgorithmForm | None
-    tokens: tuple[StepForm | None, AlgorithmForm | None, SlotForm | None]
+    tokens: tuple[AlgorithmForm | None, SlotForm | None]
+    plain: bool
     texts: tuple[str, ...]
     phi: MapForm | None
     identity: bool
@@ -61,9 +64,10 @@ class Forms(NamedTuple):
         found = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
         formula = None if isinstance(found, str) else found
         return cls(
-            retention=retention.kernel_form(),
+            retention=(kept := retention_formula(retention)),
             algorithm=algorithm.kernel_form(),
-            tokens=(retention.token_form(), algorithm.token_form(), rule.structure.token_form()),
+            tokens=(algorithm.token_form(), rule.structure.token_form()),
+            plain=not isinstance(kept, str) and kept.plain,
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),
             identity=type(phi) is Identity,

@@ -15,7 +15,7 @@ from hecate.algorithm import Algorithm
 from hecate.engine import exact_engines, memory_scan
 from hecate.formula import formula_of
 from hecate.formula.nodes import NAMES
-from hecate.formula.printer import Text
+from hecate.formula.printer import Text, printed
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
@@ -138,13 +138,14 @@ def torch_names(dtype: torch.dtype) -> dict[str, Any]:
     names = {name: getattr(torch, name) for name in NAMES if hasattr(torch, name)}
     return names | {
         "where": where, "power": torch.pow, "total": lambda x: x.sum(-1, keepdim=True),
-        "top": lambda x: x.amax(-1, keepdim=True), "INF": math.inf, "NAN": math.nan,
+        "top": lambda x: x.amax(-1, keepdim=True), "column_total": lambda x: x.sum(-2, keepdim=True),
+        "column_top": lambda x: x.amax(-2, keepdim=True), "INF": math.inf, "NAN": math.nan,
     }  # fmt: skip
 
 
-def in_torch(text: Text, dtype: torch.dtype, width: int) -> Callable[..., Any]:
+def in_torch(text: Text, dtype: torch.dtype, width: int, height: int = 1) -> Callable[..., Any]:
     """A text as torch runs it, of tensors and the numbers c."""
-    names = torch_names(dtype) | {"N": float(width)}
+    names = torch_names(dtype) | {"N": float(width), "M": float(height)}
     exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
     return names[text.name]
 
@@ -194,12 +195,14 @@ def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, re
     require(same or retention.dual, f"{name}: `weights` is a function of a dual state not declared")
     reason = "what is carried is a dual state, which only the step can be linear in: declare it additive"
     require(not (retention.linear and retention.dual), f"{name}: declared linear, but {reason}")
-    form = retention.kernel_form()
-    if form is not None:
-        moved = (over(retain, memory) if retention.uses_retain else 1.0) * memory + direction
-        if form.threshold is not None:
-            moved = moved.sign() * (moved.abs() - form.threshold).relu()
-        close(f"{name}: declared {form}, {_KERNELS}", retention.step(memory, direction, retain), moved)
+    formula = config.forms.retention
+    if not isinstance(formula, str):
+        text = printed("step", ("X", "D", "r"), [formula.single.out])
+        own = in_torch(text, memory.dtype, memory.shape[-1], memory.shape[-2])
+        gate = retain.view(-1, 1, 1) if retain.dim() == 1 else None
+        if gate is not None and memory.dim() == 3:
+            moved = own(memory, direction, gate, text.numbers)
+            close(f"{name}: its text, {_KERNELS}", retention.step(memory, direction, retain), moved)
     if not retention.additive:
         return
     kept = retention.step(memory, torch.zeros_like(direction), retain)

@@ -12,7 +12,7 @@ from hecate import MemoryConfig, named_rule
 from hecate.engine import Engine, Plan, choose, explain
 from hecate.engine.cpu import deep as module
 from hecate.errors import ConfigError
-from hecate.retention import KL, Lq, LqLink, SoftmaxLink, StepForm
+from hecate.retention import KL, Retention
 from tests.engine.test_properties import in_pieces, whole
 from tests.memories import Case, case_of, close, config_of
 
@@ -21,6 +21,18 @@ numba = pytest.importorskip("numba")
 ENGINE = Engine.registry["compiled_layers"]
 MLP = {"kind": "mlp", "layers": 2, "expansion": 2}
 MIRAS = {**MLP, "residual": True, "norm": "layer", "norm_eps": 1e-2}
+
+
+class Sorted(KL):
+    """sorted: weights that no kernel knows."""
+
+    kind: Literal["layers_test_sorted"] = "layers_test_sorted"
+
+    def weights(self, carried):
+        return carried.sort(-1).values
+
+
+del Retention._registry["layers_test_sorted"]
 RULES = {
     "titans": {"structure": {**MLP, "activation": "silu"}, "retention": "decay", "algorithm": "momentum"},
     "early": {"structure": {**MLP, "activation": "tanh", "bias": True}, "retention": "decay", "algorithm": "momentum"}
@@ -35,6 +47,9 @@ RULES = {
     "gated": {"structure": "gated_mlp", "retention": "decay", "algorithm": "momentum"},
     "classes": {"structure": MLP, "bias": {"kind": "kl", "temperature": 0.7}, "retention": "decay"},
     "matrix": {"structure": "matrix", "retention": {"kind": "kl", "scale": 3.0}, "bias": "l1"},
+    "signed": {"structure": MIRAS, "retention": {"kind": "kl", "signed": True}, "bias": "huber"},
+    "capped": {"structure": MLP, "retention": {"kind": "norm_cap", "norm": 0.7, "retention": "kl"}},
+    "cubes": {"structure": MLP, "retention": {"kind": "lq", "q": 3.0, "eps": 0.1}, "bias": {"kind": "lp", "p": 3.0}},
 }
 
 
@@ -113,11 +128,7 @@ def test_what_is_not_finite_stays_in_its_memory(name, value):
         ({"structure": MLP, "algorithm": "newton_schulz"}, "'newton_schulz' as configured"),
         ({"structure": MLP, "retention": "elastic_net"}, "retention 'elastic_net'"),
         ({"structure": MLP, "retention": "l2"}, "retention 'l2'"),
-        ({"structure": MLP, "retention": "bounded"}, "the link of retention 'bounded'"),
-        ({"structure": MLP, "retention": {"kind": "kl", "signed": True}}, "the link of retention 'kl'"),
-        ({"structure": MLP, "retention": {"kind": "norm_cap", "retention": "kl"}}, "the link of retention 'norm_cap'"),
-        ({"structure": MLP, "retention": {"kind": "lq", "q": 3.0}}, "the link of retention 'lq'"),
-        ({"structure": MLP, "retention": {"kind": "lq", "form": "paper"}}, "the link of retention 'lq'"),
+        ({"structure": MLP, "retention": Sorted()}, "retention 'layers_test_sorted' .*: aten.sort has no kernel form"),
         ({"structure": MLP, "retention": "kl", "decay_order": "before_gradient"}, "ahead of the gradient"),
         ({"structure": MLP, "retention": "kl", "algorithm": "momentum"}, "without their mean"),
     ],
@@ -146,22 +157,6 @@ def test_auto_takes_it_for_named_rules(rule):
     assert explain(Plan.sketch(config, length=31))[0] == "sequential"
     assert explain(Plan.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
     assert explain(Plan.sketch(MemoryConfig(), length=64))[0] == "compiled"
-
-
-class Colder(KL):
-    """colder: other weights below a class whose link has a form."""
-
-    kind: Literal["layers_test_colder"] = "layers_test_colder"
-
-    def weights(self, carried):
-        return 0.5 * super().weights(carried)
-
-
-@pytest.mark.spec("ENG-LAYERS-D3")
-def test_forms_are_lost_where_the_formula_is_another():
-    assert KL().token_form() == StepForm(centred=True, link=SoftmaxLink().kernel_form())
-    assert Lq().token_form() == StepForm(link=LqLink().kernel_form())
-    assert Colder().token_form() is None
 
 
 @pytest.mark.slow

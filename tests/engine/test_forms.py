@@ -11,7 +11,7 @@ from hecate.algorithm import Algorithm, AlgorithmForm
 from hecate.bias import Bias, ErrorBias
 from hecate.engine import Plan, choose, exact_engines
 from hecate.errors import ConfigError
-from hecate.retention import Retention, StepForm
+from hecate.retention import Retention
 from hecate.tape.ops import over
 from tests.engine.test_properties import whole
 from tests.memories import DEEP, case_of, config_of
@@ -96,10 +96,6 @@ class Fading(Retention):
     kind: Literal["forms_test_fading"] = "forms_test_fading"
     uses_retain: ClassVar[bool] = True
     linear: ClassVar[bool] = True  # type: ignore[assignment]
-
-    @property
-    def kernel(self):
-        return StepForm()
 
     def step(self, memory, direction, retain):
         return over(retain, memory) * memory + direction

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hecate.formula.nodes import COMPONENTWISE, ROWWISE, Nodes, Unprintable
+from hecate.formula.nodes import ALONG, COMPONENTWISE, ROWWISE, Nodes, Unprintable
 from hecate.formula.printer import nodes_of, printed, traced
 from hecate.testing.rule import in_torch
 
@@ -87,8 +87,9 @@ class Nothing:
 
 
 def text_of(function: Callable[..., object], inputs: str = "xyz"):
-    _, trace = traced(function, inputs, Nodes())
-    return printed("f", inputs, nodes_of(Nothing(), lambda _: function, inputs, Nodes())), trace
+    axes = dict.fromkeys(inputs, ALONG)
+    _, trace = traced(function, axes, Nodes())
+    return printed("f", inputs, nodes_of(Nothing(), lambda _: function, axes, Nodes())), trace
 
 
 def run(text, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

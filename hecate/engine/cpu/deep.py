@@ -22,12 +22,11 @@ from hecate.activation import Activation, ReLU
 from hecate.engine.call import Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.engine import no_kernels
-from hecate.engine.cpu.family import printed_part, ready
+from hecate.engine.cpu.family import at_once, link_part, printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
-from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.rule.forms import acts_of
 from hecate.structure import Memory, Structure
@@ -38,7 +37,6 @@ from hecate.tape import ByHand, Run, Tensors, execute, several
 TOKENS = 32  # from this length on kernels are worth loading
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
-NO_LINK, SOFTMAX, CUBE_ROOT = 0, 1, 2  # as `layers` knows them
 
 
 class CompiledLayers(TokenEngine):
@@ -64,12 +62,11 @@ class CompiledLayers(TokenEngine):
         if not retention.additive:
             return f"retention {retention.kind!r} as configured has no kernel"
         if retention.dual:
-            step, *_ = config.forms.tokens
-            if step is None or _link(step) is None:
-                return f"the link of retention {retention.kind!r} as configured has no kernel"
+            if isinstance(config.forms.retention, str):
+                return f"retention {retention.kind!r} as configured has no kernel: {config.forms.retention}"
             if config.decay_order == "before_gradient":
                 return f"retention {retention.kind!r} ahead of the gradient has no kernel"
-            if algorithm.momentum and step.centred:
+            if algorithm.momentum and retention.centring:
                 return f"retention {retention.kind!r} takes steps without their mean: no kernel with momentum"
         return None
 
@@ -120,20 +117,6 @@ def _unwalked(structure: Structure) -> str | None:
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None
-
-
-def _link(step: StepForm) -> tuple[int, float, float] | None:
-    """The number of a link's kernel and what it is called with; None if there is none."""
-    if step.cap is not None:
-        return None
-    if step.link is None:
-        return NO_LINK, 0.0, 0.0
-    name, numbers = step.link
-    if name == "softmax":
-        return SOFTMAX, numbers[0], 0.0
-    # The powers of q = 4 are roots.
-    eps = numbers[1] if name == "powers" else 0.0
-    return (CUBE_ROOT, 0.0, eps) if numbers == (1 / 3 - 1, eps, 2.0, eps ** (1 / 3), 4.0) else None
 
 
 def by_loop(config: MemoryConfig, like: Carry) -> Any:
@@ -230,7 +213,16 @@ class Scan:
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
         self.new, self.zeros = first.new_empty, first.new_zeros
+        columns = [width for _, width in self.shapes], [width for _, _, width in self.route.places]
+        self.link = link_part(config, at_once(*columns, self.per))
         self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
+
+    @property
+    def spare(self) -> int:
+        """Numbers of scratch space for the link."""
+        states, rows, vectors = self.link.scratch
+        sizes = [(height, width) for _, height, width in self.route.places]
+        return max((states + vectors) * high * wide + rows * wide for high, wide in sizes)
 
     def packed(self, weights: Memory) -> Tensor:
         """A state `[N, size]`, its weights in whole vectors and fours."""
@@ -249,10 +241,6 @@ class Scan:
     def launch(self, kernel: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a kernel over all memories, each worker with scratch space of its own."""
         config, tokens, route, none = self.config, self.tokens, self.route, self.new(0)
-        step = config.retention.token_form() if config.retention.dual else StepForm()
-        link = _link(step)
-        if link is None:
-            raise TypeError("the engine was chosen without its refusal being asked")
         masks = [NO_MASK if mask is None else mask for mask in tokens[6:8]]
         retain = tokens.retain if config.retention.uses_retain else torch.ones_like(tokens.lr)
         initial = self.packed(self.initial) if self.starts else none
@@ -261,15 +249,18 @@ class Scan:
         number = rows[0].dtype.type
         arguments = (
             self.heads, self.length, route.nodes, number(route.eps), len(route.nodes), route.size, route.row,
-            self.sizes[0][0], self.sizes[2][0], route.last, self.width, route.ones, len(self.shapes), *rows,
-            self.segment, link[0], number(link[1]), number(link[2]), int(step.centred),
+            self.sizes[0][0], self.sizes[2][0], route.last, self.width, route.ones, *rows,
+            self.segment, int(config.retention.dual), int(config.retention.centring),
             int(config.decay_order == "before_gradient"), int(config.read == "before"),
             int(config.retention.anchored), number(FLOOR if config.blocks else 0.0),
         )  # fmt: skip
-        learn, act, back = printed_part(config.forms.formula), route.act, kernel == "backward"
+        learn, act, link, back = printed_part(config.forms.formula), route.act, self.link, kernel == "backward"
         wanted = [("layers", (), "layers", back), (learn.name, (), "learn", False), (act.name, (), "act", False)]
-        run, do, active, *undo = ready((*wanted, *([(learn.name, (), "learn", True)] if back else [])), number)
-        parts = (do, np.array(learn.numbers, number), active, np.array(act.numbers, number), *undo)
+        wanted.append((link.name, link.options, "link", False))
+        wanted += [(learn.name, (), "learn", True), (link.name, link.options, "link", True)] if back else []
+        run, do, active, linked, *undo = ready(tuple(wanted), number)
+        numbers = [np.array(part.numbers, number) for part in (learn, act, link)]
+        parts = (do, numbers[0], active, numbers[1], linked, numbers[2], *undo)
 
         def work(lo: int, hi: int) -> None:
             run(lo, hi, *arguments, *arrays([self.zeros(size) for size in scratch]), *parts)
@@ -287,7 +278,7 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     kept = call.new(call.count, -(-call.length // call.segment), route.size) if keeps else none
     record = kept, torch.empty_like(kept) if call.slots else none
     linked = route.size if config.retention.dual else 0
-    scratch = [linked, route.row, route.row, 2 * route.widest, 3 * route.widest, len(call.shapes), route.row, route.row]
+    scratch = [linked, route.row, route.row, 2 * route.widest, 3 * route.widest, call.spare, route.row, route.row]
     call.launch("forward", (memory, slot, y, *record), scratch)
     return (y[..., :v], *call.unpacked(memory), *(call.unpacked(slot) if call.slots else ())), record
 
@@ -306,7 +297,7 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     states, linked = (segment + 2) * route.size, config.retention.dual
     scratch = [
         states if linked else 0, segment * route.row, segment * route.row, segment * call.sizes[2][0],
-        3 * route.widest, (segment + 2) * weights, states, states if slots else 0, route.size if linked else 0,
+        3 * route.widest, call.spare, states, states if slots else 0, route.size if linked else 0,
         route.row, route.row, route.row, route.size if config.decay_order == "before_gradient" else 0, *[route.row] * 4,
     ]  # fmt: skip
     given = (*several(record), padded(gy, *call.sizes[2]), memory, slot, initial, gk, gq, gv, *gates)

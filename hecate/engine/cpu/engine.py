@@ -26,7 +26,7 @@ from torch import Tensor
 from hecate.engine.call import GENERAL, TRACED, Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
-from hecate.engine.engine import TokenEngine, chunk_refusal
+from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain
 from hecate.engine.parallel import by_coordinate, by_torch
 from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds, run_by_hand
 from hecate.errors import install_line
@@ -57,7 +57,7 @@ class Compiled(TokenEngine):
 
     def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
-        return no_kernels(plan, "wide")
+        return one_retain(plan) or no_kernels(plan, "wide")
 
     def cost(self, plan: Plan) -> float:
         """Less than blocks, but for large states of l2, and only from `TOKENS` on, before which nothing loads numba."""
@@ -100,7 +100,7 @@ def _unlike(config: MemoryConfig) -> str | None:
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason
-    algorithm, step = config.forms.algorithm, config.forms.retention
+    algorithm = config.forms.algorithm
     if not rule.structure.linear:
         return f"structure {rule.structure.kind!r} has no kernel"
     if algorithm is None:
@@ -109,11 +109,7 @@ def _unlike(config: MemoryConfig) -> str | None:
         return "its kernels know momentum without nesterov"
     if not (config.forms.target or config.forms.error):
         return f"bias {rule.bias.kind!r} is neither dot nor l2"
-    if step is None:
-        return f"retention {rule.retention.kind!r} as configured has no kernel"
-    if step.threshold is not None and config.decay_order == "before_gradient":
-        return f"retention {rule.retention.kind!r} ahead of the gradient has no kernel"
-    return None
+    return None if config.forms.plain else f"retention {rule.retention.kind!r} is no sum of what is kept and the step"
 
 
 @cache
@@ -190,10 +186,7 @@ class Scan:
         initial, *rest = inputs[len(states) :]
         memory, *slots = states
         tokens = Tokens(*rest)  # type: ignore[arg-type]
-        step = config.forms.retention
-        if step is None:
-            raise TypeError("the engine was chosen without its refusal being asked")
-        self.config, self.step = config, step
+        self.config = config
         self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, initial, tokens
         (self.count, height, width), size = memory.shape, memory.element_size()
         vectors = -(-width * size // BYTES)
@@ -225,11 +218,9 @@ class Scan:
             reset, initial, whole = NO_MASK, none, ()  # type: ignore[assignment]
         tensors = (*tokens[:NUMBERS], write, reset, initial, *given)
         rows = arrays(tensors, chain(self.sizes, ((), (), whole), repeat(())))
-        number = rows[0].dtype.type
         arguments = (
             self.heads, self.length, self.height, self.width, *rows, self.segment,
             None if config.forms.target else True,
-            None if self.step.threshold is None else number(self.step.threshold),
             self.channels or (None if self.vectors else False), config.decay_order == "before_gradient",
             config.read == "before", *([(0,) * self.vectors] if self.vectors else []),
         )  # fmt: skip
@@ -278,9 +269,8 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     scratch = [7 * width, 2 * height, states, None if slot is None else states]
     if call.vectors:
         states = segment * ROWS * call.tile
-        after = None if call.step.threshold is None else states
         sums = segment * BYTES // call.memory.element_size()
-        scratch = [states, None if slot is None else states, after, ROWS * segment, sums, sums]
+        scratch = [states, None if slot is None else states, ROWS * segment, sums, sums]
     call.launch("backward", (*record, padded(gy, height), memory, slot, initial, *grads), scratch)
     found: list[Tensor | None] = call.cut(memory, slot)  # type: ignore[assignment]
     found += call.cut(initial) if tokens.reset is not None else [None]

@@ -25,19 +25,22 @@ from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import Formula
+from hecate.formula.retention import Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
-PRINTED = "learn_", "act_"  # and a digest: names of parts that are printed
+PRINTED = "learn_", "act_", "step_", "link_"  # and a digest: names of parts that are printed
 LEAST = 16  # tokens between kept states, and their square root where that is more
 
 
 class Part(NamedTuple):
-    """A part's name, the numbers of its form, and what a factory of that name is called with."""
+    """A part's name, the numbers of its form, what a factory of that name is called with, and the scratch space that it
+    needs: states, rows of one and vectors a row."""
 
     name: str
     numbers: tuple[float, ...] = ()
     options: tuple[Any, ...] = ()
+    scratch: tuple[int, int, int] = (0, 0, 0)
 
 
 class Parts(NamedTuple):
@@ -49,11 +52,12 @@ class Parts(NamedTuple):
     step: Part
     link: Part
     gain: Part
+    plain: bool  # a step is r X - lr u w^T with r of one number a row, for which the walk has one pass
 
     @property
-    def plain(self) -> bool:
-        """True if a step is r X - lr u w^T with r of one number a row, for which the walk has one pass."""
-        return self.descend == Part("descent", (), (False,)) and self.step == Part("cells", (), (0, False))
+    def parts(self) -> tuple[Part, ...]:
+        """The parts alone."""
+        return self.learn, self.predict, self.descend, self.step, self.link, self.gain
 
 
 def refusal(config: MemoryConfig) -> str | None:
@@ -61,15 +65,15 @@ def refusal(config: MemoryConfig) -> str | None:
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason
-    structure, (step, form, slots) = rule.structure, config.forms.tokens
+    structure, retention, (form, slots) = rule.structure, config.forms.retention, config.forms.tokens
     if not structure.linear and slots is None:
         return f"structure {structure.kind!r} has no kernel"
     if config.forms.unprinted is not None:
         return config.forms.unprinted
     if form is None:
         return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
-    if step is None:
-        return f"retention {rule.retention.kind!r} as configured has no kernel"
+    if isinstance(retention, str):
+        return f"retention {rule.retention.kind!r} as configured has no kernel: {retention}"
     if form.nesterov:
         return "its kernels know momentum without nesterov"
     if not structure.linear and not form.plain:
@@ -81,7 +85,7 @@ def refusal(config: MemoryConfig) -> str | None:
         for name, variant, apart in (
             ("algorithm", rule.algorithm, form.plain),
             ("bias", rule.bias, config.forms.apart),
-            ("retention", rule.retention, step.cellwise),
+            ("retention", rule.retention, retention.cellwise),
         ):
             if not apart:
                 return (
@@ -91,37 +95,47 @@ def refusal(config: MemoryConfig) -> str | None:
     return None
 
 
-def parts_of(config: MemoryConfig, *, channels: bool, values: bool) -> Parts:
-    """The parts of a memory whose retain is per phi channel, per value channel, both or one number."""
-    rule = config.rule
-    step, algorithm = rule.retention.token_form(), rule.algorithm.token_form()
+def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[int, bool] = (1, False)) -> Parts:
+    """The parts of a memory whose retain is per phi channel, per value channel, both or one number; `wide` as `at_once`
+    has it."""
+    rule, retention, algorithm = config.rule, config.forms.retention, config.rule.algorithm.token_form()
     slots = None if rule.structure.linear else rule.structure.token_form()
-    learn = printed_part(config.forms.formula)
-    if step.length is not None:
-        length = step.length
-        own = Part("sphere", (length.least,), (length.column, length.tangent, channels))
-    elif step.threshold is not None:
-        own = Part("cells", (step.threshold,), (2, channels))
-    else:
-        centred = step.centred and not (channels or values)
-        own = Part("cells", (), (1 if step.coupled else 3 if centred else 0, channels))
+    learn, single = printed_part(config.forms.formula), not (channels or values)
+    if isinstance(retention, str):
+        raise TypeError("the engine was chosen without its refusal being asked")
+    kind = "single" if single else "channels" if channels else "rows"
+    own = printed_part(retention.single if single else retention.cells, kind)._replace(options=wide)
     if slots is not None:
         predict, descend = Part("directions", (slots.least,)), Part("turning", (slots.least,), (algorithm.momentum,))
     elif algorithm.erase is not None:
         predict, descend = Part("matrix"), Part("erasing", (algorithm.erase, float(algorithm.bounded)))
     else:
         predict, descend = Part("matrix"), Part("descent", (), (algorithm.momentum,))
-    link = Part("no_link") if step.link is None else Part(step.link.name, step.link.numbers)
     gain = Part("no_gain") if algorithm.ridge is None else Part("filtering", (1 / algorithm.ridge, algorithm.discount))
-    return Parts(learn, predict, descend, own, link, gain)
+    adds = retention.single.sum and not channels and descend == Part("descent", (), (False,))
+    return Parts(learn, predict, descend, own, link_part(config, wide), gain, adds)
+
+
+def link_part(config: MemoryConfig, wide: tuple[int, bool]) -> Part:
+    """The part of a link, which does nothing where the memory itself is carried."""
+    found = config.forms.retention
+    link = None if isinstance(found, str) else found.link
+    return Part("no_link") if link is None else printed_part(link)._replace(options=wide)
+
+
+def at_once(rows: Sequence[int], padded: Sequence[int], vector: int) -> tuple[int, bool]:
+    """Vectors that kernels may take at once, four at most, of rows of these sizes with padding, and whether there is
+    none."""
+    count = next(count for count in (4, 2, 1) if all(size % (count * vector) == 0 for size in padded))
+    return count, list(rows) == list(padded)
 
 
 @cache
-def printed_part(found: Formula | tuple[Any, ...] | str | None) -> Part:
-    """The part of a bias's formula or an activation's nodes. Raises TypeError for what has none."""
+def printed_part(found: Formula | Weights | tuple[Any, ...] | str | None, kind: str = "") -> Part:
+    """The part of a bias's formula, an activation's nodes, a link or a step. Raises TypeError for what has none."""
     if found is None or isinstance(found, str):
         raise TypeError("the engine was chosen without its refusal being asked")
-    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found))
+    return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
 
 
 # Compiling.
@@ -135,22 +149,23 @@ _ARGUMENTS = {
     "act": ("AAAAiA", ""),
     "predict": ("AAAiiAA", "AAAAAiiAA"),
     "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
-    "step": ("AAAAAiiiAA", "AAAAAAAAAiiiiAA"),
+    "step": ("AAAAAiiiiAA", "AAAAAAAAiiiiiAA"),
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
-    "walk": ("iiRAAAAAABB" + "A" * 13, "iiRAAAAAABB" + "A" * 27 + "I"),
+    "walk": ("iiRAAAAAABB" + "A" * 12, "iiRAAAAAABB" + "A" * 26 + "I"),
     "layers": (
-        "iiiiPf" + "i" * 9 + "AAAAAABB" + "A" * 6 + "ii" + "ff" + "iiiif" + "A" * 8,
-        "iiiiPf" + "i" * 9 + "AAAAAABB" + "A" * 13 + "ii" + "ff" + "iiiif" + "A" * 17,
+        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 6 + "iiiiiif" + "A" * 8,
+        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 13 + "iiiiiif" + "A" * 17,
     ),
 }
-WALKS = {"walk": (Parts._fields, Parts._fields), "layers": (("learn", "act"), ("learn",))}  # parts, and back
+PLACES = Parts._fields[:-1]
+WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn", "link"))}  # parts, and back
 
 
 @cache
 def _digest() -> str:
     """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("bound", "formulas", "lanes", "layers", "parts", "passes", "rows", "steps", "vectors", "walk")
+    names = ("bound", "formulas", "lanes", "layers", "parts", "passes", "rows", "vectors", "walk")
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 
@@ -159,12 +174,9 @@ def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., An
     if name in WALKS:
         return getattr(importlib.import_module(f"hecate.engine.cpu.{name}"), "backward" if back else "forward")
     if name.startswith(PRINTED):
-        return importlib.import_module("hecate.engine.cpu.rows").function(name, back)
-    modules = [importlib.import_module(f"hecate.engine.cpu.{module}") for module in ("parts", "steps")]
-    found = next(module for module in modules if hasattr(module, name))
-    if options:
-        return getattr(found, name)(*options)[back]
-    return getattr(found, f"{name}_back" if back else name)
+        return importlib.import_module("hecate.engine.cpu.rows").function(name, back, *options)
+    parts = importlib.import_module("hecate.engine.cpu.parts")
+    return getattr(parts, name)(*options)[back] if options else getattr(parts, f"{name}_back" if back else name)
 
 
 def _signature(place: str, back: bool, dtype: Any) -> Any:
@@ -242,14 +254,25 @@ class Walk:
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
         self.length = tokens.v.shape[1]
         self.segment = max(LEAST, math.isqrt(self.length))
-        step = config.retention.token_form()
-        self.linked, self.cap = step.link is not None, step.cap or 0.0
-        self.parts = parts_of(config, channels=self.by_channel, values=tokens.retain_value is not None)
+        self.parts = parts_of(
+            config, channels=self.by_channel, values=tokens.retain_value is not None,
+            wide=at_once([self.channels], [self.width], vector),
+        )  # fmt: skip
+        self.linked = self.parts.link.name != "no_link"
 
     @property
     def cells(self) -> int:
         """Of a state, with padding."""
         return self.height * self.width
+
+    @property
+    def spare(self) -> int:
+        """Numbers of scratch space for the parts."""
+        most = [
+            states * self.cells + rows * self.width + vectors * self.height * self.width
+            for _, _, _, (states, rows, vectors) in self.parts.parts
+        ]
+        return max(self.cells + 8 * (self.height + self.width), *most)
 
     def state(self, state: Tensor) -> Tensor:
         """A copy of a state with padding."""
@@ -291,15 +314,15 @@ class Walk:
         value, high_value = (none, ()) if value is None else (value, high)
         own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial)
         sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value, whole)
-        rows = arrays((*own, *given, self.memory.new_full((1,), self.cap)), chain(sizes, repeat(())))
+        rows = arrays((*own, *given), chain(sizes, repeat(())))
         dtype = rows[0].dtype.type
-        named = [(part.name, part.options, place) for place, part in zip(Parts._fields, self.parts, strict=True)]
+        named = [(part.name, part.options, place) for place, part in zip(PLACES, self.parts.parts, strict=True)]
         ways = (False, True) if back else (False,)
         run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in named)), dtype)
         functions: list[Any] = []
-        for part, function in zip(self.parts, parts, strict=False):
+        for part, function in zip(self.parts.parts, parts, strict=False):
             functions += [function, np.array(part.numbers, dtype)]
-        functions += parts[len(self.parts) :]
+        functions += parts[len(PLACES) :]
 
         def work(lo: int, hi: int) -> None:
             own = arrays([none.new_zeros(size) for size in scratch])
@@ -318,7 +341,7 @@ def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors,
     y = new(*shape, height)
     segments = -(-call.length // call.segment) if keeps else 0
     kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    scratch = [7 * call.cells + 8 * (height + width), 3 * height + 2 * width + 2]
+    scratch = [6 * call.cells + call.spare, 3 * height + 2 * width + 2]
     call.launch("forward", (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 
@@ -337,11 +360,10 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     gretain = zeros(*shape, width) if call.by_channel else zeros(*shape)
     gw = zeros(*shape, width) if tokens.phi_w is not None else zeros(0)
     gvalue = zeros(*shape, height) if tokens.retain_value is not None else zeros(0)
-    count = call.segment * (2 if tokens.reset is not None else 1) + 2
+    count = call.segment * (2 if tokens.reset is not None else 1) + 1
     scratch = [
         count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
-        8 * cells + 8 * (height + width), width**2 * call.gains,
-        4 * (height + width) + 2 + 2 * call.segment + 3 + 2 * call.segment * height,
+        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + 2 * call.segment * height,
     ]  # fmt: skip
     given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
     call.launch("backward", (*several(record), *given), scratch)

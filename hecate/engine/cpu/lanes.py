@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
-from hecate.engine.cpu.vectors import Vector, _product, _sum, each, filled, inline, mad
+from hecate.engine.cpu.vectors import Vector, _product, _spread, _sum, each, filled, inline, mad
 
 
 class Mask(types.Type):
@@ -95,11 +95,12 @@ def _folded(combined: Callable[..., Any]) -> Callable[..., Any]:
     """All numbers of a vector combined, in every place of it."""
 
     def operation(builder: Any, x: Any) -> Any:
-        size = count = x.type.count
+        whole, count = x.type, x.type.count
         while count := count // 2:  # each number with the one that lies so many places on
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), size), [(i + count) % size for i in range(size)])
-            x = combined(builder, x, builder.shuffle_vector(x, x, mask))
-        return x
+            places = ir.VectorType(ir.IntType(32), count)
+            halves = (ir.Constant(places, [*range(start, start + count)]) for start in (0, count))
+            x = combined(builder, *(builder.shuffle_vector(x, x, half) for half in halves))
+        return _spread(builder, whole, builder.extract_element(x, ir.Constant(ir.IntType(32), 0)))
 
     return operation
 
@@ -152,6 +153,19 @@ def places(_: Any, x: Any) -> Any:
         return ir.Constant(context.get_value_type(x), [float(i) for i in range(x.count)])
 
     return x(x), code
+
+
+@intrinsic
+def first(_: Any, x: Any) -> Any:
+    """The first number."""
+    at = ir.Constant(ir.IntType(32), 0)
+    return x.scalar(x), lambda context, builder, signature, args: builder.extract_element(args[0], at)
+
+
+@inline
+def true(mask, x, other):
+    """x, of whose numbers all are true."""
+    return x
 
 
 # Bits of floats.
@@ -293,6 +307,13 @@ def normal_exp(x):
 
 
 @inline
+def quick_exp(x):
+    """e^x, with 0 and infinity beyond what `normal_exp` knows."""
+    low, high = (-87.0, 88.0) if _single(x) else (-708.0, 709.0)
+    return where(x < low, 0.0, where(x > high, math.inf, normal_exp(x)))
+
+
+@inline
 def expm1(x):
     """e^x - 1, twice the half of it, which does not overflow."""
     t, r, lost = _reduced(x, -40.0, 89.0 if _single(x) else 710.0)
@@ -408,6 +429,41 @@ def power(x, n):
     half, whole = n * 0.5, floor(n) == n
     y = where(whole & (floor(half) != half), _signed(y, x), where(whole | (x >= 0.0) | (a == math.inf), y, math.nan))
     return _cast(where((n == 0.0) | (x == 1.0) | (a == 1.0) & (abs(n) == math.inf), 1.0, y), base)
+
+
+@inline
+def quick_power(x, n):
+    """x^n by e^(n log |x|), which loses as many digits as the exponent is large."""
+    y, half = exp(n * log(abs(x))), n * 0.5
+    signed = where(_like(floor(_like(half, x)) != half, x), -y, y)
+    return where(x < 0.0, where(floor(_like(n, x)) == n, signed, math.nan), y)
+
+
+@intrinsic
+def _guessed(_: Any, x: Any) -> Any:
+    """x^(-1/3) of a positive number, to a few bits: a third of its own."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole, _, _ = _layout(args[0].type)
+        start = 1419967116 if x.scalar.bitwidth == 32 else 6142909891733356544
+        third = builder.sdiv(builder.bitcast(args[0], whole), _all(whole, 3))
+        return builder.bitcast(builder.sub(_all(whole, start), third), args[0].type)
+
+    return x(x), code
+
+
+@inline
+def thirds(x, n):
+    """x^(n/3) for n = -2, -1, 1 and 2, of positive normal numbers by Newton's method for y^-3 = x, without quotients;
+    others as `quick_power` has them."""
+    y = _guessed(x)
+    for _ in range(3 if _single(x) else 5):
+        y = y + y * (1.0 - x * y * y * y) * 0.3333333333333333
+    least = 1.1754943508222875e-38 if _single(x) else 2.2250738585072014e-308
+    near = y if n == -1 else y * y if n == -2 else x * y * y if n == 1 else x * y
+    least_power, most = (0.0, math.inf) if n > 0 else (math.inf, 0.0)
+    edge = where(x >= 0.0, where(x == math.inf, most, least_power), math.nan)
+    return where((x >= least) & (x < math.inf), near, edge)
 
 
 NAMES = {

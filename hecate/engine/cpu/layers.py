@@ -1,9 +1,9 @@
 """Kernels for memories made of linear layers: their graph, walked for one token after the other, the state in cache.
 
 What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
-both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are link and gates; what bias
-and activation bring, `learn` and `act` with their numbers and `learn_back`, is called by its address. So one
-compilation per dtype serves every rule.
+both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are gates; what bias,
+activation and link bring, `learn`, `act` and `link` with their numbers, `learn_back` and `link_back`, is called by its
+address. So one compilation per dtype serves every rule.
 
 The columns of a node are those of `NODE`. The values of a token lie side by side in a row, that of a node at its `at`;
 an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
@@ -16,7 +16,7 @@ a `floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.boun
 from __future__ import annotations
 
 from hecate.engine.cpu.bound import bounded, bounded_back
-from hecate.engine.cpu.formulas import centred, linked, norm_pulled, normed, unlinked
+from hecate.engine.cpu.formulas import centred, norm_pulled, normed
 from hecate.engine.cpu.passes import (
     added, backs, copy, decayed, dots, dots_more, fill, moved, out_of_line, product, product_added,
     products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on,
@@ -140,26 +140,28 @@ def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
 
 
 @helper
-def _links(plan, nodes, link, la, lb, A, o, W, to, scales, so):
+def _links(plan, nodes, link, lc, spare, A, o, W, to):
     """W = link(A) of every weight."""
     out_of_line()
     for n in range(nodes):
-        node = _node(plan, n)
-        if node[0] == 0:
-            at = node[2]
-            s = linked(link, A, o + at, W, to + at, node[8], node[10], node[4], la, lb)
-            scales[so + node[1]] = s
+        op, _, at, V, P, _, _, _, size, _, width = _node(plan, n)
+        if op == 0:
+            i, j, count = o + at, to + at, V * P
+            link(A[i : i + count], W[j : j + count], V, P, size, width, spare, lc)
 
 
 @helper
-def _unlinks(plan, nodes, link, la, lb, A, o, W, to, scales, so, M, G, go):
+def _unlinks(plan, nodes, link_back, lc, spare, A, o, W, to, M, G, go):
     """G += the cotangent of A from that of W, and M = 0."""
     out_of_line()
     for n in range(nodes):
-        node = _node(plan, n)
-        if node[0] == 0:
-            at, s = node[2], scales[so + node[1]]
-            unlinked(link, A, o + at, W, to + at, s, M, at, G, go + at, node[8], node[10], node[4], la, lb)
+        op, _, at, V, P, _, _, _, size, _, width = _node(plan, n)
+        if op == 0:
+            i, j, k, count = o + at, to + at, go + at, V * P
+            link_back(
+                A[i : i + count], W[j : j + count], M[at : at + count], G[k : k + count], V, P, size, width, spare, lc
+            )
+            fill(M, at, count, 0.0)
 
 
 @helper
@@ -203,9 +205,9 @@ def _stepped(plan, nodes, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, 
 
 
 def forward(
-    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, A, S, y, kept, kept_S, segment, link, la, lb, centre, order, before, anchor, floor, W, x, f,
-    u, row, scales, bv, bt, learn, bc, act, ac,
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, k, q, v, lr, retain, momentum,
+    write, reset, initial, A, S, y, kept, kept_S, segment, linked, centre, order, before, anchor, floor, W, x, f,
+    u, row, spare, bv, bt, learn, bc, act, ac, link, lc,
 ):  # fmt: skip
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
@@ -214,9 +216,9 @@ def forward(
     I = initial if anchor and not order else initial[:nil]
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
-        Z, zo = (W, nil) if link > 0 else (A, base)
-        if link > 0:
-            _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+        Z, zo = (W, nil) if linked else (A, base)
+        if linked:
+            _links(plan, nodes, link, lc, spare, A, base, W, nil)
         for t in range(T):
             at = first + t * heads
             if kept.size > 0 and t % segment == 0:
@@ -228,8 +230,8 @@ def forward(
                 copy(initial, base, A, base, size)
                 if S.size > 0:
                     fill(S, base, size, 0.0)
-                if link > 0:
-                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+                if linked:
+                    _links(plan, nodes, link, lc, spare, A, base, W, nil)
             writes = write.size == 0 or write[at]
             if before:
                 copy(q, at * P, x, nil, P)
@@ -253,8 +255,8 @@ def forward(
                     plan, nodes, A, base, S, base, A, S, base, I, base, x, nil, f, nil, l, r, momentum[at], back,
                     centre, row,
                 )  # fmt: skip
-                if link > 0:
-                    _links(plan, nodes, link, la, lb, A, base, W, nil, scales, nil)
+                if linked:
+                    _links(plan, nodes, link, lc, spare, A, base, W, nil)
             if not before:
                 copy(q, at * P, x, nil, P)
                 _evaluated(plan, eps, nodes, Z, zo, x, nil, act, ac)
@@ -263,16 +265,17 @@ def forward(
 
 @helper
 def _replayed(
-    first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr, retain,
-    momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor, states, states_S, W, x,
-    f, u, row, scales, X, bv, bt, learn, bc, act, ac,
+    first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, k, v, lr, retain,
+    momentum, write, reset, initial, base, segment, linked, centre, order, anchor, floor, states, states_S, W, x,
+    f, u, row, spare, X, bv, bt, learn, bc, act, ac, link,
+    lc,
 ):  # fmt: skip
     """The states before and after every token of a segment, from the first, with what `_learned` found."""
     out_of_line()
     nil = first - first
     I = initial if anchor and not order else initial[:nil]
-    if link > 0:
-        _links(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil)
+    if linked:
+        _links(plan, nodes, link, lc, spare, states, nil, W, nil)
     for t in range(start, end):
         at, i = first + t * heads, t - start
         o = segment + 1 if reset.size > 0 and reset[at] else i
@@ -280,7 +283,7 @@ def _replayed(
         if write.size == 0 or write[at]:
             r, l, Z, zo, A, ao = retain[at], lr[at], states, o * size, states, o * size
             back = number(r, 1) - r
-            if link > 0:
+            if linked:
                 Z = W
             if order:
                 scaled(states, o * size, X, nil, size, r)
@@ -297,16 +300,14 @@ def _replayed(
                 plan, nodes, A, ao, states_S, o * size, states, states_S, to, I, base, x, i * L, f, i * L, l, r,
                 momentum[at], back, centre, row,
             )  # fmt: skip
-            if link > 0:
-                _links(plan, nodes, link, la, lb, states, to, W, to, scales, (i + 1) * weights)
+            if linked:
+                _links(plan, nodes, link, lc, spare, states, to, W, to)
         else:
             copy(states, o * size, states, to, size)
             if states_S.size > 0:
                 copy(states_S, o * size, states_S, to, size)
-            if link > 0:
+            if linked:
                 copy(W, o * size, W, to, size)
-                for j in range(weights):
-                    scales[(i + 1) * weights + j] = scales[o * weights + j]
 
 
 @helper
@@ -397,53 +398,54 @@ def _write_back(
 
 
 @helper
-def _started(plan, nodes, link, la, lb, initial, base, states, states_S, slot, size, W, scales, weights):
+def _started(plan, nodes, linked, link, lc, spare, initial, base, states, states_S, slot, size, W):
     """Into a slot what a memory is at its start."""
     copy(initial, base, states, slot * size, size)
     if states_S.size > 0:
         fill(states_S, slot * size, size, 0.0)
-    if link > 0:
-        _links(plan, nodes, link, la, lb, states, slot * size, W, slot * size, scales, slot * weights)
+    if linked:
+        _links(plan, nodes, link, lc, spare, states, slot * size, W, slot * size)
 
 
 @helper
-def _restart_back(plan, nodes, link, la, lb, A, o, W, scales, so, M, G, H, base, g_initial, size):
+def _restart_back(plan, nodes, linked, link_back, lc, spare, A, o, W, M, G, H, base, g_initial, size):
     """The cotangents of a memory that starts anew, to those of its start."""
-    if link > 0:
-        _unlinks(plan, nodes, link, la, lb, A, o, W, o, scales, so, M, G, base)
+    if linked:
+        _unlinks(plan, nodes, link_back, lc, spare, A, o, W, o, M, G, base)
     moved(G, base, size, g_initial, base)
     if H.size > 0:
         fill(H, base, size, 0.0)
 
 
 def backward(
-    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, q, v, lr, retain, momentum,
-    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, link, la, lb, centre,
-    order, before, anchor, floor, W, x, f, u, row, scales, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt, learn,
-    bc, act, ac, learn_back,
+    lo, hi, heads, T, plan, eps, nodes, size, L, P, V, last, width, hidden, k, q, v, lr, retain, momentum,
+    write, reset, initial, kept, kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, linked, centre,
+    order, before, anchor, floor, W, x, f, u, row, spare, states, states_S, M, z, g, up, X, bv, bt, gbv, gbt, learn,
+    bc, act, ac, link, lc, learn_back, link_back,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final A and S (G, H)."""
     segments, far, nil = (T + segment - 1) // segment, segment + 1, lo - lo
     z[hidden] = 1
     for i in range(segment):
         x[i * L + hidden] = 1
-    Z, Q = (W, M) if link > 0 else (states, G)
+    Z, Q = (W, M) if linked else (states, G)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
-        mo = nil if link > 0 else base
-        if link > 0:
+        mo = nil if linked else base
+        if linked:
             fill(M, nil, size, 0.0)
         if reset.size > 0:
-            _started(plan, nodes, link, la, lb, initial, base, states, states_S, far, size, W, scales, weights)
+            _started(plan, nodes, linked, link, lc, spare, initial, base, states, states_S, far, size, W)
         for index in range(segments - 1, -1, -1):
             start, end = index * segment, min(T, (index + 1) * segment)
             copy(kept, (n * segments + index) * size, states, nil, size)
             if states_S.size > 0:
                 copy(kept_S, (n * segments + index) * size, states_S, nil, size)
             _replayed(
-                first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, weights, k, v, lr,
-                retain, momentum, write, reset, initial, base, segment, link, la, lb, centre, order, anchor, floor,
-                states, states_S, W, x, f, u, row, scales, X, bv, bt, learn, bc, act, ac,
+                first, heads, start, end, plan, eps, nodes, size, L, P, V, last, width, hidden, k, v, lr,
+                retain, momentum, write, reset, initial, base, segment, linked, centre, order, anchor, floor,
+                states, states_S, W, x, f, u, row, spare, X, bv, bt, learn, bc, act, ac,
+                link, lc,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at, i = first + t * heads, t - start
@@ -455,10 +457,8 @@ def backward(
                         hidden, act, ac,
                     )  # fmt: skip
                 if writes:
-                    if link > 0:
-                        _unlinks(
-                            plan, nodes, link, la, lb, states, to * size, W, to * size, scales, to * weights, M, G, base
-                        )  # fmt: skip
+                    if linked:
+                        _unlinks(plan, nodes, link_back, lc, spare, states, to * size, W, to * size, M, G, base)
                     glr[at], gr[at], gm[at] = _write_back(
                         plan, nodes, size, L, P, V, last, width, hidden, lr[at], retain[at], momentum[at], initial,
                         g_initial, G, H, base, Z, states, states_S, o * size, Q, mo, gk, at * P, v, gv, at * V,
@@ -472,8 +472,7 @@ def backward(
                         )  # fmt: skip
                 if resets:
                     _restart_back(
-                        plan, nodes, link, la, lb, states, o * size, W, scales, o * weights, M, G, H, base, g_initial,
-                        size,
+                        plan, nodes, linked, link_back, lc, spare, states, o * size, W, M, G, H, base, g_initial, size,
                     )  # fmt: skip
-        if link > 0:
-            _unlinks(plan, nodes, link, la, lb, states, nil, W, nil, scales, nil, M, G, base)
+        if linked:
+            _unlinks(plan, nodes, link_back, lc, spare, states, nil, W, nil, M, G, base)

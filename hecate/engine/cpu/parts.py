@@ -4,7 +4,7 @@ A part is compiled by itself and called by its address, so that a rule of known 
 compiled before it. States, weights M, directions D and cotangents are flat arrays `[V, P]` in whole fours and vectors
 with zeros behind the true widths, u and predictions `[V]`, keys `[P]`; `x` is scratch space of V P + 8 (V + P) numbers
 and `c` has the numbers of the form. What ends in `_back` adds to the cotangents of M, keys and gates and writes the
-others; what a bias brings is printed by `rows`. [ENG-NUM-D8]
+others; what a bias, a step of retention and a link bring is printed by `rows` and `cells`. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from hecate.engine.cpu.lanes import sqrt
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, per_vector, put, scores, store,
+    ONE, ROWS, add, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, scores, store,
     store_rows, sums, times, total, zeros,
 )  # fmt: skip
 
@@ -350,3 +350,51 @@ def no_gain(C, k, g, C2, P, p, x, c):
 
 def no_gain_back(C, k, GC, gg, gk, P, p, x, c):
     """Nothing."""
+
+
+def no_link(A, M, V, P, v, p, x, c):
+    """The memory is what is carried."""
+
+
+def no_link_back(A, M, G, H, V, P, v, p, x, c):
+    """Nothing."""
+
+
+# The commonest step and descent together, in one pass.
+
+
+@helper
+def write_rank_one(X, u, w, lr, rv, rp, O, V, P):
+    """O = r X - lr u w^T."""
+    for r in range(0, V, ROWS):
+        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
+        for j in range(0, P, per_vector(X)):
+            o = r * P + j
+            store_rows(O, o, P, mad(f, load(w, j, ONE), mul(kept, load_rows(X, o, P, ONE))))
+
+
+@helper
+def write_rank_one_back(X, u, w, lr, rv, rp, G, grv, gu, gw, V, P):
+    """Its reverse: G becomes that of X, gu is written, grv and gw are added to; returns the cotangent of lr."""
+    gl = lr * 0
+    for r in range(0, V, ROWS):
+        four, sums_r = zeros(X), zeros(X)
+        f, kept = times(-lr, get(u, r)), times(rp[0], get(rv, r))
+        for j in range(0, P, per_vector(X)):
+            o = r * P + j
+            g = load_rows(G, o, P, ONE)
+            four = mad(g, load(w, j, ONE), four)
+            sums_r = mad(g, load_rows(X, o, P, ONE), sums_r)
+            plus(gw, j, total(f, g))
+            store_rows(G, o, P, mul(kept, g))
+        d = sums(four)
+        gl -= scores(get(u, r), d)
+        put(gu, r, times(-lr, d))
+        _add_rows(grv, r, sums(sums_r))
+    return gl
+
+
+@inline
+def _add_rows(x, r, u):
+    (x0, x1, x2, x3), (u0, u1, u2, u3) = get(x, r), u
+    put(x, r, (x0 + u0, x1 + u1, x2 + u2, x3 + u3))

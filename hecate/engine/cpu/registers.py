@@ -7,7 +7,7 @@ is a tuple as long as a row has vectors. Where u does not look at the memory (bi
 wide rows go in tiles of that width.
 
 The backward runs a segment forward once more, which pulls the reads back and keeps, for its four rows, what the walk in
-reverse needs: nothing for a hebbian memory. A threshold lets cotangents pass where the memory after it is not 0. Heads
+reverse needs: nothing for a hebbian memory.  Heads
 that lie side by side take turns, so that what one leaves of a page or a row of the cache is there for the next.
 [ENG-NUM-D1, ENG-NUM-V1]
 """
@@ -15,8 +15,8 @@ that lie side by side take turns, so that what one leaves of a page or a row of 
 from __future__ import annotations
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, alive, along, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad,
-    mul, per_vector, put, scores, shrunk, store, store_rows, sums, times, zeros,
+    ONE, ROWS, add, along, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad,
+    mul, per_vector, put, scores, store, store_rows, sums, times, zeros,
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def _inner(rows, x):
 
 
 @inline
-def _stepped(M, S, retain, rt, m, kt, w, cut):
+def _stepped(M, S, retain, rt, m, kt, w):
     """Four rows of M and S after the step w k^T."""
     if retain is not None:
         M = mul(M, rt)
@@ -59,8 +59,6 @@ def _stepped(M, S, retain, rt, m, kt, w, cut):
         M = add(M, S)
     else:
         M = _plus(M, w, kt)
-    if cut is not None:
-        M = shrunk(M, cut)
     return M, S
 
 
@@ -105,7 +103,7 @@ def _tally_row(x, i, a, b):
 @helper
 def _write(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S,
-    y, preds, kept, kept_S, place, errs, cut, channels, order, before, width,
+    y, preds, kept, kept_S, place, errs, channels, order, before, width,
 ):  # fmt: skip
     """Four rows, from column j, through a segment of tokens."""
     o = (n * V + c) * P + j
@@ -138,7 +136,7 @@ def _write(
         else:
             w = times(lr[at], u)
         rt = _retain(retain, at, row, channels, kt, width)
-        M4, S4 = _stepped(M4, S4, retain, rt, momentum[at], kt, w, cut)
+        M4, S4 = _stepped(M4, S4, retain, rt, momentum[at], kt, w)
         if not before:
             _note(y, to, _inner(M4, qt), j)
     store_rows(M, o, P, M4)
@@ -149,7 +147,7 @@ def _write(
 @kernel
 def forward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
-    kept, kept_S, segment, errs, cut, channels, order, before, width,
+    kept, kept_S, segment, errs, channels, order, before, width,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     segments = (T + segment - 1) // segment
@@ -162,7 +160,7 @@ def forward(
                 place = ((n * segments + index) * V + c) * P + j
                 _write(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, M, S, y, preds, kept, kept_S, place, errs, cut, channels, order,
+                    initial, M, S, y, preds, kept, kept_S, place, errs, channels, order,
                     before, width,
                 )  # fmt: skip
 
@@ -170,8 +168,8 @@ def forward(
 @helper
 def _replay(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds,
-    kept, kept_S, place, gy, gq, errs, cut, channels, order, before, width, states, states_S,
-    after, us,
+    kept, kept_S, place, gy, gq, errs, channels, order, before, width, states, states_S,
+    us,
 ):  # fmt: skip
     """Four rows once more: their state and u at every token of a segment; what reads send to q."""
     M4, S4 = load_rows(kept, place, P, width), load_rows(kept_S, place, P, width)
@@ -196,9 +194,7 @@ def _replay(
         u = learned(errs, get(preds, to) if errs is not None else u, u)
         put(us, i, u)
         rt = _retain(retain, at, row, channels, kt, width)
-        M4, S4 = _stepped(M4, S4, retain, rt, momentum[at], kt, times(-lr[at], u), cut)
-        if cut is not None:
-            store_rows(after, i * W, W, M4)
+        M4, S4 = _stepped(M4, S4, retain, rt, momentum[at], kt, times(-lr[at], u))
         if not before:
             _accumulate(gq, row, _combined(g, M4), c)
 
@@ -215,8 +211,8 @@ def _retain_back(gr, row, c, sums, i, channels, G4, M4):
 @helper
 def _walk(
     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset, preds, gy, G,
-    H, g_initial, gk, gv, glr, gr, gm, errs, cut, channels, order, before, width, states,
-    states_S, after, us, sums_r, sums_m,
+    H, g_initial, gk, gv, glr, gr, gm, errs, channels, order, before, width, states,
+    states_S, us, sums_r, sums_m,
 ):  # fmt: skip
     """Four rows backwards through a segment, their cotangents in registers."""
     o, W = (n * V + c) * P + j, len(width) * per_vector(k)
@@ -229,8 +225,6 @@ def _walk(
         if not before or not writes:
             G4 = _plus(G4, g, qt)
         if writes:
-            if cut is not None:
-                G4 = alive(G4, load_rows(after, place, W, width))
             kt, l, u = load(k, row, width), lr[at], get(us, i * ROWS)
             if retain is not None:
                 rt = _retain(retain, at, row, channels, kt, width)
@@ -277,8 +271,8 @@ def _walk(
 @kernel
 def backward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, cut, channels, order,
-    before, width, states, states_S, after, us, sums_r, sums_m,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, channels, order,
+    before, width, states, states_S, us, sums_r, sums_m,
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M and S (G, H)."""
     segments, none = (T + segment - 1) // segment, filled(k, 0.0)
@@ -293,13 +287,13 @@ def backward(
                 place = ((n * segments + index) * V + c) * P + j
                 _replay(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    initial, preds, kept, kept_S, place, gy, gq, errs, cut, channels, order,
-                    before, width, states, states_S, after, us,
+                    initial, preds, kept, kept_S, place, gy, gq, errs, channels, order,
+                    before, width, states, states_S, us,
                 )  # fmt: skip
                 _walk(
                     n, start, count, heads, c, j, V, P, k, q, v, lr, retain, momentum, write, reset,
-                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, errs, cut, channels,
-                    order, before, width, states, states_S, after, us, sums_r, sums_m,
+                    preds, gy, G, H, g_initial, gk, gv, glr, gr, gm, errs, channels,
+                    order, before, width, states, states_S, us, sums_r, sums_m,
                 )  # fmt: skip
         for i in range(count):
             at, to = start + i * heads, i * per_vector(k)

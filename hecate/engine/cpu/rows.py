@@ -13,22 +13,24 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, per_vector, store
+from hecate.engine.cpu.cells import Scratch, link_of, step_of
+from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, mad, per_vector, store
 from hecate.formula import Formula
-from hecate.formula.nodes import ROWS, Node
+from hecate.formula.nodes import SUMS, Node
 from hecate.formula.printer import literal, said, uses
+from hecate.formula.retention import Weights
 
 SIGNATURES = {"learn": "p, v, u, n, c", "learn_back": "p, v, u, gu, gp, gv, n, c", "act": "x, y, d, dd, n, c"}
 
 
 class Row(NamedTuple):
-    """Functions of a part there and back, as text, and the numbers of c."""
+    """Functions of a part there and back, as text, the numbers of c, and what scratch space they need."""
 
     kind: str
-
     there: str
     back: str
     numbers: tuple[float, ...]
+    scratch: Scratch = Scratch()
 
     @property
     def name(self) -> str:
@@ -65,7 +67,7 @@ def printed(
     stages: dict[Node, int] = {}  # loops that have to be over before a node is known
     for node in results.values():
         _stage(node, known, stages)
-    text = {node: f"s{at}" for at, node in enumerate(item for item in stages if item.op in ROWS)}
+    text = {node: f"s{at}" for at, node in enumerate(item for item in stages if item.op in SUMS)}
     sums = list(text)
     arrays = dict.fromkeys([*inputs.values(), *known.values()])
     text |= {node: f"{array}4" for node, array in known.items()}
@@ -104,7 +106,7 @@ def printed(
 
 def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> int:
     if node not in stages:
-        own = node.op in ROWS
+        own = node.op in SUMS
         below = 0 if node in known or node.op in ("in", "const") else max(_stage(x, known, stages) for x in node.args)
         stages[node] = below + own
     return stages[node]
@@ -113,20 +115,30 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
 _KNOWN: dict[str, Row] = {}
 
 
-def part(found: Formula | tuple[Node, Node, Node]) -> tuple[str, tuple[float, ...]]:
-    """The name of the part that a bias or an activation brings, and its numbers."""
-    row = row_of(found) if isinstance(found, Formula) else act_of(found)
+def part(found: Formula | Weights | tuple[Node, Node, Node], kind: str = "") -> tuple[Any, ...]:
+    """The name of the part that a bias, an activation, a link or, with its kind of retain, a step brings, its numbers,
+    options and scratch space."""
+    if isinstance(found, Weights):
+        there, back, numbers = step_of(found, kind) if kind else link_of(found)
+        most = Scratch(*map(max, there.scratch, back.scratch))
+        row = Row("step" if kind else "link", there.text, back.text, numbers, most)
+    else:
+        row = row_of(found) if isinstance(found, Formula) else act_of(found)
     _KNOWN[row.name] = row
-    return row.name, row.numbers or (0.0,)
+    return row.name, row.numbers or (0.0,), (), row.scratch
 
 
-def function(name: str, back: bool) -> Callable[..., Any]:
-    """A part by its name, for numba to compile."""
+def function(name: str, back: bool, vectors: int = 1, whole: bool = False) -> Callable[..., Any]:
+    """A part by its name, for numba to compile; `cells` go through so many vectors at once, and need no masks where
+    rows are `whole` vectors."""
     space = {
-        **lanes.NAMES, "larger": lanes.larger, "FOUR": FOUR, "ONE": ONE, "per_vector": per_vector,
-        "filled": filled, "load": load, "store": store,
-        "places": lanes.places, "INF": math.inf, "NAN": math.nan, "__name__": __name__,
+        **lanes.NAMES, "larger": lanes.larger, "first": lanes.first, "places": lanes.places, "INF": math.inf,
+        "NAN": math.nan, "FOUR": FOUR, "ONE": ONE, "WIDE": ONE * vectors, "per_vector": per_vector, "filled": filled,
+        "load": load, "store": store, "mad": mad, "__name__": __name__,
     }  # fmt: skip
+    if name.startswith(("step", "link")):
+        space |= {"power": lanes.quick_power, "exp": lanes.quick_exp, "thirds": lanes.thirds}
+        space["true"] = lanes.true if whole else lanes.where
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.
     row = _KNOWN[name]
     exec(compile(row.back if back else row.there, __file__, "exec"), space)

@@ -1,8 +1,8 @@
 """Building blocks of the kernels: vectors with explicit SIMD, as numba has none.
 
 `Vector` is one of 64 bytes of one float type, or some of them side by side: a whole row of a state. LLVM splits what is
-wider than its registers. Rows of a state go in fours, so that what they share is loaded once: `mul`, `add`, `mad`,
-`shrunk`, `alive` and `along` take vectors, four vectors, and numbers, which count in every place.
+wider than its registers. Rows of a state go in fours, so that what they share is loaded once: `mul`, `add`, `mad`
+and `along` take vectors, four vectors, and numbers, which count in every place.
 
 The compiler contracts a product and a sum into one rounding and reorders nothing else, so NaN and infinities stay what
 they are. Arrays are flat and C-contiguous; nothing checks bounds. [ENG-NUM-D1]
@@ -223,30 +223,6 @@ def total(_: Any, w: Any, a: Any) -> Any:
         return _sum(builder, _sum(builder, q, p), _sum(builder, s, r))
 
     return fours.return_type.dtype(w, a), code
-
-
-@intrinsic
-def shrunk(_: Any, a: Any, threshold: Any) -> Any:
-    """a, every number of it moved towards 0 by a threshold, and to 0 from within it."""
-
-    def operation(builder: Any, a: Any, high: Any) -> Any:
-        low = builder.fsub(ir.Constant(high.type, None), high)
-        within = builder.select(builder.fcmp_ordered("<", a, low), low, a)
-        within = builder.select(builder.fcmp_ordered(">", a, high), high, within)
-        return builder.fsub(a, within)
-
-    return each(operation, a, threshold)
-
-
-@intrinsic
-def alive(_: Any, g: Any, a: Any) -> Any:
-    """g where a is not 0, else 0."""
-
-    def operation(builder: Any, g: Any, a: Any) -> Any:
-        zero = ir.Constant(g.type, None)
-        return builder.select(builder.fcmp_ordered("!=", a, zero), g, zero)
-
-    return each(operation, g, a)
 
 
 @intrinsic

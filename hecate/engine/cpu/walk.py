@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hecate.engine.cpu.parts import plus
-from hecate.engine.cpu.steps import project, project_back, write_rank_one, write_rank_one_back
-from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, load, part, per_vector, store
+from hecate.engine.cpu.parts import plus, write_rank_one, write_rank_one_back
+from hecate.engine.cpu.vectors import ONE, filled, first_token, helper, inline, load, part, per_vector, store
 
 
 class Rule(NamedTuple):
@@ -71,7 +70,7 @@ def _join(target, source):
         plus(target, o, load(source, o, ONE))
 
 
-@helper
+@inline
 def _spread(rule, given, at, rv, rp):
     """Retain of a token, per row and per column."""
     _, _, _, _, retain, _, _, _, _, kept, _ = given
@@ -82,43 +81,31 @@ def _spread(rule, given, at, rv, rp):
         _copy(part(kept, at, rule.height), rv)
 
 
-@helper
-def _weigh(rule, do, X, M, scale, slot, cap, x):
-    """Into M the weights of a state, in its ball."""
+@inline
+def _weigh(rule, do, X, M, x):
+    """Into M the weights of a state."""
     do[8](X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9])
-    if cap[0] > 0:
-        scale[slot] = project(M, cap[0], M.size)
 
 
-@helper
-def _unweigh(rule, do, undo, X, M, GM, G, scale, slot, cap, x):
-    """Hands the cotangent GM of a state's weights to G, that of the state, and clears it. M is as the link left it
-    after."""
-    f = scale[slot]
-    if f > 0:
-        project_back(M, f, cap[0], GM, M.size)
-        for i in range(M.size):
-            M[i] /= f
-        scale[slot] = 0
+@inline
+def _unweigh(rule, do, undo, X, M, GM, G, x):
+    """Hands the cotangent GM of a state's weights to G, that of the state, and clears it."""
     undo[4](X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9])
     _clear(GM)
 
 
-@helper
-def _ahead(rule, do, X, zero, rv, rp, Y, YM, scale, slot, cap, x):
+@inline
+def _ahead(rule, do, X, zero, rv, rp, Y, YM, x):
     """The weights of a decayed state Y."""
-    do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.channels, x, do[7])
-    scale[slot] = 0
+    do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.values, rule.channels, x, do[7])
     if rule.linked:
-        _weigh(rule, do, Y, YM, scale, slot, cap, x)
+        _weigh(rule, do, Y, YM, x)
         return YM
-    if cap[0] > 0:
-        scale[slot] = project(Y, cap[0], Y.size)
     return Y
 
 
-@helper
-def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, slot, cap, x):
+@inline
+def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
     """The state O, D, C2 after X, S, C, the gradient taken at M; the prediction p and its u."""
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
     keys, _, v, lr, _, momentum, _, _, written, _, _ = given
@@ -133,14 +120,12 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, scale, sl
         write_rank_one(X, u, w, lr[at], rv, rp, O, V, P)
     else:
         descend(M, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
-        step(X, D, rv, rp, O, V, P, rule.channels, x, sc)
-    if cap[0] > 0 and not rule.linked:
-        scale[slot] = project(O, cap[0], O.size)
+        step(X, D, rv, rp, O, V, P, rule.values, rule.channels, x, sc)
 
 
 def forward(
     lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, X, S, C, y, keep_X, keep_S,
-    keep_C, cap, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
+    keep_C, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
 ):  # fmt: skip
     """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
@@ -150,7 +135,7 @@ def forward(
     A, D, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
     Y, YM, x = part(states, 4, cells), part(states, 5, cells), states[6 * cells :]
     p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
-    g, rp, scale = part(wide, 0, P), part(wide, 1, P), wide[2 * P :]
+    g, rp = part(wide, 0, P), part(wide, 1, P)
     _fill(rv, rp)
     for n in range(lo, hi):
         first, known, own = first_token(n, heads, T), False, part(C, n, square)
@@ -163,7 +148,7 @@ def forward(
                 known = False
                 _restart(rule, initial, n, A, D, own)
             if linked and not known:
-                _weigh(rule, do, A, M, scale, 0, cap, x)
+                _weigh(rule, do, A, M, x)
                 known = True
             W, writes = M if linked else A, write.size == 0 or write[at]
             if rule.before or not writes:
@@ -172,11 +157,11 @@ def forward(
                 continue
             _spread(rule, given, at, rv, rp)
             if rule.ahead:
-                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, 1, cap, x)
+                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
             # In place: every part has read a number before it writes it, and M of a linked state is apart.
-            _write(rule, do, given, at, A, W, D, own, rv, rp, A, D, own, p, u, g, scale, 1, cap, x)
+            _write(rule, do, given, at, A, W, D, own, rv, rp, A, D, own, p, u, g, x)
             if linked:
-                _weigh(rule, do, A, M, scale, 0, cap, x)
+                _weigh(rule, do, A, M, x)
             if not rule.before:
                 predict(M if linked else A, part(q, at, P), part(y, at, V), V, P, x, pc)
         _leave(rule, A, D, own, X, S, C, n)
@@ -220,7 +205,7 @@ def _restart(rule, initial, n, A, D, own):
 
 
 @helper
-def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, learnt, cap, x):
+def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x):
     """The states of a segment, from that in the first slot."""
     _, _, _, _, _, _, write, reset, _, _, initial = given
     states_X, states_S, states_C, states_M = states
@@ -229,7 +214,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, le
     rv, rp, g, spare = near
     s, first = 0, first_token(n, rule.heads, rule.length)
     if rule.linked:
-        _weigh(rule, do, part(states_X, 0, cells), part(states_M, 0, cells), scale, 0, cap, x)
+        _weigh(rule, do, part(states_X, 0, cells), part(states_M, 0, cells), x)
     for i in range(end - start):
         at = first + (start + i) * rule.heads
         if reset.size > 0 and reset[at]:
@@ -237,7 +222,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, le
             A = part(states_X, s, cells)
             _restart(rule, initial, n, A, part(states_S, s, cells), part(states_C, s, square))
             if rule.linked:
-                _weigh(rule, do, A, part(states_M, s, cells), scale, s, cap, x)
+                _weigh(rule, do, A, part(states_M, s, cells), x)
         marks[i] = s
         if write.size == 0 or write[at]:
             _spread(rule, given, at, rv, rp)
@@ -250,18 +235,18 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, scale, le
             if rule.linked:
                 W = part(states_M, s, cells)
             if rule.ahead:
-                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, scale.size - 1, cap, x)
+                W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
             p, u = part(learnt, 2 * i + 1, V), part(learnt, 2 * i, V)
             s += 1
-            _write(rule, do, given, at, A, W, S, C, rv, rp, O, N, C2, p, u, g, scale, s, cap, x)
+            _write(rule, do, given, at, A, W, S, C, rv, rp, O, N, C2, p, u, g, x)
             if rule.linked:
-                _weigh(rule, do, O, part(states_M, s, cells), scale, s, cap, x)
+                _weigh(rule, do, O, part(states_M, s, cells), x)
         marks[segment + i] = s
 
 
-@helper
+@inline
 def _unwrite(
-    rule, do, undo, given, at, i, a, b, states, more, near, own, scale, learnt, rows, to, cap, x
+    rule, do, undo, given, at, i, a, b, states, more, near, own, learnt, rows, to, x
 ):  # fmt: skip
     """The reverse of a token's write, between its reads."""
     keys, _, v, lr, _, momentum, _, _, written, _, _ = given
@@ -274,20 +259,17 @@ def _unwrite(
     gu, gp, grv, gg, grp, out = rows
     gk, gv, gw = to
     V, P, p, cells, square = rule.height, rule.width, rule.channels, rule.height * rule.width, rule.width**2
-    last, k, w = scale.size - 1, part(keys, at, P), part(written, at, P)
-    A, B = part(states_X, a, cells), part(states_X, b, cells)
+    k, w, A = part(keys, at, P), part(written, at, P), part(states_X, a, cells)
     S, direction, C = zero, D, spare
     if rule.moving:
         S, direction = part(states_S, a, cells), part(states_S, b, cells)
     W, GA = A, G
     if rule.linked:
-        _unweigh(rule, do, undo, B, part(states_M, b, cells), GM, G, scale, b, cap, x)
+        _unweigh(rule, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
         W, GA = part(states_M, a, cells), GM
-    elif scale[b] > 0:
-        project_back(B, scale[b], cap[0], G, cells)
     _spread(rule, given, at, rv, rp)
     if rule.ahead:
-        W = _ahead(rule, do, A, zero, rv, rp, Y, YM, scale, last, cap, x)
+        W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
         _clear(GY)
         if not rule.linked:
             GA = GY
@@ -305,7 +287,7 @@ def _unwrite(
     else:
         if not rule.moving:
             descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
-        step_back(A, direction, B, rv, rp, G, H, grv, grp, rule.moving, V, P, p, x, sc)
+        step_back(A, direction, rv, rp, G, H, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
         descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
     if rule.gains:
         gain_back(C, k, GC, gg, gk, P, p, x, gc)
@@ -313,10 +295,8 @@ def _unwrite(
     predict_back(W, k, gp, GA, gk, V, P, x, pc)
     if rule.ahead:
         if rule.linked:
-            _unweigh(rule, do, undo, Y, YM, GM, GY, scale, last, cap, x)
-        elif scale[last] > 0:
-            project_back(Y, scale[last], cap[0], GY, cells)
-        step_back(A, zero, Y, rv, rp, GY, D, grv, grp, 0, V, P, p, x, sc)
+            _unweigh(rule, do, undo, Y, YM, GM, GY, x)
+        step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
         _join(G, GY)
 
 
@@ -351,7 +331,7 @@ def _restart_back(rule, g_initial, G, H, own):
 
 def backward(
     lo, hi, rule, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, keep_X, keep_S, keep_C, gy,
-    GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, cap, states_X, states_S, states_C, states_M, many, spare,
+    GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many, spare,
     rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
     descend_back, step_back, link_back, gain_back,
 ):  # fmt: skip
@@ -367,10 +347,10 @@ def backward(
         GM, part(many, 1, cells), part(many, 2, cells), part(many, 3, cells), loose, part(many, 5, cells),
         part(many, 6, cells),
     )  # fmt: skip
-    x, wide, count = many[7 * cells :], rows[4 * V :], 2 * segment + 3
+    x, wide = many[7 * cells :], rows[4 * V :]
     rv, gu, gp, grv = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), part(rows, 3, V)
     rp, g, gg, grp, rest = part(wide, 0, P), part(wide, 1, P), part(wide, 2, P), part(wide, 3, P), wide[4 * P :]
-    out, scale, learnt, near = part(rest, 0, 2), part(rest[2:], 0, count), rest[2 + count :], (rv, rp, g, spare)
+    out, learnt, near = part(rest, 0, 2), rest[2:], (rv, rp, g, spare)
     _fill(rv, rp)
     for n in range(lo, hi):
         first, G, H, own = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
@@ -380,11 +360,10 @@ def backward(
         GW = GM if rule.linked else G
         for index in range(segments - 1, -1, -1):
             start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
-            _clear(scale)
             _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, cells))
             if rule.gains:
                 _copy(part(keep_C, place, square), part(states_C, 0, square))
-            _replay(rule, do, given, n, start, end, states, more, near, marks, scale, learnt, cap, x)
+            _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x)
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
                 read, writes = (states_M if rule.linked else states_X), write.size == 0 or write[at]
@@ -395,8 +374,8 @@ def backward(
                     own_gk = part(gk, at, P)
                     to = (own_gk, part(gv, at, V), part(gw, at, P) if gw.size > 0 else own_gk)
                     _unwrite(
-                        rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), scale, learnt,
-                        (gu, gp, grv, gg, grp, out), to, cap, x,
+                        rule, do, undo, given, at, i, a, b, states, more, near, (G, H, own), learnt,
+                        (gu, gp, grv, gg, grp, out), to, x,
                     )  # fmt: skip
                     _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept)
                 if rule.before or not writes:
@@ -404,8 +383,8 @@ def backward(
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
                         A = part(states_X, a, cells)
-                        _unweigh(rule, do, undo, A, part(states_M, a, cells), GM, G, scale, a, cap, x)
+                        _unweigh(rule, do, undo, A, part(states_M, a, cells), GM, G, x)
                     _restart_back(rule, part(g_initial, n, cells), G, H, own)
             if rule.linked:
                 A = part(states_X, 0, cells)
-                _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, scale, 0, cap, x)
+                _unweigh(rule, do, undo, A, part(states_M, 0, cells), GM, G, x)

@@ -7,7 +7,7 @@ many there are.
 
 Names: M state, S momentum, G and H their cotangents, k, q, v as in `Tokens`; `o`, `to`, `go` are where four rows begin
 and P is the width of one. An array of size 0 is "not given"; None compiles a kernel without it: S (gradient descent),
-retain, cut (the threshold in which a step ends) and errs, where u = -v (bias dot) in place of pred - v (l2). `shared`
+retain and errs, where u = -v (bias dot) in place of pred - v (l2). `shared`
 is a worker's scratch space, seven rows: retain, the key that predicts, and the sums over a token's rows for predicting
 key, step key, query, retain, query by momentum. [ENG-NUM-D1]
 """
@@ -15,8 +15,8 @@ key, step key, query, retain, query by momentum. [ENG-NUM-D1]
 from __future__ import annotations
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, alive, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
-    per_vector, put, scores, shrunk, store, store_rows, sums, times, total, zeros,
+    ONE, ROWS, add, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
+    per_vector, put, scores, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _gates(shared, k, ko, retain, at, P, channels, order):
 
 
 @inline
-def _write(A, B, o, M, S, to, shared, k, ko, w, m, P, q, cut, before):
+def _write(A, B, o, M, S, to, shared, k, ko, w, m, P, q, before):
     """Four rows of the write, from (A, B) at o to (M, S) at `to`; their products with q."""
     y = zeros(k)
     for j in range(0, P, per_vector(k)):
@@ -80,8 +80,6 @@ def _write(A, B, o, M, S, to, shared, k, ko, w, m, P, q, cut, before):
             s = mad(w, kj, mul(m, load_rows(B, o + j, P, ONE)))
             store_rows(S, to + j, P, s)
             a = mad(rj, a, s)
-        if cut is not None:
-            a = shrunk(a, cut)
         if not before:
             y = mad(a, qj, y)
         store_rows(M, to + j, P, a)
@@ -91,7 +89,7 @@ def _write(A, B, o, M, S, to, shared, k, ko, w, m, P, q, cut, before):
 @kernel
 def forward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, M, S, y, preds,
-    kept, kept_S, segment, errs, cut, channels, order, before, shared,
+    kept, kept_S, segment, errs, channels, order, before, shared,
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, segments = V * P, preds.size > 0, (T + segment - 1) // segment
@@ -122,7 +120,7 @@ def forward(
                 if records:
                     put(preds, vo + c, pred)
                 w = times(-l, learned(errs, pred, get(v, vo + c)))
-                put(y, vo + c, _write(M, S, o, M, S, o, shared, k, ko, w, m, P, q, cut, before))
+                put(y, vo + c, _write(M, S, o, M, S, o, shared, k, ko, w, m, P, q, before))
 
 
 @helper
@@ -135,11 +133,11 @@ def _learn(errs, preds, v, vo, V, learnt):
 @helper
 def _replay(
     first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds, states,
-    states_S, segment, errs, cut, channels, order, shared, learnt,
+    states_S, segment, errs, channels, order, shared, learnt,
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
-    for t in range(start, end if cut is not None else end - 1):  # its mask is in the state after it
+    for t in range(start, end - 1):
         at, to = first + t * heads, (t - start + 1) * size
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
@@ -152,7 +150,7 @@ def _replay(
         _learn(errs, preds, v, at * V, V, learnt)
         for c in range(0, V, ROWS):
             w = times(-l, get(learnt, c))
-            _write(states, states_S, o, states, states_S, to, shared, k, ko, w, m, P, q, cut, False)
+            _write(states, states_S, o, states, states_S, to, shared, k, ko, w, m, P, q, False)
             o, to = o + ROWS * P, to + ROWS * P
 
 
@@ -165,19 +163,15 @@ def _unwritten(A, o, G, go, q, ko, g, P, shared):
 
 
 @inline
-def _collect(A, B, o, after, G, H, go, k, q, ko, g, P, shared, cut, before):
+def _collect(A, B, o, G, H, go, k, q, ko, g, P, shared, before):
     """Four rows: sums over them for q and the gates; <g_step, k> of each, and for momentum."""
     d, gm = zeros(k), filled(k, 0.0)
     for j in range(0, P, per_vector(k)):
         x = load_rows(G, go + j, P, ONE)
         if not before:
             x = mad(g, load(q, ko + j, ONE), x)
-        n0, n1, n2, n3 = a = load_rows(A, o + j, P, ONE)
-        if cut is not None:
-            x = alive(x, load_rows(A, after + j, P, ONE))
-            if not before:
-                n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)
-        _accumulate(shared, 4 * P + j, total(g, (n0, n1, n2, n3)))
+        a = load_rows(A, o + j, P, ONE)
+        _accumulate(shared, 4 * P + j, total(g, a))
         _accumulate(shared, 5 * P + j, total(x, a))
         if H is not None:
             x, s = add(load_rows(H, go + j, P, ONE), x), load_rows(B, o + j, P, ONE)
@@ -188,15 +182,13 @@ def _collect(A, B, o, after, G, H, go, k, q, ko, g, P, shared, cut, before):
 
 
 @inline
-def _spread(A, o, after, G, H, go, q, ko, e, w, g, m, P, shared, cut, before):
+def _spread(A, o, G, H, go, q, ko, e, w, g, m, P, shared, before):
     """Four rows: what predictions and steps send to k; G and H of the token before."""
     for j in range(0, P, per_vector(q)):
         rj, kj, qj = load(shared, j, ONE), load(shared, P + j, ONE), load(q, ko + j, ONE)
         x = load_rows(G, go + j, P, ONE)
         if not before:
             x = mad(g, qj, x)
-        if cut is not None:
-            x = alive(x, load_rows(A, after + j, P, ONE))
         _accumulate(shared, 2 * P + j, total(e, load_rows(A, o + j, P, ONE)))
         s = x
         if H is not None:
@@ -254,7 +246,7 @@ def _to_initial(G, H, g_initial, base, size):
 @kernel
 def backward(
     lo, hi, heads, T, V, P, k, q, v, lr, retain, momentum, write, reset, initial, preds, kept,
-    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, cut, channels, order,
+    kept_S, gy, G, H, g_initial, gk, gq, gv, glr, gr, gm, segment, errs, channels, order,
     before, shared, learnt, states, states_S,
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
@@ -271,7 +263,7 @@ def backward(
                 _copy(kept_S, (n * segments + index) * size, states_S, 0, size)
             _replay(
                 first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
-                states, states_S, segment, errs, cut, channels, order, shared, learnt,
+                states, states_S, segment, errs, channels, order, shared, learnt,
             )  # fmt: skip
             for t in range(end - 1, start - 1, -1):
                 at = first + t * heads
@@ -285,22 +277,19 @@ def backward(
                 sm, sl, sw = filled(k, 0.0), l - l, l - l
                 for c in range(0, V, ROWS):
                     r, g = c * P, get(gy, vo + c)
-                    after = (t - start + 1) * size + r
                     if not writes:
                         _unwritten(states, o + r, G, base + r, q, ko, g, P, shared)
                         continue
-                    d, more = _collect(
-                        states, states_S, o + r, after, G, H, base + r, k, q, ko, g, P, shared, cut, before
-                    )
+                    d, more = _collect(states, states_S, o + r, G, H, base + r, k, q, ko, g, P, shared, before)
                     u, e = get(learnt, c), times(l - l if errs is None else -l, d)
                     put(gv, vo + c, times(l, d))
                     sm, sl, sw = add(sm, more), sl - scores(u, d), sw + scores(u, g)
-                    _spread(states, o + r, after, G, H, base + r, q, ko, e, times(l, u), g, m, P, shared, cut, before)
+                    _spread(states, o + r, G, H, base + r, q, ko, e, times(l, u), g, m, P, shared, before)
                 if writes:
                     glr[at] = sl
                     kept_share, gm[at] = _finish(
                         k, ko, gk, gq, gr, l * sw, m, sm, P, H is not None, channels, order,
-                        before or cut is not None, shared,
+                        before, shared,
                     )  # fmt: skip
                     if not channels:
                         gr[at] = kept_share

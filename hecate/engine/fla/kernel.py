@@ -20,7 +20,6 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import NARROW_NORM, NO_CARD, distrust_norm
 from hecate.engine.triton.parity import both_by_torch, both_ways, difference, trial
 from hecate.errors import install_line
-from hecate.retention import StepForm
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, differentiable, one, several
 
@@ -50,7 +49,7 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
     for name, knob, known in (
         ("structure", rule.structure, rule.structure.linear and not rule.structure.diagonal),
         ("bias", rule.bias, forms.target or forms.error),
-        ("retention", rule.retention, forms.retention == StepForm()),
+        ("retention", rule.retention, forms.plain),
         ("algorithm", rule.algorithm, forms.algorithm == AlgorithmForm()),
     ):
         if not known:

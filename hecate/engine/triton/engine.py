@@ -26,13 +26,13 @@ from torch import Tensor
 from hecate.algorithm import GD, Momentum
 from hecate.engine.arguments import BORDERS
 from hecate.engine.call import GENERAL, TRACED, Call, Plan
-from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
+from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
-from hecate.retention import Decay, NoRetention, StepForm
+from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
@@ -75,11 +75,14 @@ class Triton(TokenEngine):
             return f"structure {rule.structure.kind!r} has no kernel"
         if config.forms.unprinted is not None:
             return config.forms.unprinted
-        for name, form in zip(("retention", "algorithm"), config.forms.tokens, strict=False):
-            if form is None:
-                return f"{name} {getattr(rule, name).kind!r} as configured has no kernel"
-        algorithm = config.forms.tokens[1]
-        if algorithm is not None and algorithm.ridge is not None:
+        algorithm, retention = config.forms.tokens[0], config.forms.retention
+        if isinstance(retention, str):
+            return f"retention {rule.retention.kind!r} as configured has no kernel: {retention}"
+        if retention.single.gate is None:
+            return f"retention {rule.retention.kind!r} has no kernel: the cotangent of retain is no sum over cells"
+        if algorithm is None:
+            return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
+        if algorithm.ridge is not None:
             return f"algorithm {rule.algorithm.kind!r} carries a matrix of keys, which has no kernel"
         if config.dtype == torch.float64:
             return "its kernels keep a float32 state, not state_dtype='float64'"
@@ -137,6 +140,8 @@ def _unfit(plan: Plan | Call, loops: bool) -> str | None:
         return f"its kernels are for {', '.join(map(str, PRECISION))}, the values are {plan.values}"
     if plan.dtype != torch.float32:
         return f"its kernels keep a float32 state, q, k or v make it {plan.dtype}"
+    if loops and (reason := one_retain(plan)) is not None:
+        return reason
     if max(plan.shape) > WIDEST or (loops and math.prod(plan.shape) > CELLS):
         most = f"{CELLS} numbers in a loop" if loops else f"{WIDEST} x {WIDEST}"
         return f"its kernels hold states of up to {most}, not {' x '.join(map(str, plan.shape))}"
@@ -153,7 +158,7 @@ def _loops(plan: Plan | Call) -> bool:
     """True if a call is for the loop kernels: blocks know retention none and decay, under gradient descent of each phi
     channel too, and momentum."""
     forms, channels = plan.config.forms, plan.channels
-    if "retain_value" in plan.general or forms.retention != StepForm():
+    if "retain_value" in plan.general or not forms.plain:
         return True
     return forms.algorithm is None or forms.algorithm.nesterov or (channels and forms.algorithm.momentum)
 

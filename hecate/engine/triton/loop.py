@@ -31,9 +31,9 @@ def retain_at(retain, value, at, op, ov, P: tl.constexpr, V: tl.constexpr, RETAI
 
 @triton.jit
 def written(
-    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
-    P: tl.constexpr, V: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr,
-    LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
+    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, cs, cl, in_p, whole, P: tl.constexpr, V: tl.constexpr,
+    PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
+    ALGORITHM: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
     """The state after a write and its momentum; and of the write the weights that predict, prediction, key, written
     key, value, u, lr, momentum gate and direction."""
@@ -49,20 +49,20 @@ def written(
     pred = vt
     if MOVES:
         if DECAYED:
-            ahead = moved(A, A * 0.0, r, c, cap, in_p, P, STEP, COLUMN, CAP)
-            W = weights(ahead, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+            ahead = moved(A, A * 0.0, r, cs, whole, in_p, in_v, P, V, STEP)
+            W = weights(ahead, cl, whole, in_p, in_v, P, V, LINK, DUAL)
         pred = tl.sum(kt * W, 0)[None, :]
     u = tl.where(in_v, PSI(in_v, V, pred, vt, cu), 0.0)
     D, S = direction(S, u, wt, l, m, e, ALGORITHM)
-    return moved(A, D, r, c, cap, in_p, P, STEP, COLUMN, CAP), S, W, pred, kt, wt, vt, u, l, m, D
+    return moved(A, D, r, cs, whole, in_p, in_v, P, V, STEP), S, W, pred, kt, wt, vt, u, l, m, D
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
-    cu, e, c, cap, n0, n1, n2, n3, n4,
+    cu, e, cs, cl,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr,
-    STEP: tl.constexpr, COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr, ALGORITHM: tl.constexpr,
+    STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr, ALGORITHM: tl.constexpr,
     RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +71,8 @@ def forward(
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
-    in_p = (op < P)[:, None]
-    cell, whole = op[:, None] + ov[None, :] * P, in_p & (ov < V)[None, :]
+    in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
+    cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
     if DOCS:
         A = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
@@ -81,7 +81,7 @@ def forward(
     S = A * 0.0
     if SLOT and not DOCS:
         S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
-    W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+    W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     for t in range(0, length):
         at = first + tl.cast(t, tl.int64) * H
         if KEEPS and t % SEG == 0:
@@ -92,7 +92,7 @@ def forward(
         if RESET:
             if tl.load(reset + at) != 0:
                 A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
-                W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+                W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
         qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
         out = tl.sum(qt * W, 0)
         w = True
@@ -101,9 +101,9 @@ def forward(
         if w:
             rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
             A, S, _, _, _, _, _, _, _, _, _ = written(
-                A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, c, cap, n0, n1, n2, n3, n4, in_p,
-                whole, P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
-            W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+                A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, cs, cl, in_p, whole, P, V,
+                PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
+            W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
         tl.store(y + at * V + ov, out.to(y.dtype.element_ty), mask=ov < V)
@@ -116,20 +116,19 @@ def forward(
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
     q, k, kw, v, lr, retain, value, momentum, write, reset, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
-    gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, cu, cg, e, c, cap, n0, n1, n2, n3, n4,
+    gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, cu, cg, e, cs, cs_back, cl, cl_back,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
-    MOVES: tl.constexpr, STEP: tl.constexpr, COLUMN: tl.constexpr, LINK: tl.constexpr, CAP: tl.constexpr,
-    ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
+    MOVES: tl.constexpr, STEP: tl.constexpr, STEP_BACK: tl.constexpr, LINK: tl.constexpr, LINK_BACK: tl.constexpr,
+    DUAL: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr,
+    RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, from its last token to its first. What masked tokens leave
     alone is zero before, and so is GZ."""
     n = tl.program_id(0).to(tl.int64)
     SLOT: tl.constexpr = ALGORITHM != "gd"
-    DUAL: tl.constexpr = LINK != "none"
     op, ov = tl.arange(0, BP), tl.arange(0, BV)
-    in_p = (op < P)[:, None]
-    cell, whole = op[:, None] + ov[None, :] * P, in_p & (ov < V)[None, :]
+    in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
+    cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     begin, length, slot, beside, mine = sequence_of(docs, T, H, DOCS)
     own, segments = n * SEG * V * P, tl.cdiv(length, SEG)
     last = whole & (n + beside >= tl.num_programs(0))
@@ -155,10 +154,10 @@ def backward(
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
             if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
-                W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+                W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
                 A, S, _, _, _, _, _, _, _, _, _ = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, c, cap, n0, n1, n2, n3, n4, in_p,
-                    whole, P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
+                    A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, cs, cl, in_p, whole, P, V,
+                    PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
         tl.debug_barrier()
         for later in range(0, count):
             i = count - 1 - later
@@ -167,7 +166,7 @@ def backward(
             S = A * 0.0
             if SLOT:
                 S = tl.load(states_S + own + i * V * P + cell, mask=whole, other=0.0)
-            W = weights(A, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP)
+            W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
             qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
             g = tl.load(gy + at * V + ov, mask=ov < V, other=0.0).to(tl.float32)[None, :]
             read = tl.sum(W * g, 1)
@@ -178,14 +177,14 @@ def backward(
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 r = rp * rv
                 new, _, seen, pred, kt, wt, vt, u, l, m, D = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, c, cap, n0, n1, n2, n3, n4, in_p, whole,
-                    P, V, PSI, MOVES, STEP, COLUMN, LINK, CAP, ALGORITHM, APART, DECAYED)  # fmt: skip
+                    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, cs, cl, in_p, whole, P, V, PSI,
+                    MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
                 if not EARLY_READ:
-                    read = tl.sum(weights(new, n0, n1, n2, n3, n4, cap, in_p, whole, LINK, CAP) * g, 1)
+                    read = tl.sum(weights(new, cl, whole, in_p, in_v, P, V, LINK, DUAL) * g, 1)
                     GW += qt * g
                 if DUAL:
-                    GW = weights_vjp(new, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
-                G, X, R = moved_vjp(A, D, r, c, cap, in_p, G + GW, P, STEP, COLUMN, CAP)
+                    GW = weights_vjp(new, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
+                G, X, R = moved_vjp(A, D, r, cs_back, whole, in_p, in_v, G + GW, P, V, STEP_BACK)
                 Y, gu, gwt, gl, gmt = direction_vjp(S, u, wt, l, m, e, X, Y, ALGORITHM)
                 gp, gvt = PULL((ov < V)[None, :], V, pred, vt, gu, cg)
                 GW = G * 0.0
@@ -196,9 +195,9 @@ def backward(
                     gkt = tl.sum(seen * gp, 1)[:, None]
                     if DECAYED:
                         if DUAL:
-                            ahead = moved(A, A * 0.0, r, c, cap, in_p, P, STEP, COLUMN, CAP)
-                            GW = weights_vjp(ahead, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
-                        G_ahead, _, R_ahead = moved_vjp(A, A * 0.0, r, c, cap, in_p, GW, P, STEP, COLUMN, CAP)
+                            ahead = moved(A, A * 0.0, r, cs, whole, in_p, in_v, P, V, STEP)
+                            GW = weights_vjp(ahead, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
+                        G_ahead, _, R_ahead = moved_vjp(A, A * 0.0, r, cs_back, whole, in_p, in_v, GW, P, V, STEP_BACK)
                         G, R, GW = G + G_ahead, R + R_ahead, G * 0.0
                 if APART:
                     tl.store(gw + at * P + op[:, None], gwt, mask=in_p)
@@ -223,14 +222,14 @@ def backward(
             if RESET:
                 if tl.load(reset + at) != 0:
                     if DUAL:
-                        GW = weights_vjp(A, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
+                        GW = weights_vjp(A, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
                     to = GZ + n * V * P + cell
                     tl.store(to, tl.load(to, mask=whole, other=0.0) + G + GW, mask=whole)
                     G, Y, GW = tl.zeros_like(G), tl.zeros_like(Y), tl.zeros_like(GW)
         tl.debug_barrier()
     if DUAL:
         A = tl.load(kept + (slot * beside + mine) * V * P + cell, mask=whole, other=0.0)
-        GW = weights_vjp(A, n0, n1, n2, n3, n4, cap, in_p, whole, GW, LINK, CAP)
+        GW = weights_vjp(A, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
     tl.store(G0 + n * V * P + cell, G + GW, mask=whole)
     if SLOT:
         tl.store(Y0 + n * V * P + cell, Y, mask=whole)

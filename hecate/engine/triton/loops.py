@@ -12,7 +12,7 @@ from torch import Tensor
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.loop import backward, forward
 from hecate.engine.triton.table import SEGMENT, Documents
-from hecate.engine.triton.tiles import Tiles, tiles_of
+from hecate.engine.triton.tiles import Steps, Tiles, steps_of, tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
@@ -20,42 +20,31 @@ CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where th
 
 
 class Formulas(NamedTuple):
-    """A config as the kernels take it: its bias, the constants that make a kernel, the numbers that it is given beside
-    those of the bias, and whether values know nothing of each other."""
+    """A config as the kernels take it: its bias and retention, the constants that make a kernel, the strength of an
+    erasing momentum, and whether values know nothing of each other."""
 
     bias: Tiles
+    steps: Steps
     flags: dict[str, Any]
-    numbers: tuple[float, ...]
+    erase: float
     apart: bool
 
 
 def formulas(config: MemoryConfig, *, single: bool) -> Formulas:
     """Of a config that the engine does not refuse; `single` says that retain is one number."""
-    bias, (step, algorithm, _) = tiles_of(config.bias), config.forms.tokens
-    if step is None or algorithm is None:
+    bias, steps = tiles_of(config.bias), steps_of(config.retention, single=single)
+    algorithm, _ = config.forms.tokens
+    if algorithm is None:
         raise TypeError("the engine was chosen without its refusal being asked")
-    name, c, column = "plain", 0.0, False
-    if step.length is not None:
-        name, c, column = "tangent" if step.length.tangent else "divide", step.length.least, step.length.column
-    elif step.threshold is not None:
-        name, c = "threshold", step.threshold
-    elif step.coupled:
-        name = "coupled"
-    elif step.centred and single:
-        name = "centred"
-    link = "none" if step.link is None else step.link.name
-    cap = "none" if step.cap is None else "state" if step.link is None else "memory"
     how = "nesterov" if algorithm.nesterov else "momentum" if algorithm.momentum else "gd"
     if algorithm.erase is not None:
         how = "stable" if algorithm.bounded else "erase"
-    numbers = [] if step.link is None else [float(x) for x in step.link.numbers]
     flags = {
-        "PSI": bias.psi, "MOVES": bias.moves, "STEP": name, "COLUMN": column, "LINK": link, "CAP": cap,
+        "PSI": bias.psi, "MOVES": bias.moves, "STEP": steps.step, "LINK": steps.link, "DUAL": steps.link is not None,
         "ALGORITHM": how, "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
     }  # fmt: skip
-    apart = bias.apart and cap == "none" and link != "powers" and algorithm.erase is None and not column
-    own = (algorithm.erase or 0.0, c, step.cap or 0.0, *numbers, *[0.0] * (5 - len(numbers)))
-    return Formulas(bias, flags, own, apart)
+    apart = bias.apart and steps.apart and algorithm.erase is None
+    return Formulas(bias, steps, flags, algorithm.erase or 0.0, apart)
 
 
 def warps(tile: int, width: int) -> int:
@@ -122,13 +111,13 @@ class Loop:
         self._walk(y, memory, memory, memory, memory if self.slot is None else self.slot, keeps=False)
 
     def _walk(self, y: Tensor, states: Tensor, slots: Tensor, last: Tensor, last_slot: Tensor, *, keeps: bool) -> None:
-        memory = self.memory
+        memory, steps = self.memory, self.formulas.steps
         tile = min(rounded(self.height), TILE) if self.formulas.apart else rounded(self.height)
         forward[(self.documents.programs * self.count, -(-self.height // tile))](
             *self.arguments, self.documents.docs, memory, memory if self.slot is None else self.slot,
             memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
-            self.heads, SEGMENT, self.formulas.bias.cu, *self.formulas.numbers, BV=tile, KEEPS=keeps,
-            num_warps=warps(tile, self.flags["BP"]), **self.flags,
+            self.heads, SEGMENT, self.formulas.bias.cu, self.formulas.erase, steps.numbers[0], steps.numbers[2],
+            BV=tile, KEEPS=keeps, num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
@@ -143,11 +132,12 @@ class Loop:
         new = torch.empty_like if self.given[8] is None else torch.zeros_like  # masked: left as they are
         grads = [None if x is None else new(x) for x in self.given[:8]]
         to = [gy if x is None else x for x in grads]  # what is not there is not written
-        tile, bias = rounded(self.height), self.formulas.bias
+        tile, bias, steps = rounded(self.height), self.formulas.bias, self.formulas.steps
         backward[(len(g0),)](
             *self.arguments, self.documents.docs, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1,
             y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, bias.cu, bias.cg,
-            *self.formulas.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull, **self.flags,
+            self.formulas.erase, *steps.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull,
+            STEP_BACK=steps.step_back, LINK_BACK=steps.link_back, **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)

@@ -1,11 +1,14 @@
-"""Biases as the kernels know them: the names of a formula's text in Triton, and its functions.
+"""Formulas as the kernels know them: the names of a text in Triton, and its functions.
 
-They take rows of values `[C, V]`; `inside` `[1, V]` says what lies within the width N, and sums and maxima go along a
-row. Nothing is written: Triton takes the text from memory, and its cache knows it by what it says. [ENG-TRITON-D9]
+Those of a bias take rows of values `[C, V]`; `inside` `[1, V]` says what lies within the width N, and sums and maxima
+go along a row. Those of a retention take a whole weight as a tile `[P, V]`, phi channels down, so that its rows are the
+tile's columns; `whole` says which cells are true, `in_p` `[P, 1]` and `in_v` `[1, V]` which channels and values.
+Nothing is written: Triton takes the text from memory, and its cache knows it by what it says. [ENG-TRITON-D9]
 """
 
 import hashlib
 import linecache
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -13,8 +16,11 @@ import triton
 import triton.language as tl
 
 from hecate.bias import Bias
-from hecate.formula import Formula, bias_formula
-from hecate.formula.printer import printed
+from hecate.formula import Formula, Unprintable, bias_formula
+from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
+from hecate.formula.printer import Text, printed
+from hecate.formula.retention import Weights, retention_formula
+from hecate.retention import Retention
 
 
 @triton.jit
@@ -28,6 +34,19 @@ def top(inside, x):
     """The largest number of each row, or NaN, which the hardware's maximum passes over."""
     lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 1)
     return tl.where(lost > 0, float("nan"), tl.max(tl.where(inside & (x == x), x, float("-inf")), 1))[:, None]
+
+
+@triton.jit
+def down_total(inside, x):
+    """The sum of each column of a tile, `[1, V]`."""
+    return tl.sum(tl.where(inside, x, 0.0), 0)[None, :]
+
+
+@triton.jit
+def down_top(inside, x):
+    """The largest number of each column of a tile, or NaN."""
+    lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 0)
+    return tl.where(lost > 0, float("nan"), tl.max(tl.where(inside & (x == x), x, float("-inf")), 0))[None, :]
 
 
 @triton.jit
@@ -66,6 +85,13 @@ NAMES = {
     **{name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()},
     "total": "total(inside, ", "top": "top(inside, ",
 }  # fmt: skip
+# By whether a weight's cells are summed up, or what has one number for each of its rows or columns.
+IN_TILES = {ALONG | DOWN: "whole", ALONG: "in_p", DOWN: "in_v"}
+TURNED = {"total": "down_total", "top": "down_top", "column_total": "total", "column_top": "top"}
+
+
+def _of_rows(node: Node) -> str:
+    return NAMES.get(node.op, f"{node.op}(")
 
 
 class Tiles(NamedTuple):
@@ -80,6 +106,54 @@ class Tiles(NamedTuple):
     apart: bool
 
 
+class Steps(NamedTuple):
+    """A retention for the kernels: `step(*, X, D, r, c)` and `step_back(*, X, D, r, g, c)`, the cotangents of X, D and,
+    cell by cell, r; `link(*, A, c)` and `link_back(*, A, g, c)`, None where the memory itself is carried. Ahead of all,
+    `*`, are whole, in_p, in_v and the widths P and V; the numbers are `cs`, `cs_back`, `cl` and `cl_back`. Rows are
+    `apart` if none needs others."""
+
+    step: Any
+    step_back: Any
+    link: Any
+    link_back: Any
+    numbers: tuple[tuple[float, ...], ...]
+    apart: bool
+
+
+def steps_of(retention: Retention, *, single: bool) -> Steps:
+    """The functions of a retention; `single` says that retain is one number. Raises Unprintable for what has none."""
+    formula = retention_formula(retention)
+    step = formula if isinstance(formula, str) else formula.step(single=single)
+    if isinstance(formula, str) or isinstance(step, str):
+        raise Unprintable(str(step))
+    return _steps(step, formula.link)
+
+
+@lru_cache(256)
+def _steps(step: Weights, link: Weights | None) -> Steps:
+    if step.gate is None:
+        raise Unprintable("the cotangent of its retain is no sum over cells")
+    pulled = [*step.pulled[:2], step.gate]
+    texts = [_of_weights("step", "XDr", [step.out]), _of_weights("step_back", "XDrg", pulled)]
+    if link is not None:
+        texts += [_of_weights("link", "A", [link.out]), _of_weights("link_back", "Ag", link.pulled)]
+    functions = compiled("\n".join(text.source for text in texts), tuple(text.name for text in texts))
+    there, back, linked, linked_back = (*functions, None, None)[:4]
+    numbers = *(text.numbers or (0.0,) for text in texts), (0.0,), (0.0,)
+    return Steps(there, back, linked, linked_back, numbers[:4], step.rowwise and (link is None or link.rowwise))
+
+
+def _of_weights(name: str, inputs: str, results: Sequence[Node]) -> Text:
+    given = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
+    return printed(name, given, results, names=_said)
+
+
+def _said(node: Node) -> str:
+    if node.op not in SUMS:
+        return NAMES.get(node.op, f"{node.op}(")
+    return f"{TURNED[node.op]}({IN_TILES[node.args[0].axes]}, "
+
+
 def tiles_of(bias: Bias) -> Tiles:
     """The functions of a bias. Raises Unprintable, which says why it has none."""
     return _tiles(bias_formula(bias))
@@ -88,17 +162,19 @@ def tiles_of(bias: Bias) -> Tiles:
 @lru_cache(256)
 def _tiles(formula: Formula) -> Tiles:
     given = "inside", "N: tl.constexpr", "p", "v"
-    psi = printed("psi", given, [formula.u], names=NAMES)
-    pull = printed("pull", (*given, "g"), formula.pulled, names=NAMES)
-    text = f"{psi.source}\n{pull.source}".replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
+    psi = printed("psi", given, [formula.u], names=_of_rows)
+    pull = printed("pull", (*given, "g"), formula.pulled, names=_of_rows)
+    text = f"{psi.source}\n{pull.source}"
     numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
-    return Tiles(*compiled(text), *numbers, not formula.target, formula.coordinatewise)
+    psi_of, pull_of = compiled(text, ("psi", "pull"))
+    return Tiles(psi_of, pull_of, *numbers, not formula.target, formula.coordinatewise)
 
 
 @cache
-def compiled(text: str) -> tuple[Any, Any]:
-    """psi and pull of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
+def compiled(text: str, names: tuple[str, ...]) -> list[Any]:
+    """Functions of a text, which is made of names of the table and numbers alone: no string of a user's is in it."""
+    text = text.replace("INF", 'float("inf")').replace("NAN", 'float("nan")')
     file = f"<hecate formula {hashlib.sha256(text.encode()).hexdigest()[:24]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), space := dict(globals()))
-    return triton.jit(space["psi"]), triton.jit(space["pull"])
+    return [triton.jit(space[name]) for name in names]

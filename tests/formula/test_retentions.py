@@ -1,0 +1,222 @@
+"""Steps of retention and links as text, and in kernels, against their own methods."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate import MemoryConfig
+from hecate.engine import Plan, choose
+from hecate.errors import ConfigError
+from hecate.formula.printer import printed
+from hecate.formula.retention import Weights, retention_formula
+from hecate.retention import Bregman, ElasticNet, Link, NormCap, Retention, SoftmaxLink
+from hecate.tape.ops import over
+from hecate.testing.rule import in_torch
+from tests.engine.test_properties import whole
+from tests.memories import case_of, config_of
+
+SHIPPED = {kind: cls for kind, cls in Retention.variants().items() if cls.__module__.startswith("hecate.")}
+SHAPES = [(1, 1), (3, 7), (6, 2)]
+
+
+class Centring(Retention):
+    """centring: r M + D without the means of its columns, and as long as sqrt(the sum of their lengths)."""
+
+    kind: Literal["retention_test_centring"] = "retention_test_centring"
+    uses_retain: ClassVar[bool] = True
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        moved = over(retain, memory) * memory + direction
+        moved = moved - moved.mean(-2, keepdim=True)
+        lengths = moved.square().sum(-2, keepdim=True).add(1e-3).sqrt()
+        return moved / (1 + lengths.sum(-1, keepdim=True)).sqrt()
+
+
+class Even(Link):
+    """even: A / (its row's mean size + that of all), the row's largest number taken out."""
+
+    kind: Literal["retention_test_even"] = "retention_test_even"
+    share: float = 0.5
+
+    def memory(self, dual: Tensor) -> Tensor:
+        near = dual - self.share * dual.amax(-1, keepdim=True)
+        size = near.square().mean(-1, keepdim=True) + near.square().mean((-2, -1), keepdim=True)
+        return near.tanh() / (size + 0.1).sqrt()
+
+
+class Sorted(Link):
+    """sorted: what no kernel knows."""
+
+    kind: Literal["retention_test_sorted"] = "retention_test_sorted"
+
+    def memory(self, dual: Tensor) -> Tensor:
+        return dual.sort(-1).values
+
+
+class Mixing(Retention):
+    """mixing: memories that look at each other."""
+
+    kind: Literal["retention_test_mixing"] = "retention_test_mixing"
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return memory + direction - memory.mean(0)
+
+
+class One(Retention):
+    """one: a step for one retain alone."""
+
+    kind: Literal["retention_test_one"] = "retention_test_one"
+    uses_retain: ClassVar[bool] = True
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return memory * retain.view(-1, 1, 1) ** 2 + direction
+
+
+# They are passed as values: tests of all known kinds need not know them.
+for family in (Retention, Link):
+    for kind in [kind for kind in family._registry if kind.startswith("retention_test_")]:
+        del family._registry[kind]
+
+OWN = [Centring(), Bregman(link=Even()), NormCap(retention=Centring(), norm=0.5)]
+
+
+def drawn(count: int) -> Iterator[Retention]:
+    """Retentions of any settings that their fields allow."""
+    source = random.Random(0)
+    while count:
+        cls = SHIPPED[source.choice(sorted(SHIPPED))]
+        fields: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            if field.annotation is float and source.random() < 0.7:
+                fields[name] = round(math.exp(source.uniform(-3, 1.5)), 4)
+            elif field.annotation is bool and name != "channels":
+                fields[name] = source.random() < 0.5
+            elif name in ("slot", "form"):
+                fields[name] = source.choice(["column", "row", "tangent", "divide", "exact", "paper"])
+        try:
+            yield cls(**fields)
+        except ConfigError:
+            continue
+        count -= 1
+
+
+def near(found: Any, expected: Tensor, *inputs: Tensor, slack: float = 64) -> None:
+    """Within rounding of the largest number of a weight."""
+    found = torch.as_tensor(found, dtype=expected.dtype)
+    if expected.dim() < 3:
+        found = found.flatten() if found.dim() else found.expand_as(expected)
+    scale = max(float(item.abs().max()) for item in (expected, *inputs)) + 1e-300
+    assert float((found - expected).abs().max()) <= slack * torch.finfo(expected.dtype).eps * scale
+
+
+def check(formula: Weights, method: Callable[..., Tensor], vjp: Callable[..., Any], *inputs: Tensor) -> None:
+    """The texts of a function and its pullback; r is broadcast as kernels have it."""
+    names, height, width = ("XDr" if len(inputs) == 3 else "A"), *inputs[0].shape[1:]
+    g = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1), dtype=inputs[0].dtype)
+    text = printed("f", names, [formula.out])
+    back = printed("back", f"{names}g", formula.pulled)
+    wide = [item.view(-1, 1, 1) if item.dim() == 1 else item for item in inputs]
+    numbers = inputs[0].dtype, width, height
+    near(in_torch(text, *numbers)(*wide, text.numbers), method(*inputs), *inputs)
+    found = in_torch(back, *numbers)(*wide, g, back.numbers)
+    found = found if isinstance(found, tuple) else (found,)
+    for own, expected in zip(found, vjp(*inputs, g), strict=True):
+        if expected is not None:
+            near(own, expected, *inputs, g, slack=4096)  # slopes of lengths and powers near their floors
+
+
+@pytest.mark.spec("ENG-FORMULA-D2")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_text_equals_methods(dtype: torch.dtype) -> None:
+    """Of every retention that ships, drawn ones, and own ones without a derivative by hand."""
+    source = torch.Generator().manual_seed(0)
+    for retention in [*(cls() for cls in SHIPPED.values()), *drawn(60), *OWN]:
+        formula = retention_formula(retention)
+        assert not isinstance(formula, str), (retention, formula)
+        for height, width in SHAPES:
+            memory, direction = (torch.randn(2, height, width, generator=source, dtype=dtype) for _ in range(2))
+            memory = retention.start(memory)
+            for step, shape in ((formula.single, (2,)), (formula.cells, (2, height, width))):
+                assert not isinstance(step, str)
+                retain = 0.5 + 0.5 * torch.rand(shape, generator=source, dtype=dtype)
+                check(step, retention.step, retention.step_vjp, memory, direction, retain)
+            if formula.link is not None:
+                weights_vjp = lambda carried, g, own=retention: (own.weights_vjp(carried, g),)  # noqa: E731
+                check(formula.link, retention.weights, weights_vjp, memory)
+
+
+@pytest.mark.spec("ENG-FORMULA-D2", "ENG-NUM-D8")
+@pytest.mark.parametrize("retention", OWN, ids=lambda retention: retention.kind)
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("values", [False, True])
+def test_a_retention_of_ones_own_runs_in_kernels(retention: Retention, channels: bool, values: bool) -> None:
+    """Outputs, states and all gradients, at widths around whole vectors and fours."""
+    pytest.importorskip("numba")
+    for fields in ({}, {"algorithm": "momentum", "bias": "huber"}, {"read": "before"}):
+        config = config_of(retention=retention, **fields)
+        assert choose(Plan.sketch(config, length=64)).name == "compiled"
+        for d, width, masks in ((1, 1, False), (5, 3, True), (16, 9, False), (19, 4, True)):
+            ends = 0.2 if masks else 0.0
+            case = case_of(config, d=d, width=width, length=21, channels=channels, masks=masks, ends=ends)
+            if values:
+                gate = 0.5 + 0.5 * torch.rand(*case.k.shape[:3], width, generator=torch.Generator().manual_seed(3))
+                case = case._replace(gates=case.gates._replace(retain_value=gate))
+            whole(case, engine="compiled").equals(whole(case, engine="sequential"), 1e-9)
+
+
+@pytest.mark.spec("ENG-FORMULA-D2")
+@pytest.mark.parametrize(
+    ("retention", "reason"),
+    [(Bregman(link=Sorted()), "aten.sort has no kernel form"), (Mixing(), "more than a row")],
+    ids=lambda given: given if isinstance(given, str) else given.kind,
+)
+def test_what_cannot_be_printed_is_refused_in_a_sentence(retention: Retention, reason: str) -> None:
+    config = MemoryConfig(retention=retention)
+    with pytest.raises(ConfigError, match=f"retention '{retention.kind}' as configured has no kernel: .*{reason}"):
+        choose(Plan.sketch(config, length=64), "compiled")
+    assert choose(Plan.sketch(config, length=64)).name in ("sequential", "parallel")
+
+
+@pytest.mark.spec("ENG-FORMULA-D2")
+def test_a_step_of_one_retain_has_kernels_for_that() -> None:
+    pytest.importorskip("numba")
+    config = config_of(retention=One())
+    assert choose(Plan.sketch(config, length=64)).name == "compiled"
+    case = case_of(config, length=21)
+    whole(case, engine="compiled").equals(whole(case, engine="sequential"))
+    with pytest.raises(ConfigError, match="'retention_test_one' with a retain for every channel has no kernel"):
+        choose(Plan.sketch(config, length=64, channels=True), "compiled")
+
+
+@pytest.mark.spec("ENG-FORMULA-D2", "ENG-FORMULA-I1")
+def test_numbers_share_a_kernel_and_another_formula_has_its_own() -> None:
+    pytest.importorskip("numba")
+    from hecate.engine.cpu.family import parts_of
+
+    def parts(retention: Retention) -> list[str]:
+        found = parts_of(MemoryConfig(retention=retention), channels=False, values=False)
+        return [found.step.name, found.link.name]
+
+    class Softmax(SoftmaxLink):
+        """softmax: that of 2 A."""
+
+        kind: Literal["retention_test_softmax"] = "retention_test_softmax"
+
+        def memory(self, dual: Tensor) -> Tensor:
+            return self.scale * (2 * dual).softmax(-1)
+
+    del Link._registry["retention_test_softmax"]
+    assert parts(ElasticNet(threshold=0.1)) == parts(ElasticNet(threshold=0.2)) != parts(NormCap())
+    assert parts(NormCap(norm=2.0)) == parts(NormCap(norm=3.0))
+    assert parts(Bregman(link=SoftmaxLink(scale=2.0))) == parts(Bregman(link=SoftmaxLink(scale=3.0)))
+    assert parts(Bregman(link=Softmax(scale=2.0))) != parts(Bregman(link=SoftmaxLink(scale=2.0)))
+    first = parts(Bregman(link=Softmax()))
+    Softmax.memory = lambda self, dual: self.scale * (3 * dual).softmax(-1)  # type: ignore[method-assign]
+    assert parts(Bregman(link=Softmax())) != first
