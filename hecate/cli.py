@@ -132,13 +132,17 @@ def list_(
 
 
 @_command(
-    short_help="The text of a bias that kernels are made of.", epilog="Example: hecate formula '{kind: lp, p: 1.5}'"
+    short_help="The text of a bias or retention that kernels are made of.",
+    epilog="Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention",
 )
-def formula(bias: Annotated[str, typer.Argument(metavar="BIAS", help="A kind, or a mapping as in YAML.")]) -> None:
-    """Print the functions that kernels are made of: traced from the bias's own methods in torch."""
+def formula(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="A kind, or a mapping as in YAML.")],
+    family: Annotated[str, typer.Option(metavar="FAMILY", help="bias or retention.")] = "bias",
+) -> None:
+    """Print the functions that kernels are made of: traced from the variant's own methods in torch."""
     from hecate.train.catalogue import formula_text
 
-    echo(formula_text(bias), end="")
+    echo(formula_text(kind, family), end="")
 
 
 @_command(

@@ -67,13 +67,13 @@ def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
 
 
 def kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
-    """What is made of a variant, once, or why it could not be made."""
+    """The formula that is made of a variant, once, or why it could not be made."""
     # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
     return _made(make, tuple(_methods(variant)), repr(variant), variant)
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
-    """Those of its formulas, and of the variants in its fields."""
+    """Methods that are its formulas, and those of the variants in its fields."""
     for name in variant._formulas:
         yield getattr(type(variant), name, None)
     for field in type(variant).model_fields:
@@ -89,7 +89,7 @@ def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, varia
 
 
 def tried(make: Callable[[Any], Any], variant: Variant) -> Any:
-    """What is made of a variant, or why it could not be made."""
+    """The formula that is made of a variant, or why it could not be made."""
     try:
         return make(variant)
     except Unprintable as reason:

@@ -218,7 +218,7 @@ class Over(NamedTuple):
 
 
 def size_of(nodes: Nodes, axes: int) -> Node:
-    """How many numbers lie along axes: `N` in a row, `M` in a column."""
+    """The number of numbers along axes: `N` in a row, `M` in a column."""
     sizes = [nodes.input(name) for name, axis in (("N", ALONG), ("M", DOWN)) if axes & axis]
     return sizes[0] if len(sizes) == 1 else sizes[0] * sizes[1]
 

@@ -199,7 +199,7 @@ class Trace(TorchDispatchMode):
 
 
 def _counts(sizes: Sequence[int]) -> dict[int, int]:
-    """How many numbers lie along each axis of a row or a weight, and along both."""
+    """The number of numbers along each axis of a row or a weight, and along both."""
     along = {ALONG: sizes[-1]}
     return along if len(sizes) == 1 else {**along, DOWN: sizes[0], ALONG | DOWN: sizes[0] * sizes[1]}
 

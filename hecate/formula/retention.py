@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from hecate.formula.bias import MIXED, kept, tried
 from hecate.formula.nodes import ALONG, DOWN, Node, Nodes, Unprintable
-from hecate.formula.printer import nodes_of, printed
+from hecate.formula.printer import Text, nodes_of, printed
 from hecate.retention import Retention
 
 CELLS = ALONG | DOWN
@@ -76,6 +76,17 @@ def retention_formula(retention: Retention) -> RetentionFormula | str:
     """The formula of a retention, or why it has none."""
     found: RetentionFormula | str = kept(retention, _of_retention)
     return found
+
+
+def retention_texts(retention: Retention) -> list[Text]:
+    """The functions of a step under one retain and of the link, if there is one. Raises Unprintable."""
+    formula = retention_formula(retention)
+    if isinstance(formula, str):
+        raise Unprintable(formula)
+    texts = [printed("step", "XDr", [formula.single.out]), printed("step_back", "XDrg", formula.single.pulled)]
+    if formula.link is not None:
+        texts += [printed("link", "A", [formula.link.out]), printed("link_back", "Ag", formula.link.pulled)]
+    return texts
 
 
 def _of_retention(retention: Retention) -> RetentionFormula:

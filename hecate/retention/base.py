@@ -11,7 +11,6 @@ from hecate.tape import Block, Tensors, formula_block
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
 
-
 LinkAt = Literal["token", "chunk", "linear"]
 
 

@@ -50,6 +50,7 @@ _VARIANTS: dict[str, type[Variant]] = {
 _PRINTED: dict[type, Callable[[Any], Any]] = {
     bias.Bias: formula.formula_of,
     activation.Activation: formula.activation_nodes,
+    retention.Retention: formula.retention_formula,
 }
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
@@ -78,13 +79,20 @@ def variant_rows(root: type[Variant]) -> Table:
     return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), *kernel, "paper"], rows
 
 
-def formula_text(text: str) -> str:
-    """The printed functions of a bias, given as a kind or a mapping, and the numbers c that they take. [ENG-FORMULA-D3]
+def formula_text(text: str, family: str = "bias") -> str:
+    """The printed functions of a bias or a retention, given as a kind or a mapping, and the numbers c that they take.
+    [ENG-FORMULA-D3]
 
     Raises Unprintable, which says why there are none."""
-    value, _ = parse_value(text, "the bias")
-    found = formula.bias_formula(bias.Bias.model_validate(value))
-    return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in (found.psi, found.pull))
+    value, _ = parse_value(text, f"the {family}")
+    if family == "bias":
+        found = formula.bias_formula(bias.Bias.model_validate(value))
+        texts = [found.psi, found.pull]
+    elif family == "retention":
+        texts = formula.retention_texts(retention.Retention.model_validate(value))
+    else:
+        raise ConfigError(f"formulas are printed of a bias or a retention, not of {family!r}")
+    return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in texts)
 
 
 def _kernel(variant: Any) -> str:
@@ -95,6 +103,8 @@ def _kernel(variant: Any) -> str:
         return "depends on its settings"
     if isinstance(found, str):
         return f"token loop: {found}"
+    if isinstance(found, formula.RetentionFormula):
+        return "printed" if found.cellwise else "printed, for whole weights"
     return "printed" if getattr(found, "coordinatewise", True) else "printed, for whole rows"
 
 

@@ -132,7 +132,7 @@ def check(formula: Weights, method: Callable[..., Tensor], vjp: Callable[..., An
             near(own, expected, *inputs, g, slack=4096)  # slopes of lengths and powers near their floors
 
 
-@pytest.mark.spec("ENG-FORMULA-D2")
+@pytest.mark.spec("ENG-FORMULA-D4")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_text_equals_methods(dtype: torch.dtype) -> None:
     """Of every retention that ships, drawn ones, and own ones without a derivative by hand."""
@@ -152,7 +152,7 @@ def test_text_equals_methods(dtype: torch.dtype) -> None:
                 check(formula.link, retention.weights, weights_vjp, memory)
 
 
-@pytest.mark.spec("ENG-FORMULA-D2", "ENG-NUM-D8")
+@pytest.mark.spec("ENG-FORMULA-D4", "ENG-NUM-D8")
 @pytest.mark.parametrize("retention", OWN, ids=lambda retention: retention.kind)
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("values", [False, True])
@@ -171,7 +171,7 @@ def test_a_retention_of_ones_own_runs_in_kernels(retention: Retention, channels:
             whole(case, engine="compiled").equals(whole(case, engine="sequential"), 1e-9)
 
 
-@pytest.mark.spec("ENG-FORMULA-D2")
+@pytest.mark.spec("ENG-FORMULA-D4")
 @pytest.mark.parametrize(
     ("retention", "reason"),
     [(Bregman(link=Sorted()), "aten.sort has no kernel form"), (Mixing(), "more than a row")],
@@ -184,7 +184,7 @@ def test_what_cannot_be_printed_is_refused_in_a_sentence(retention: Retention, r
     assert choose(Plan.sketch(config, length=64)).name in ("sequential", "parallel")
 
 
-@pytest.mark.spec("ENG-FORMULA-D2")
+@pytest.mark.spec("ENG-FORMULA-D4")
 def test_a_step_of_one_retain_has_kernels_for_that() -> None:
     pytest.importorskip("numba")
     config = config_of(retention=One())
@@ -195,7 +195,7 @@ def test_a_step_of_one_retain_has_kernels_for_that() -> None:
         choose(Plan.sketch(config, length=64, channels=True), "compiled")
 
 
-@pytest.mark.spec("ENG-FORMULA-D2", "ENG-FORMULA-I1")
+@pytest.mark.spec("ENG-FORMULA-D4")
 def test_numbers_share_a_kernel_and_another_formula_has_its_own() -> None:
     pytest.importorskip("numba")
     from hecate.engine.cpu.family import parts_of
@@ -220,3 +220,16 @@ def test_numbers_share_a_kernel_and_another_formula_has_its_own() -> None:
     first = parts(Bregman(link=Softmax()))
     Softmax.memory = lambda self, dual: self.scale * (3 * dual).softmax(-1)  # type: ignore[method-assign]
     assert parts(Bregman(link=Softmax())) != first
+
+
+@pytest.mark.spec("ENG-FORMULA-D3")
+def test_texts_are_printed_and_listed() -> None:
+    from hecate.train.catalogue import catalogue, formula_text
+
+    text = formula_text("{kind: kl, scale: 2.0}", "retention")
+    assert "top(A)" in text and "# c = (2.0,)" in text and "def link_back(A, g, c):" in text
+    with pytest.raises(ConfigError, match="of a bias or a retention, not of 'phi'"):
+        formula_text("elu", "phi")
+    header, rows = catalogue("retention")
+    kernels = {row[0]: row[header.index("kernel")] for row in rows}
+    assert kernels["decay"] == "printed" and kernels["sphere"] == "printed, for whole weights"

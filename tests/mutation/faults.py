@@ -29,7 +29,7 @@ NN = "tests/nn"
 
 
 def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
-    home = folder if folder == "studies" else f"hecate/{folder}"
+    home = folder if folder == "studies" else f"hecate/{folder}".rstrip("/")
     return [Fault(f"{home}/{name}.py", old, new, tests) for name, old, new in faults]
 
 
@@ -355,7 +355,6 @@ FAULTS = [
         ("decay", "return over(retain, memory) * (memory + direction)", "return super().step(memory, direction, retain)"),
         ("mirror", "return self.scale * dual.softmax(-1)", "return dual.softmax(-1)"),
         ("mirror", "return power(radial(weights, *self._power, q), *self._radial[:2])", "return weights"),
-        ("mirror", "return self.scale * share * (g - (share * g).sum(-1, keepdim=True))", "return self.scale * share * g"),
         ("decay", "return over(retain, memory) * memory + self.centred(direction, retain)", "return memory + self.centred(direction, retain)"),
         ("mirror", "return direction - direction.mean(-1, keepdim=True)", "return direction"),
         ("mirror", "if retain.dim() > 1 or not self", "if not self"),
@@ -390,11 +389,6 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_compiled.py",
-        ("cpu/registers", "G4 = alive(G4, load_rows(after, place, W, width))", "pass"),
-        ("cpu/registers", "            store_rows(after, i * W, W, M4)", "            pass"),
-        ("cpu/wide", "x = alive(x, load_rows(A, after + j, P, ONE))\n        _accumulate", "pass\n        _accumulate"),
-        ("cpu/wide", "n0, n1, n2, n3 = load_rows(A, after + j, P, ONE)", "pass"),
-        ("cpu/wide", "end if cut is not None else end - 1", "end - 1"),
         ("cpu/vectors", "return n // heads * heads * T + n % heads", "return n // heads * heads * T"),
         ("cpu/engine", "self.channels = tokens.retain.dim() > tokens.lr.dim()", "self.channels = tokens.retain.dim() == 3"),
     ),
@@ -404,8 +398,6 @@ FAULTS = [
         ("cpu/layers", "        gr = decayed(G, go, A, ao, size, r)", "        pass"),
         ("cpu/layers", "            one += up[a + i] * row[wide + i]", "            pass"),
         ("cpu/layers", "                for i in range(width):\n                    g[a + i] = row[i]", "                pass"),
-        ("cpu/formulas", "        tilt /= scale * scale * scale", "        pass"),
-        ("cpu/formulas", "        along /= scale\n", "        along = zero\n"),
         ("cpu/passes", "            store_rows(H, go + j, P, mul(m, g))", "            store_rows(H, go + j, P, g)"),
     ),
     *_of(
@@ -416,16 +408,32 @@ FAULTS = [
         ("chunk/dual", "return h if retention.linear else [retention.centred(item, item.new_ones(len(item))) for item in h]", "return h"),
     ),
     *_of(
+        "",
+        "tests/formula/test_retentions.py",
+        ("engine/cpu/cells", 'return f"true(inside, {text}, {other})"', "return text"),
+        ("engine/cpu/cells", 'done.append(f"        store(grp, j, load(grp, j, WIDE) + {own})")', "pass"),
+        ("engine/cpu/cells", 'inner.append(f"{pad}{share} = {share} * load(rp, j, WIDE)")', "pass"),
+        ("engine/cpu/cells", 'self.lines += [*lines, f"    grv[0] += first({text})"]', "self.lines += lines"),
+        ("engine/cpu/cells", "self.vanishes(a) and self._finite(b)", "self.vanishes(a)"),
+        ("engine/cpu/cells", 'else "state", first', 'else "row", first'),
+        ("engine/cpu/family", '"channels" if channels else "rows"', '"channels"'),
+        ("formula/nodes", 'first if op.endswith("top") else first * size_of(nodes, SUMS[op])', "first"),
+        ("formula/bias", "yield from _methods(inner)", "pass"),
+        ("retention/mirror", "return memory * (g - (memory * g).sum(-1, keepdim=True) / self.scale)", "return memory * g"),
+    ),
+    *_of(
+        "engine",
+        "tests/engine/test_compiled_layers.py",
+        ("cpu/layers", "            fill(M, at, count, 0.0)", "            pass"),
+        ("cpu/lanes", "y * y if n == -2", "y if n == -2"),
+    ),
+    *_of(
         "engine",
         "tests/engine/test_family.py",
-        ("cpu/steps", "g = alive(g, load_rows(O, o, P, ONE))", "pass"),
-        ("cpu/steps", "share = mul(g, a)", "share = g"),
-        ("cpu/steps", "return norm * 0\n", "return norm * 0 + 1\n"),
         ("cpu/parts", "gu[r] = -lr * z[r] + 2 * gg * by_u * u[r]", "gu[r] = -lr * z[r]"),
         ("cpu/parts", "plus(gw, j, mul(b, i))", "pass"),
         ("cpu/walk", "grv[r] *= rp[0]", "pass"),
         ("cpu/walk", "_join(g_initial, G)", "pass"),
-        ("cpu/family", "centred = step.centred and not (channels or values)", "centred = step.centred and not values"),
     ),
     *_of(
         "formula",

@@ -114,7 +114,7 @@ class Cells:
         return SUMS[node.op] == DOWN and node not in self.whole and bool(self.summed(node).axes & ALONG)
 
     def summed(self, node: Node) -> Node:
-        """What a sum is of."""
+        """The argument of a sum."""
         inner: Node = node.args[0]
         return inner.args[0] if node in self.whole else inner
 
@@ -143,7 +143,7 @@ class Cells:
         own, _ = self.kept[node]
         before = [other for other in self.kept if self.kept[other][0] == own]
         index = before.index(node)
-        states, rows = (sum(kind == what for kind, _ in self.kept.values()) for what in ("state", "row"))
+        states, rows = (sum(place == what for place, _ in self.kept.values()) for what in ("state", "row"))
         start = {"state": "0", "row": f"{states} * V * P", "vector": f"({states} * V + {rows}) * P"}[own]
         return f"{start} + {index} * {({'state': 'V * P', 'row': 'P', 'vector': 'V * size'})[own]}"
 
@@ -179,7 +179,7 @@ class Cells:
 
     @property
     def scratch(self) -> Scratch:
-        """What `x` has to hold."""
+        """Numbers that `x` has to hold."""
         kinds = [kind for kind, _ in self.kept.values()]
         return Scratch(kinds.count("state"), kinds.count("row"), kinds.count("vector"))
 
@@ -200,7 +200,7 @@ class Page:
         self.names = 0
 
     def missing(self) -> dict[Node, tuple[str, Place]]:
-        """What an earlier loop should leave: sums of rows for later passes, and what is costly to compute twice."""
+        """Nodes that an earlier loop should leave: sums of rows for later passes, and those that are costly."""
         known = self.cells.kept
         found = {node: ("vector", self.cells.places[node]) for node in self.behind if node not in known}
         if found:
@@ -404,7 +404,7 @@ class Page:
         return once and not known and product not in self.cells.kept and product not in self.cells.given
 
     def _recalled(self, node: Node) -> str:
-        """What an earlier loop has left, or a sum over what has one number per column."""
+        """A node that an earlier loop has left, or a sum over numbers of columns."""
         cells = self.cells
         if node in cells.kept:
             return f"load(x, {self._spot(node)}, WIDE)"
@@ -414,10 +414,8 @@ class Page:
         return self._over_columns(node)
 
     def _spot(self, node: Node) -> str:
-        kind, at = self.cells.kept[node][0], self.cells.at(node)
-        if kind == "vector":
-            return f"{at} + r * size"
-        return f"{at} + o + j" if kind == "state" else f"{at} + j"
+        at = self.cells.at(node)
+        return f"{at} + {dict(vector='r * size', state='o + j', row='j')[self.cells.kept[node][0]]}"
 
     def _over_columns(self, node: Node) -> str:
         """A sum over what has one number per column, in a loop ahead of the rows."""
