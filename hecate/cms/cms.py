@@ -20,8 +20,8 @@ from hecate.engine import EngineName, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
+from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
-from hecate.nn.norm import RMSNorm
 from hecate.nn.parameters import sources_for
 from hecate.nn.rule import between
 from hecate.rule import MemoryState

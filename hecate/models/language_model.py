@@ -27,8 +27,8 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
+from hecate.nn.blocks import RMSNorm
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
-from hecate.nn.norm import RMSNorm
 from hecate.nn.parameters import blank
 from hecate.rule import MemoryConfig
 from hecate.states import State

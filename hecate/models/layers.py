@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hecate.distributed import overwrite
 from hecate.errors import ConfigError
-from hecate.nn.norm import RMSNorm
+from hecate.nn.blocks import RMSNorm, swiglu
 from hecate.nn.parameters import blank, draw_normal, source_of
 
 
@@ -79,8 +79,7 @@ class GatedMLP(Layers):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., width]`."""
-        gate, value = self.up(self.norm(x)).chunk(2, -1)
-        return self.down(nn.functional.silu(gate) * value)
+        return self.down(swiglu(self.up(self.norm(x))))
 
 
 class PlainMLP(GatedMLP):

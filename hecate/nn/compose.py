@@ -16,9 +16,9 @@ from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_made, check_sequence
+from hecate.nn.blocks import rms_norm
 from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
-from hecate.nn.norm import rms_norm
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.states import State
 from hecate.variant import Config
@@ -111,9 +111,7 @@ class Gate(nn.Module):
             return answer
         weight = self.weight.to(carrier.dtype)
         if self.kind == "paper":
-            width = (carrier.shape[-1],)
-            carrier = rms_norm(carrier, width) * weight[0]
-            return carrier * torch.sigmoid(rms_norm(answer, width) * weight[1])
+            return rms_norm(carrier, weight[0]) * torch.sigmoid(rms_norm(answer, self.weight[1].to(answer.dtype)))
         if self.kind == "add":
             return carrier + weight[0] * answer
         return carrier * (1 + torch.tanh(weight[0] * answer))

@@ -10,17 +10,16 @@ from torch import Tensor, nn
 from torch._C._nn import silu
 
 from hecate.checks import expect_choice
+from hecate.nn.blocks import EPS, EXACT, convolution, normalised, units
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.tape import can_inspect
-from hecate.tape.ops import largest, levelling, number, reach
+from hecate.tape.ops import number
 
 QKNorm = Literal["none", "l2", "rms"]
 QK_NORMS = get_args(QKNorm)
 DEFAULT_QK_NORM: QKNorm = "l2"
 DEFAULT_CONV_KERNEL = 4
 _DEFAULTS = {"qk_norm": DEFAULT_QK_NORM, "conv_kernel": DEFAULT_CONV_KERNEL}
-EXACT = (torch.float32, torch.float64)  # dtypes in which torch sums as it adds
-EPS = 1e-6  # beside lengths, squared
 IN_ORDER = 4  # rows that its sum on a CPU adds one by one
 
 
@@ -65,20 +64,14 @@ class ShortConv(nn.Module):
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
         kept = self.kernel - 1
-        if state is None:
-            state = x.new_zeros(batch, kept, channels)
         if length == 1 and segment is written is None:
-            return self.token(x, state)
-        left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
-        padded = torch.cat([state.to(x.dtype), left], 1)
-        total = self.weight[0] * x
-        for j in range(1, self.kernel):
-            tap = padded[:, kept - j : kept - j + length]
-            if segment is not None:
-                same = segment[:, kept - j : kept - j + length] == segment[:, kept:]
-                tap = torch.where(same.unsqueeze(-1), tap, 0.0)
-            total = total + self.weight[j] * tap
-        return nn.functional.silu(total) if self.activation else total, padded[:, length:]
+            return self.token(x, x.new_zeros(batch, kept, channels) if state is None else state)
+        y = convolution(x, state, self.weight, segment, written, active=self.activation)
+        last = x[:, (old := max(length - kept, 0)) :]
+        if written is not None:
+            last = torch.where(written[:, old:].unsqueeze(-1), last, 0.0)
+        before = x.new_zeros(batch, kept, channels) if state is None else state.to(x.dtype)
+        return y, torch.cat([before[:, length - old :], last], 1)
 
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:
         """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
@@ -168,29 +161,14 @@ def of_rule(memory: Any, name: str) -> Any:
     return _DEFAULTS[name] if own is None else own
 
 
-def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, looks: bool | None = None) -> Tensor:
+def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
-    with slope 1. `looks`: whether values may be looked at, if that is known."""
+    with slope 1. Rows of x `[B, T, ..., D]`."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     if norm == "none":
         return x
-    return normalised(x, norm, eps, looks=can_inspect(x, free=True) if looks is None else looks)
-
-
-def normalised(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS, *, looks: bool) -> Tensor:
-    """`normalise_qk` by a norm; `looks`: whether a look at values costs nothing."""
-    wide = x if x.dtype in EXACT else x.to(torch.float32)
-    mean = torch.sum if norm == "l2" else torch.mean
-    size = mean(wide.square(), -1, keepdim=True)
-    if not (looks and math.isfinite(size.sum().item())):
-        # Too long to be squared: brought near 1, and eps with it.
-        longest = largest(wide)
-        level = torch.where(longest > reach(wide.dtype, 0.4), levelling(longest), 1.0)
-        wide, eps = wide * level, eps * level
-        size = mean(wide.square(), -1, keepdim=True)
-    unit = wide * torch.where(size == 0, 1.0, size + eps * eps).rsqrt()
-    return unit if unit.dtype == x.dtype else unit.to(x.dtype)
+    return units(x, norm=norm)[0] if eps is EPS else normalised(x, norm, eps, looks=can_inspect(x, free=True))
 
 
 def token_unit(x: Tensor, norm: QKNorm) -> Tensor:

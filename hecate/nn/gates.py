@@ -11,7 +11,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.distributed import overwrite
 from hecate.gating.heads import rate_start, spread
-from hecate.nn.conv import EXACT
+from hecate.nn.blocks import EXACT
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
 from hecate.rule import Gates, MemoryConfig

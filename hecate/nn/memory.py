@@ -18,16 +18,16 @@ from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
 from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.conv import EXACT, QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
+from hecate.nn.blocks import EXACT, readout, units
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
 from hecate.nn.gates import GateHeads
-from hecate.nn.norm import rms_norm
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, Named
 from hecate.states import State
-from hecate.tape import Autodiff, can_inspect, is_traced
+from hecate.tape import Autodiff, is_traced
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import number
 
@@ -141,13 +141,11 @@ class MemoryLayer(nn.Module):
 
     def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
         """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
+        if not plain:
+            return readout(y, self.norm, gate)
         # In operations that a token has just run: code that is not in the cache costs more than a call.
-        if plain:
-            size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
-            unit = y * size.add_(number(1e-6, y.dtype)).rsqrt_()
-        else:
-            unit = rms_norm(y, self.norm.shape[1:])
-        y = (unit * self.norm).flatten(-2)
+        size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
+        y = (y * size.add_(number(1e-6, y.dtype)).rsqrt_() * self.norm).flatten(-2)
         return y if gate is None else y * silu(gate)
 
 
@@ -312,10 +310,10 @@ class Memory(RuleParameters, MemoryLayer):
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = mixed.split(self.splits, dim=-1)
-        looks = can_inspect(mixed, free=True)
-        q = normalise_qk(q.unflatten(-1, (self.heads, -1)), self.qk_norm, looks=looks)
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
-        k = normalise_qk(k.unflatten(-1, several), self.qk_norm, looks=looks)
+        q, k = q.unflatten(-1, (self.heads, -1)), k.unflatten(-1, several)
+        if self.qk_norm != "none":
+            q, k = units(q, k, norm=self.qk_norm)
         features = None if state is None else state.features
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}

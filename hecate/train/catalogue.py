@@ -229,7 +229,7 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)
         layer = Memory(width, heads=1, config=config)
-        y, _ = layer(torch.randn(1, 64, width, generator=torch.Generator().manual_seed(0)))
+        y, _ = layer(torch.randn(16, 64, width, generator=torch.Generator().manual_seed(0)))
         y.sum().backward()
         call = Plan.sketch(config, length=64, shape=(width, width))
         yield f"{name}: {choose(call).name}", time.perf_counter() - start

@@ -25,18 +25,19 @@ ROWS = 4
 ONE = (0,)  # the width of a single vector
 FOUR = ()  # and of one of four numbers alone
 
-# numba's cache on disk watches the file of a function alone, hence a name after all of them.
-_DIGEST = hashlib.sha256(
-    b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("vectors", "wide", "registers"))
-).hexdigest()[:12]
+
+def digest(*names: str) -> str:
+    """A name after files: numba's cache on disk watches the file of a function alone."""
+    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
+
 
 helper = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True)
 inline = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
+def kernel(function: Callable[..., Any], made_of: str = digest("vectors", "wide", "registers")) -> Any:
     """Compiled when first called; kept on disk where there is a place for it."""
-    function.__qualname__ = f"{function.__name__}_{_DIGEST}"
+    function.__qualname__ = f"{function.__name__}_{made_of}"
     options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
     try:
         return njit(cache=True, **options)(function)
