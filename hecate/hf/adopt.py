@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -110,13 +112,13 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     for module, kind in made:
         become(module, kind)
         setattr(module, ENGINE, engine)
-    for decoder in _decoders(model):
-        _unhook(decoder)
-        if packed == "positions":
-            decoder.register_forward_pre_hook(hand_starts, with_kwargs=True)
-    leaks = {type(d).__name__: None for d in _decoders(model) if _mixes(d)}
-    said = tuple(f"the softmax layers of {name} are not told of documents, and mix them" for name in leaks)
-    return Adoption({name: rule for name, (_, rule) in found.items()}, left, said)
+    leaks = []
+    for part in [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel) and any(_decoders(m))]:
+        leaks += [] if (leak := _mixes(part)) is None else [leak]
+        _unhook(part)
+        if packed == "positions" and (leak is not None or any(part is decoder for decoder in _decoders(part))):
+            part.register_forward_pre_hook(hand_starts, with_kwargs=True)
+    return Adoption({name: rule for name, (_, rule) in found.items()}, left, tuple(leaks))
 
 
 def release(model: Any) -> int:
@@ -213,12 +215,41 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
                 yield module
 
 
-def _mixes(decoder: nn.Module) -> bool:
-    """True of a decoder with softmax layers for which it makes no mask that knows positions."""
-    names = inspect.unwrap(type(decoder).forward).__code__.co_names
-    masks = [n for n in names if re.fullmatch(r"create_.*mask.*", n) and n != "create_recurrent_attention_mask"]
-    kinds = {*(getattr(decoder.config, "layer_types", None) or ())}
-    return not masks and any("attention" in kind and kind != "linear_attention" for kind in kinds)
+def _mixes(model: nn.Module) -> str | None:
+    """Why documents of a row are mixed by a model of transformers that has adopted layers, None where they are not."""
+    name, inner = type(model).__name__, [n for n, child in model.named_children() if any(_decoders(child))]
+    if any(model is decoder for decoder in _decoders(model)):
+        masks = [call for call in _calls(type(model)) if re.fullmatch(r"create_\w*mask\w*", call.name)]
+        softmax = [call for call in masks if call.name != "create_recurrent_attention_mask"]
+        kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"linear_attention"}
+        attends = bool(softmax) or any("attention" in kind for kind in kinds)
+        if attends and not any(call.positions for call in softmax):
+            return f"the softmax layers of {name} are not told of documents, and mix them"
+    elif not any(call.keywords for call in _calls(type(model)) if call.name in inner):
+        return f"{name} does not tell its layers of documents, which mix them; call its {inner[0]}"
+    return None
+
+
+class _Call(NamedTuple):
+    name: str
+    positions: bool
+    keywords: bool
+
+
+@cache
+def _calls(kind: type) -> tuple[_Call, ...]:
+    """Calls in a forward: whom by name, if with position_ids, if with keywords that are handed on."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    keys = {item.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for item in node.keys
+            if isinstance(item, ast.Constant)}  # fmt: skip
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            handed = any(keyword.arg is None for keyword in node.keywords)
+            positions = any(keyword.arg == "position_ids" for keyword in node.keywords)
+            found.append(_Call(name, positions or (handed and "position_ids" in keys), handed))
+    return tuple(found)
 
 
 def _unhook(module: nn.Module) -> None:
@@ -240,18 +271,12 @@ def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         starts = document_starts(borders, numbers, shape)
     if starts is None:
         return None
-    if _mixes(model):
-        _warn(type(model).__name__)
+    if (leak := _mixes(model)) is not None and not torch.compiler.is_compiling():
+        warnings.warn(f"a packed row: {leak}", AdoptionWarning, stacklevel=2)
     kwargs = {**kwargs, STARTS: starts}
     if given.get("position_ids") is None and given.get("attention_mask") is None:
         kwargs["position_ids"] = _positions(starts)
     return args, kwargs
-
-
-def _warn(name: str) -> None:
-    if not torch.compiler.is_compiling():
-        text = f"a packed row: the softmax layers of {name} are not told of documents, and mix them"
-        warnings.warn(text, AdoptionWarning, stacklevel=2)
 
 
 def _positions(starts: Tensor) -> Tensor:

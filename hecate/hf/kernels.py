@@ -174,7 +174,7 @@ def delta_rule(
     else:
         weight = None if initial_state is None else initial_state.to(value.dtype).mT.contiguous()
         y, weight = _scanned(rule, query, key, value, Gates(lr=beta, retain=g.exp()), weight, starts, engine)
-        after = weight.mT
+        after = weight.mT.contiguous() if output_final_state else None  # a cache keeps the strides it first sees
     return y.to(kind), after if output_final_state else None
 
 

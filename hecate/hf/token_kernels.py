@@ -73,12 +73,16 @@ def _step(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, y: Any, scratch
                     cells[i, j] = kept * cells[i, j] + write * held[j]
 
 
+def _array(x: Tensor) -> Any:
+    return (x.detach() if x.requires_grad else x).contiguous().numpy()
+
+
 def convolved(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """silu of the convolution at one token x `[B, C, 1]` after the state `[B, C, K]`, which takes it; float32."""
     y = x.new_empty(x.shape)
     none = weight.new_empty(0) if bias is None else bias
-    given = (x.reshape(x.shape[:2]), state, weight.contiguous(), none, y.view(x.shape[:2]))
-    _convolve(*[item.numpy(force=True) for item in given])
+    rows = x.shape[:2]
+    _convolve(*map(_array, (x.reshape(rows), state, weight, none, y.view(rows))))
     return y
 
 
@@ -89,5 +93,5 @@ def stepped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     g = g.squeeze(1)
     g = g if g.dim() == 3 else g.unsqueeze(-1)
     given = (*[x.squeeze(1) for x in (q, k, v)], g, beta.squeeze(1), state, y.squeeze(1), scratch)
-    _step(*[item.contiguous().numpy(force=True) for item in given])
+    _step(*map(_array, given))
     return y, state
