@@ -144,7 +144,7 @@ def _parameters(function: Callable[..., Any]) -> str:
 @cache
 def adopted(kind: type) -> type:
     """The class of adopted layers of a class, under its name."""
-    core = _over(kind.forward, _globals(sys.modules[inspect.unwrap(kind.forward).__globals__["__name__"]]))
+    core = _over(kind.forward, _namespace(kind.__module__, inspect.unwrap(kind.forward).__globals__))
 
     @functools.wraps(kind.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -165,18 +165,19 @@ def adopted(kind: type) -> type:
     return type(kind.__name__, (kind, Adopted), {**own, "__reduce_ex__": _reduce})
 
 
-@cache
-def _globals(module: ModuleType) -> dict[str, Any]:
+def _namespace(name: str, known: dict[str, Any]) -> dict[str, Any]:
     """A modeling module's globals with our kernels in place of its own.
 
     They are those of a module that can be imported: torch.compile finds globals by their module's name."""
-    copy = ModuleType(f"hecate_adopted.{module.__name__}")
-    own = {name for name in vars(module) if name in ("__name__", "__spec__", "__loader__")}
-    copy.__dict__.update({name: value for name, value in vars(module).items() if name not in own})
-    ours = {name: kernel.ours for name, kernel in KERNELS.items() if kernel.ours is not None}
-    copy.__dict__.update({name: ours[name] for name in ours.keys() & vars(module).keys()})
-    sys.modules[copy.__name__] = copy
-    return copy.__dict__
+    name = f"hecate_adopted.{name}"
+    while name in sys.modules:  # of another class, or of a module that was imported again
+        name += "_"
+    module = ModuleType(name)
+    own = {key: value for key, value in known.items() if key not in ("__name__", "__spec__", "__loader__")}
+    ours = {key: kernel.ours for key, kernel in KERNELS.items() if key in known and kernel.ours is not None}
+    module.__dict__.update(own | ours)
+    sys.modules[name] = module
+    return module.__dict__
 
 
 def _over(function: Any, namespace: dict[str, Any]) -> Any:

@@ -72,7 +72,7 @@ class _Taps:
         if x is None or weight is None:
             raise TypeError("a convolution has tokens and taps")
         self.wide = x.dtype if x.dtype in _EXACT else torch.float32
-        self.x, self.taps = x.to(self.wide), weight.mT.to(self.wide).contiguous()
+        self.x, self.taps = x.to(self.wide).contiguous(), weight.mT.to(self.wide).contiguous()
         self.same = [_shared(starts, j) for j in range(len(self.taps))]
         size = max(16, _BLOCK // (x.shape[0] * x.shape[2] or 1))
         self.blocks = [(lo, min(lo + size, x.shape[1])) for lo in range(0, x.shape[1], size)]
@@ -107,16 +107,17 @@ def _convolve_vjp(inputs: Tensors, _: Any, cotangents: Any, *, smooth: bool) -> 
     """Of y = silu(z): gz = gy silu'(z), gx_(t - j) += w_j gz_t, gw_j = sum_t gz_t x_(t - j), gbias = sum_t gz_t."""
     call = _Taps(inputs)
     gx, gtaps, gbias = torch.zeros_like(call.x), torch.zeros_like(call.taps), torch.zeros_like(call.taps[0])
-    given = cotangents[0].to(call.wide)
+    given = cotangents[0].to(call.wide).contiguous()
+    spare = [torch.empty_like(given[:, slice(*call.blocks[0])]) for _ in "xy"] if call.blocks else []
     for lo, hi in call.blocks:
-        gz = given[:, lo:hi]
+        gz, (sums, products) = given[:, lo:hi], [item[:, : hi - lo] for item in spare]
         if smooth:
-            gz = torch.ops.aten.silu_backward(gz, call.total(lo, hi, torch.empty_like(call.x[:, lo:hi])))
+            gz = torch.ops.aten.silu_backward.grad_input(gz, call.total(lo, hi, sums), grad_input=sums)
         gbias += gz.sum((0, 1))
         for j in range(len(call.taps)):
             first, read = call.tap(j, lo, hi)
             here, same = gz[:, first - lo :], call.same[j]
-            gtaps[-1 - j] += (here * read).sum((0, 1))
+            gtaps[-1 - j] += torch.mul(here, read, out=products[:, first - lo :]).sum((0, 1))
             here = here if same is None or not j else torch.where(same[:, first:hi], here, 0.0)
             gx[:, first - j : first - j + here.shape[1]].addcmul_(here, call.taps[-1 - j])
     x, weight, bias, _ = inputs
