@@ -202,7 +202,7 @@ def _scanned(
         position = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
         state = MemoryState(memory={"weight": weight}, slots={}, anchor={}, pending={}, position=position)
     y, after = memory_scan(RULES[rule], q, k, v, gates, state=state, reset_mask=starts, engine=engine)  # type: ignore[arg-type]
-    return y, after.memory["weight"]
+    return y.contiguous(), after.memory["weight"]  # callers take views of it
 
 
 def state_space(
