@@ -187,12 +187,13 @@ def _none_of_ours(model: nn.Module, left: dict[str, str]) -> str:
 
 def _check_weights(name: str, layer: nn.Module) -> None:
     """Refuses a layer whose own weights, which kernels read, are not there or no floating point numbers."""
-    for part in (layer, layer.conv1d):
+    for inside, part in (("", layer), ("conv1d.", layer.conv1d)):
         for own, weight in part.named_parameters(recurse=False):
+            place = f"{name}.{inside}{own}"
             if weight.is_meta and not hasattr(part, "_hf_hook"):  # accelerate brings what it offloads
-                raise ConfigError(f"{name}.{own} is on the meta device; load the weights, and adopt the model then")
+                raise ConfigError(f"{place} is on the meta device; load the weights, and adopt the model then")
             if weight.dtype not in _FLOATS:
-                raise ConfigError(f"{name}.{own} is quantised to {weight.dtype}; adopt reads it as it is, in floats")
+                raise ConfigError(f"{place} is quantised to {weight.dtype}; adopt reads it as it is, in floats")
 
 
 def _check_engine(layer: nn.Module, rule: str, engine: str) -> None:
@@ -271,7 +272,7 @@ def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         starts = document_starts(borders, numbers, shape)
     if starts is None:
         return None
-    if (leak := _mixes(model)) is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and (leak := _mixes(model)) is not None:
         warnings.warn(f"a packed row: {leak}", AdoptionWarning, stacklevel=2)
     kwargs = {**kwargs, STARTS: starts}
     if given.get("position_ids") is None and given.get("attention_mask") is None:
