@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
-import textwrap
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import MethodType
@@ -20,18 +17,7 @@ from torch import Tensor, nn
 from hecate.checks import expect_choice
 from hecate.engine import EngineName, memory_scan
 from hecate.errors import ConfigError
-from hecate.hf.adopted import (
-    ENGINE,
-    KERNELS,
-    STARTS,
-    Adopted,
-    adopted,
-    become,
-    document_starts,
-    official,
-    restarts,
-    rule_of,
-)
+from hecate.hf.adopted import ENGINE, KERNELS, STARTS, Adopted, adopted, become, document_starts, official, rule_of
 from hecate.hf.kernels import RULES
 from hecate.rule import Gates
 
@@ -98,13 +84,16 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     found: dict[str, tuple[Any, str]] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
-        kind = official(type(module))
-        if (why := _foreign(module, kind)) is not None:
+        if (why := _foreign(module, official(type(module)))) is not None:
             left[name] = why
-        elif (rule := rule_of(kind)) is not None:
+        elif (rule := rule_of(official(type(module)))) is not None:
             found[name] = module, rule
     if not found:
-        raise ConfigError(_none_of_ours(model, left))
+        said = "; ".join(f"{name}: {why}" for name, why in left.items())
+        raise ConfigError(
+            f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; transformers "
+            f"{transformers.__version__} has them in {', '.join(families())}"
+        )
     for name, (module, rule) in found.items():
         _check_weights(name, module)
         _check_engine(module, rule, engine)
@@ -112,13 +101,13 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     for module, kind in made:
         become(module, kind)
         setattr(module, ENGINE, engine)
-    leaks = []
-    for part in [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel) and any(_decoders(m))]:
-        leaks += [] if (leak := _mixes(part)) is None else [leak]
+    leaks = {part: _mixes(part) for part in _models(model)}
+    for part, leak in leaks.items():
         _unhook(part)
-        if packed == "positions" and (leak is not None or any(part is decoder for decoder in _decoders(part))):
+        if packed == "positions" and (leak is not None or not _inner(part)):
             part.register_forward_pre_hook(hand_starts, with_kwargs=True)
-    return Adoption({name: rule for name, (_, rule) in found.items()}, left, tuple(leaks))
+    rules = {name: rule for name, (_, rule) in found.items()}
+    return Adoption(rules, left, tuple(leak for leak in leaks.values() if leak is not None))
 
 
 def release(model: Any) -> int:
@@ -134,58 +123,35 @@ def release(model: Any) -> int:
     return len(layers)
 
 
-def _foreign(module: nn.Module, kind: type) -> str | None:
-    """Why a layer that could be one of ours is not, None otherwise."""
-    name = kind.__name__
-    if name not in _layers().get(kind.__module__.split(".")[-2] if "." in kind.__module__ else "", ()):
-        return _not_covered(kind)
-    forward = kind.forward
-    if inspect.unwrap(forward).__globals__["__name__"] != kind.__module__:
-        return f"the forward of its class comes from {inspect.unwrap(forward).__module__}"
+def _foreign(module: Any, kind: Any) -> str | None:
+    """Why a layer that might be one of ours is left, None where nothing speaks against it."""
+    forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
+    if "mamba_selective_scan" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return "Mamba-1's scan, which no rule of ours is"
+    if not re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", kind.__module__) or forward is None:
+        return None
+    if kind.__module__.split(".")[2] not in families() or not _takes_a_kernel(inspect.getsource(kind)):
+        return None
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    if own is None or (isinstance(own, MethodType) and own.__func__ in (forward, type(module).forward)):
+    if forward.__globals__["__name__"] != kind.__module__:
+        return f"the forward of its class comes from {forward.__module__}"
+    if own is None or (isinstance(own, MethodType) and own.__func__ in (kind.forward, type(module).forward)):
         return None
     return f"its forward is that of {getattr(own, '__module__', None) or type(own).__name__}, not of its class"
 
 
-def _not_covered(kind: type) -> str | None:
-    forward = inspect.unwrap(kind.forward) if hasattr(kind, "forward") else None
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return "Mamba-1's scan, which no rule of ours is" if "mamba_selective_scan" in names else None
+def _takes_a_kernel(source: str) -> bool:
+    return any(f" {name}(" in source for name, kernel in KERNELS.items() if kernel.rule is not None)
 
 
 @cache
-def _layers() -> dict[str, tuple[str, ...]]:
-    """The layers of the installed transformers that take a kernel of ours, by family, read from its sources."""
-    scans = [name for name, kernel in KERNELS.items() if kernel.rule is not None]
-    found = {}
-    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        text = path.read_text(encoding="utf-8")
-        if any(f"def {name}(" in text for name in scans):
-            parts = re.split(r"^class (\w+)", text, flags=re.M)[1:]
-            own = [name for name, body in zip(parts[::2], parts[1::2], strict=True) if _takes(body, scans)]
-            found[path.parent.name] = tuple(own)
-    return found
-
-
-def _takes(body: str, names: list[str]) -> bool:
-    return any(re.search(rf"^ .*\b{name}\(", body, re.M) for name in names)
-
-
 def families() -> tuple[str, ...]:
-    """The families of the installed transformers whose layers `adopt` takes."""
-    return tuple(_layers())
+    """The families of the installed transformers whose layers take kernels of ours, by its sources."""
+    paths = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    return tuple(sorted(path.parent.name for path in paths if _takes_a_kernel(path.read_text(encoding="utf-8"))))
 
 
-def _none_of_ours(model: nn.Module, left: dict[str, str]) -> str:
-    said = "; ".join(f"{name}: {why}" for name, why in left.items())
-    return (
-        f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; transformers "
-        f"{transformers.__version__} has them in {', '.join(families())}"
-    )
-
-
-def _check_weights(name: str, layer: nn.Module) -> None:
+def _check_weights(name: str, layer: Any) -> None:
     """Refuses a layer whose own weights, which kernels read, are not there or no floating point numbers."""
     for inside, part in (("", layer), ("conv1d.", layer.conv1d)):
         for own, weight in part.named_parameters(recurse=False):
@@ -196,61 +162,40 @@ def _check_weights(name: str, layer: nn.Module) -> None:
                 raise ConfigError(f"{place} is quantised to {weight.dtype}; adopt reads it as it is, in floats")
 
 
-def _check_engine(layer: nn.Module, rule: str, engine: str) -> None:
+def _check_engine(layer: nn.Module, rule: str, engine: EngineName) -> None:
     """Refuses an engine that cannot run a rule, as it would at the first call."""
-    if engine == "auto":
-        return
-    weight = next(layer.parameters())
-    tokens = torch.zeros(1, 64, 1, 4, device=weight.device)
-    retain = tokens if RULES[rule].retention.channels else tokens[..., 0]
-    memory_scan(RULES[rule], tokens, tokens, tokens, Gates(lr=tokens[..., 0], retain=retain), engine=engine)
+    if engine != "auto":
+        tokens = torch.zeros(1, 64, 1, 4, device=next(layer.parameters()).device)
+        retain = tokens if rule == "kda" else tokens[..., 0]
+        memory_scan(RULES[rule], tokens, tokens, tokens, Gates(lr=tokens[..., 0], retain=retain), engine=engine)
 
 
-def _decoders(model: nn.Module) -> Iterator[nn.Module]:
-    """The innermost models of transformers that have adopted layers."""
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel):
-            inner = [m for m in module.modules() if m is not module and isinstance(m, transformers.PreTrainedModel)]
-            below = {layer for m in inner for layer in m.modules()}
-            if any(isinstance(layer, Adopted) and layer not in below for layer in module.modules()):
-                yield module
+# Packed rows.
 
 
-def _mixes(model: nn.Module) -> str | None:
+def _models(module: nn.Module) -> list[Any]:
+    """The models of transformers in a module that have adopted layers, the outermost first."""
+    own = [part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)]
+    return [part for part in own if any(isinstance(layer, Adopted) for layer in part.modules())]
+
+
+def _inner(model: nn.Module) -> list[str]:
+    """The children of a model in which its layers have a model of their own."""
+    return [name for name, child in model.named_children() if _models(child)]
+
+
+def _mixes(model: Any) -> str | None:
     """Why documents of a row are mixed by a model of transformers that has adopted layers, None where they are not."""
-    name, inner = type(model).__name__, [n for n, child in model.named_children() if any(_decoders(child))]
-    if any(model is decoder for decoder in _decoders(model)):
-        masks = [call for call in _calls(type(model)) if re.fullmatch(r"create_\w*mask\w*", call.name)]
-        softmax = [call for call in masks if call.name != "create_recurrent_attention_mask"]
-        kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"linear_attention"}
-        attends = bool(softmax) or any("attention" in kind for kind in kinds)
-        if attends and not any(call.positions for call in softmax):
-            return f"the softmax layers of {name} are not told of documents, and mix them"
-    elif not any(call.keywords for call in _calls(type(model)) if call.name in inner):
-        return f"{name} does not tell its layers of documents, which mix them; call its {inner[0]}"
-    return None
-
-
-class _Call(NamedTuple):
-    name: str
-    positions: bool
-    keywords: bool
-
-
-@cache
-def _calls(kind: type) -> tuple[_Call, ...]:
-    """Calls in a forward: whom by name, if with position_ids, if with keywords that are handed on."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
-    keys = {item.value for node in ast.walk(tree) if isinstance(node, ast.Dict) for item in node.keys
-            if isinstance(item, ast.Constant)}  # fmt: skip
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            handed = any(keyword.arg is None for keyword in node.keywords)
-            positions = any(keyword.arg == "position_ids" for keyword in node.keywords)
-            found.append(_Call(name, positions or (handed and "position_ids" in keys), handed))
-    return tuple(found)
+    name, inner = type(model).__name__, _inner(model)
+    source = inspect.getsource(inspect.unwrap(type(model).forward))
+    if inner:  # arguments of a call, with calls among them
+        hands = re.search(rf"self\.(?:{'|'.join(inner)})\((?:[^()]|\([^()]*\))*\*\*\w", source)
+        return None if hands else f"{name} does not tell its layers of documents, which mix them; call its {inner[0]}"
+    masks = re.search(r"create_(?!recurrent)\w*mask\w*\(", source)
+    kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"linear_attention"}
+    attends = masks is not None or any("attention" in kind for kind in kinds)
+    told = masks is not None and re.search(r'"position_ids":|mask\w*\([^()]*position_ids=', source)
+    return f"the softmax layers of {name} are not told of documents, and mix them" if attends and not told else None
 
 
 def _unhook(module: nn.Module) -> None:
@@ -260,17 +205,13 @@ def _unhook(module: nn.Module) -> None:
 
 
 def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """A hook ahead of a decoder's forward: where documents begin among the keywords, which its layers hand on."""
+    """A hook ahead of a model's forward: where documents begin among the keywords, which its layers hand on; and, where
+    only `PACKING` says so, positions that begin again with each, by which softmax layers go."""
     names = tuple(inspect.signature(type(model).forward).parameters)[1:] if args else ()
     given = dict(zip(names, args, strict=False)) | kwargs
-    borders, numbers, past = (given.get(name) for name in ("cu_seq_lens_q", "seq_idx", "past_key_values"))
     tokens = given.get("input_ids")
-    shape = (given["inputs_embeds"] if tokens is None else tokens).shape[:2]
-    if borders is None and numbers is None:
-        starts = restarts(given, shape, cached=past is not None)
-    else:
-        starts = document_starts(borders, numbers, shape)
-    if starts is None:
+    tokens = given["inputs_embeds"] if tokens is None else tokens
+    if (starts := document_starts(given, tokens)) is None:
         return None
     if not torch.compiler.is_compiling() and (leak := _mixes(model)) is not None:
         warnings.warn(f"a packed row: {leak}", AdoptionWarning, stacklevel=2)
@@ -281,6 +222,6 @@ def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _positions(starts: Tensor) -> Tensor:
-    """`[B, T]`, from 0 in every document: softmax layers keep apart what begins again."""
+    """`[B, T]`, from 0 in every document."""
     places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
     return places - torch.where(starts, places, 0).cummax(1).values

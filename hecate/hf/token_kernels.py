@@ -39,7 +39,7 @@ def _convolve(x: Any, state: Any, weight: Any, bias: Any, y: Any) -> None:
 
 @_compiled
 def _step(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, y: Any, scratch: Any) -> None:
-    """q, k `[B, H', K]`, v `[B, H, V]`, g `[B, H, 1 or K]`, beta `[B, H]`, state `[B, H, K, V]`, scratch `[4, K + V]`."""
+    """q, k `[B, H', K]`, v and y `[B, H, V]`, g `[B, H, 1 or K]`, beta `[B, H]`, state `[B, H, K, V]`."""
     batch, heads, width, values = state.shape
     several = heads // k.shape[1]
     unit_q, unit_k, decay, held = scratch[0], scratch[1], scratch[2], scratch[3]

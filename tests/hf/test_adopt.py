@@ -214,7 +214,10 @@ def test_what_goes_on_mixing_documents_is_said(name):
     assert off(mixed, alone) > 1e-3, "it does not mix them any more"
     if name == "glm5_next":  # its linear layers are exact
         layer: Any = next(part for part in model.modules() if isinstance(part, Adopted))
-        x, seq_idx = torch.randn(1, 90, 32, dtype=torch.float32, generator=torch.Generator().manual_seed(2)), packed(0)[2]
+        x, seq_idx = (
+            torch.randn(1, 90, 32, dtype=torch.float32, generator=torch.Generator().manual_seed(2)),
+            packed(0)[2],
+        )
         with torch.no_grad():
             alone = torch.cat([layer(part) for part in x.split(DOCUMENTS, 1)], 1)
             assert off(layer(x, **seq_idx), alone) < 3e-6

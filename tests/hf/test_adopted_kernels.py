@@ -40,14 +40,20 @@ def block(request, monkeypatch):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(41,), (17, 1, 2, 21), (1,), (2,)])
 def test_a_convolution_and_its_derivative(block, generator, activation, sizes):
-    x, w, b = drawn(2, 3, sum(sizes), generator=generator), drawn(3, 4, generator=generator), drawn(3, generator=generator)
+    x, w, b = (
+        drawn(2, 3, sum(sizes), generator=generator),
+        drawn(3, 4, generator=generator),
+        drawn(3, generator=generator),
+    )
     starts = torch.zeros(2, sum(sizes), dtype=torch.bool)
     starts[:, torch.tensor(sizes).cumsum(0)[:-1]] = True
     given = starts if len(sizes) > 1 else None
     g = drawn(2, 3, sum(sizes), generator=generator)
     for bias in (None, b):
         leaves = [t.clone().requires_grad_() for t in (x, w, *(() if bias is None else (bias,)))]
-        own = kernels.causal_conv(leaves[0], leaves[1], leaves[2] if bias is not None else None, activation, starts=given)
+        own = kernels.causal_conv(
+            leaves[0], leaves[1], leaves[2] if bias is not None else None, activation, hecate_starts=given
+        )
         wanted = convolved(leaves[0], leaves[1], leaves[2] if bias is not None else None, activation, sizes)
         torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
         theirs = torch.autograd.grad(wanted, leaves, g)
@@ -61,7 +67,7 @@ def test_second_derivatives_and_transforms_of_a_convolution(block, generator):
     leaves = [drawn(*s, generator=generator).requires_grad_() for s in ((1, 2, 19), (2, 4), (2,))]
 
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return kernels.causal_conv(x, w, b, "silu", starts=starts)
+        return kernels.causal_conv(x, w, b, "silu", hecate_starts=starts)
 
     assert gradcheck(function, leaves) and gradgradcheck(function, leaves)
     x, w, b = (leaf.detach() for leaf in leaves)
@@ -97,7 +103,7 @@ def test_the_delta_rule_from_a_state(generator, rule, length, dtype):
     state = state.to(torch.promote_types(dtype, torch.float32))
     y, after = stepped(*(t.double() for t in (q, k, v, g, beta, state)))
     how = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    own, found = kernels.delta_rule(rule, q, k, v, g, beta, **how)
+    own, found = kernels.delta_rule(rule, q, k, v, g=g, beta=beta, **how)
     assert own.dtype == dtype and found is not None and found.is_contiguous()
     assert (found is state) == (length == 1 and dtype == torch.float32)
     close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]

@@ -109,7 +109,9 @@ def tuned(model: Any, steps: int = 3) -> list[float]:
 @pytest.mark.spec("HF-ADOPT-D1")
 def test_lora_before_and_after(model):
     peft = pytest.importorskip("peft")
-    targets = sorted({n.split(".")[-1] for n, part in model.named_modules() if isinstance(part, nn.Linear)} - {"lm_head"})
+    targets = sorted(
+        {n.split(".")[-1] for n, part in model.named_modules() if isinstance(part, nn.Linear)} - {"lm_head"}
+    )
 
     def wrapped(one: Any) -> Any:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -132,7 +134,9 @@ def test_lora_before_and_after(model):
 
 
 @pytest.mark.spec("HF-ADOPT-D1")
-@pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kimi_linear", "bamba"))])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kimi_linear", "bamba"))]
+)
 def test_compiled_in_one_graph(name):
     model = built(name)
     adopt(model)
@@ -268,7 +272,9 @@ def test_layers_without_a_rule_are_named():
 
     modeling("jamba")
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    jamba = JambaForCausalLM(JambaConfig(vocab_size=9, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, **sizes))
+    jamba = JambaForCausalLM(
+        JambaConfig(vocab_size=9, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1, **sizes)
+    )
     with pytest.raises(ConfigError, match="Mamba-1's scan, which no rule of ours is"):
         adopt(jamba)
 
