@@ -166,10 +166,10 @@ def delta_rule(
     and g `[B, T, H]`, the latter `[B, T, H, K]` per channel; states `[B, H, K, V]`. y has query's dtype.
     """
     kind, single = query.dtype, key.shape[1] == 1 and initial_state is not None and hecate_starts is None
-    if single and use_qk_l2norm_in_kernel and _by_machine(query, key, value, g, beta, initial_state):
-        # In place: their cache copies the result onto the state that it gave.
-        return _machine().stepped(query, key, value, g, beta, initial_state)
     query, key, value, g, beta = [x if x.dtype in _EXACT else x.float() for x in (query, key, value, g, beta)]
+    if single and use_qk_l2norm_in_kernel and _by_machine(query, key, value, g, beta, initial_state):
+        y, state = _machine().stepped(query, key, value, g, beta, initial_state)
+        return y.to(kind), state  # in place: their cache copies the result onto the state that it gave
     if use_qk_l2norm_in_kernel:
         query, key = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)]
     if (several := value.shape[2] // key.shape[2]) > 1:
@@ -186,11 +186,12 @@ def delta_rule(
 
 def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """`delta_rule` of one token in torch: y `[B, 1, H, V]` and the state `[B, H, K, V]`."""
-    q, k, v = [x.squeeze(1).unsqueeze(-2) for x in (q, k, v)]  # [B, H, 1, D]
+    q, k, v = q.squeeze(1).unsqueeze(-1), k.squeeze(1).unsqueeze(-1), v.squeeze(1)  # [B, H, K, 1], [B, H, V]
     decay = g.exp().squeeze(1)
     held = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
-    held = held + k.mT * ((v - k @ held) * beta.squeeze(1)[..., None, None])
-    return ((q * q.shape[-1] ** -0.5) @ held).transpose(1, 2), held
+    # Sums, not matrix products: autocast would take these in half precision.
+    held = held + k * ((v - (held * k).sum(-2)) * beta.squeeze(1).unsqueeze(-1)).unsqueeze(-2)
+    return (held * q).sum(-2).unsqueeze(1) * q.shape[-2] ** -0.5, held
 
 
 def _scanned(

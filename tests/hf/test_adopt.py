@@ -141,6 +141,23 @@ def test_beams_checkpoints_and_half_precision(one_of_a_rule):
     theirs = off(logits(half), exact)
     assert ours < 1.5 * theirs
     assert torch.isfinite(in_pieces(adopt(half) and half, IDS, 50, 1, 39)).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = off(in_pieces(model, IDS, 50, 1, 39), exact)
+        release(model)
+        theirs = off(in_pieces(model, IDS, 50, 1, 39), exact)
+    assert ours < 1.5 * theirs
+
+
+@pytest.mark.spec("HF-ADOPT-D1")
+def test_what_is_not_finite_goes_on_as_in_transformers(one_of_a_rule):
+    """A loss that is NaN skips a step of mixed precision; a memory that raised would end the training."""
+    model = copy.deepcopy(one_of_a_rule)
+    adopt(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[IDS[0, 40]] = torch.inf
+    out = model(input_ids=IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    assert out.loss.isnan()
 
 
 def packed(model: Any) -> tuple[dict[str, Any], ...]:
