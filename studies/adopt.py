@@ -39,8 +39,8 @@ class Adopt(Study):
         columns = ["family", "rule", "logits (relative)"]
         columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
         notes = [
-            f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32, batch 1; "
-            f"transformers {transformers.__version__} in torch",
+            f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
+            f"batch 1; transformers {transformers.__version__} in torch",
             "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
             f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
         ]
