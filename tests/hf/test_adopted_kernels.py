@@ -124,3 +124,26 @@ def test_a_token_of_a_convolution(generator, activation, dtype):
             y = kernels.causal_conv_update(x[..., t : t + 1], state, w, bias, activation)
             torch.testing.assert_close(y, wanted[..., t : t + 1], rtol=1e-5, atol=1e-6)
             assert torch.equal(state, x[..., t - 3 : t + 1])
+
+
+@pytest.mark.spec("HF-ADOPT-D1", "HF-ADOPT-D2")
+@pytest.mark.parametrize("sizes", [(37,), (20, 1, 16)])
+def test_the_recurrence_of_mamba2(generator, sizes):
+    length = sum(sizes)
+    x, dt = drawn(2, length, 4, 3, generator=generator), drawn(2, length, 4, generator=generator)
+    B, C = (drawn(2, length, 2, 5, generator=generator) for _ in "BC")
+    A, D, shift = -drawn(4, generator=generator).exp(), drawn(4, generator=generator), drawn(4, generator=generator)
+    state = drawn(2, 4, 3, 5, generator=generator) if len(sizes) == 1 else torch.zeros(2, 4, 3, 5)
+    starts = torch.zeros(2, length, dtype=torch.bool)
+    starts[:, torch.tensor(sizes).cumsum(0)[:-1]] = True
+    step, held, wanted = F.softplus(dt + shift).clamp(0.1, 1.5), state.clone(), []
+    for t in range(length):
+        held = torch.where(starts[:, t, None, None, None], 0.0, held) * (A * step[:, t]).exp()[..., None, None]
+        key, query = B[:, t].repeat_interleave(2, 1), C[:, t].repeat_interleave(2, 1)
+        held = held + step[:, t, :, None, None] * x[:, t].unsqueeze(-1) * key.unsqueeze(-2)
+        wanted.append((held @ query.unsqueeze(-1)).squeeze(-1) + D[:, None] * x[:, t])
+    how = {"D": D, "dt_bias": shift, "dt_softplus": True, "dt_limit": (0.1, 1.5), "return_final_states": True}
+    how |= {"initial_states": state} if len(sizes) == 1 else {"hecate_starts": starts}
+    y, after = kernels.state_space(x, dt, A, B, C, chunk_size=16, **how)
+    torch.testing.assert_close(y, torch.stack(wanted, 1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(after, held, rtol=1e-12, atol=1e-12)
