@@ -13,7 +13,7 @@ BASE: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "intermediate_size": 48, "pad_token_id": 0, "eos_token_id": None, "bos_token_id": None,
 }  # fmt: skip
-MIXED = ["linear_attention", "full_attention"]
+MIXED, INDEXED = ["linear_attention", "full_attention"], ["linear_attention", "indexed_attention"]
 GDN = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
     "layer_types": MIXED,
@@ -32,7 +32,7 @@ BUILT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**MOE, **GDN}),
     "qwen4_exp": (
         "Qwen4ExpTextConfig", "Qwen4ExpForCausalLM",
-        {**MOE, **GDN, "layer_types": None, "num_hidden_layers": 4, "hc_count": 2, "hc_lowrank": 4,
+        {**MOE, **GDN, "layer_types": INDEXED, "hc_count": 2, "hc_lowrank": 4,
          "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 2048,
          "indexer_compress_ratio": 16},
     ),
@@ -48,7 +48,7 @@ BUILT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm5_next": (
         "Glm5NextTextConfig", "Glm5NextForConditionalGeneration",
         {**MLA, **KDA, "q_lora_rank": 16, "qk_rope_head_dim": 0, "head_dim": 0, "qk_nope_head_dim": 16,
-         "num_hidden_layers": 4, "n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048},
+         "layer_types": INDEXED, "n_routed_experts": 4, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 2048},
     ),
     "mamba2": (
         "Mamba2Config", "Mamba2ForCausalLM",
@@ -93,7 +93,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_WIDE_KDA, "q_lora_rank": 64, "layer_group_size": 4},
     "glm5_next": {
         **_WIDE_KDA, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "head_dim": 0,
-        "index_n_heads": 4, "index_head_dim": 32,
+        "index_n_heads": 4, "index_head_dim": 32, "layer_types": None,
     },
     "mamba2": {"state_size": 64, "head_dim": 64, "num_heads": 8, "chunk_size": 64, "n_groups": 1},
     "bamba": {

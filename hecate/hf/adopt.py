@@ -7,7 +7,7 @@ import re
 import warnings
 from functools import cache
 from pathlib import Path
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -128,15 +128,16 @@ def _foreign(module: Any, kind: Any) -> str | None:
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     if "mamba_selective_scan" in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return "Mamba-1's scan, which no rule of ours is"
-    if not re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", kind.__module__) or forward is None:
+    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    if isinstance(own, MethodType) and own.__func__ in (kind.forward, type(module).forward):
+        own = None
+    here = isinstance(forward, FunctionType) and forward.__globals__["__name__"] == kind.__module__
+    if (own is None and here) or not re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", kind.__module__):
         return None
     if kind.__module__.split(".")[2] not in families() or not _takes_a_kernel(inspect.getsource(kind)):
         return None
-    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    if forward.__globals__["__name__"] != kind.__module__:
+    if not here:
         return f"the forward of its class comes from {forward.__module__}"
-    if own is None or (isinstance(own, MethodType) and own.__func__ in (kind.forward, type(module).forward)):
-        return None
     return f"its forward is that of {getattr(own, '__module__', None) or type(own).__name__}, not of its class"
 
 
