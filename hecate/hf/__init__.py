@@ -4,7 +4,7 @@
     model = AutoModelForCausalLM.from_pretrained(folder)    # one that `hecate export RUN --to hf` wrote
 
 Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. `graft` puts
-memories into models of other types.
+memories into models of other types, and `adopt` runs those whose layers are delta rules on hecate's kernels.
 """
 
 from hecate.errors import install_line
@@ -18,6 +18,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
         f"hecate.hf needs transformers 5 or later, and {transformers.__version__} is here: {install_line('hf')}"
     )
 
+from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
@@ -25,15 +26,19 @@ from hecate.hf.model import HecateForCausalLM, HecateModel
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
 
 __all__ = [
+    "Adoption",
+    "AdoptionWarning",
     "GraftConfig",
     "HecateConfig",
     "HecateForCausalLM",
     "HecateModel",
     "StateLayer",
+    "adopt",
     "byte_tokenizer",
     "file_tokenizer",
     "graft",
     "load_graft",
+    "release",
     "save_graft",
 ]
 

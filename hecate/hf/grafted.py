@@ -214,10 +214,10 @@ def _masks(given: dict[str, Any], rows: int, count: int, device: torch.device) -
         # A look that waits for the device, but what is not masked is much faster.
         whole = not torch.compiler.is_compiling() and bool(write.all())
         return Masks() if whole else Masks(write)
-    return Masks(None, _starts(given, rows, count, device))
+    return Masks(None, starts_of_documents(given, rows, count, device))
 
 
-def _starts(given: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
+def starts_of_documents(given: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
     """Where another document begins, as attention is told it, if one does."""
     ends, position = given.get("cu_seq_lens_q"), given.get("position_ids")
     if ends is not None:

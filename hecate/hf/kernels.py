@@ -1,0 +1,249 @@
+"""The kernels of adopted layers, called as transformers calls its own: a causal convolution, the delta rule per head or
+per channel, Mamba-2's recurrence, and one token.
+
+Documents of a row stay apart: `hecate_starts`, bool `[B, T]` or None, is True where another one begins. Other keywords
+that transformers hands to every kernel are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu, softplus
+from transformers.activations import ACT2FN
+
+from hecate.engine import memory_scan
+from hecate.rule import Gates, MemoryConfig, MemoryState, named_rule
+from hecate.tape import ByHand, execute, is_recorded, is_traced, one
+
+_EXACT = (torch.float32, torch.float64)
+_BLOCK = 1 << 17  # numbers of a convolution that are worked on at once: they stay in the second cache
+_SMALL = 1 << 20  # cells of a state beyond which torch, with several threads, steps as fast
+_PLAIN: dict[str, Any] = {"key_norm": "none", "on_nonfinite": "propagate"}  # as transformers: NaN is the loss's affair
+RULES: dict[str, MemoryConfig] = {
+    "gated_delta": named_rule("gated_delta").model_copy(update={"query_scale": "key_dim", **_PLAIN}),
+    "kda": named_rule("kda").model_copy(update={"query_scale": "key_dim", **_PLAIN}),
+    "mamba2": MemoryConfig.model_validate({"bias": "dot", "retention": "decay", **_PLAIN}),
+}
+_Taken = tuple[Tensor, Tensor, Tensor | None, list[Tensor | None], list[tuple[int, int]]]
+
+
+# The convolution. torch's depthwise conv1d is slow on a CPU, and its derivative more so: a sum of taps over [B, T, C],
+# block by block of time, takes a third.
+
+
+def causal_conv(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *,
+    hecate_starts: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """y_t = activation(bias + sum_j w_j x_(t - j)) within a document; x `[B, C, T]`, weight `[C, K]`, last tap last."""
+    smooth = activation in ("silu", "swish")
+    x = hidden_states.to(weight.dtype).mT
+    y = one(execute(_CONVOLUTIONS[smooth], x, weight, bias, hecate_starts)).to(hidden_states.dtype).mT
+    return y if smooth or activation is None else ACT2FN[activation](y)
+
+
+def _shared(starts: Tensor | None, j: int) -> Tensor | None:
+    """True `[B, T, 1]` where token t and token t - j are of one document; None if all are."""
+    if starts is None or j == 0:
+        return None
+    number = starts.cumsum(1)
+    return (number == pad(number, (j, 0), value=-1)[:, : number.shape[1]]).unsqueeze(-1)
+
+
+def _kept(x: Tensor, same: Tensor | None) -> Tensor:
+    return x if same is None else torch.where(same, x, 0.0)
+
+
+def _convolved(smooth: bool, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> tuple[Tensor]:
+    """The convolution in differentiable operations; x `[B, T, C]`."""
+    total = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
+    for j in range(1, weight.shape[1]):
+        tap = _kept(pad(x, (0, 0, j, 0))[:, : x.shape[1]], _shared(starts, j))
+        total = torch.addcmul(total, tap, weight[:, -1 - j])
+    return (silu(total) if smooth else total,)
+
+
+def _taken(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> _Taken:
+    """x `[B, T, C]`, taps `[K, C]` by how far back they read and the bias, in float32 or better; `_shared` of each tap;
+    blocks of time."""
+    wide = x.dtype if x.dtype in _EXACT else torch.float32
+    size, length = max(16, _BLOCK // max(1, x.shape[0] * x.shape[2])), x.shape[1]
+    taps = weight.mT.flip(0).to(wide).contiguous()
+    blocks = [(lo, min(lo + size, length)) for lo in range(0, length, size)]
+    shared = [_shared(starts, j) for j in range(len(taps))]
+    return x.to(wide).contiguous(), taps, None if bias is None else bias.to(wide), shared, blocks
+
+
+def _reads(
+    x: Tensor, shared: list[Tensor | None], lo: int, hi: int
+) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """(j, first, read, same): the first token of lo <= t < hi that reads j tokens back, what all of these read, and
+    where it is of their own document."""
+    for j, every in enumerate(shared):
+        first = max(lo, j)
+        same = None if every is None else every[:, first:hi]
+        yield j, first, _kept(x[:, first - j : max(hi, first) - j], same), same
+
+
+def _total(taken: _Taken, lo: int, hi: int, out: Tensor) -> Tensor:
+    """The sums of tokens lo <= t < hi, written into `out`."""
+    x, taps, bias, shared, _ = taken
+    torch.mul(x[:, lo:hi], taps[0], out=out)
+    for j, first, read, _ in _reads(x, shared, lo, hi):
+        if j:
+            out[:, first - lo :].addcmul_(read, taps[j])
+    return out if bias is None else out.add_(bias)
+
+
+def _convolve(smooth: bool, inputs: Any, _: bool) -> tuple[tuple[Tensor], tuple[()]]:
+    with torch.no_grad():
+        taken = _taken(*inputs)
+        y = torch.empty_like(taken[0])
+        for lo, hi in taken[-1]:
+            total = _total(taken, lo, hi, y[:, lo:hi])
+            if smooth:
+                silu(total, inplace=True)
+        return (y.to(inputs[0].dtype),), ()
+
+
+def _convolve_vjp(smooth: bool, inputs: Any, _: Any, cotangents: Any) -> tuple[Tensor | None, ...]:
+    """Of y = silu(z): gz = gy silu'(z), gx_(t - j) += w_j gz_t, gw_j = sum_t gz_t x_(t - j), gbias = sum_t gz_t."""
+    taken = x, taps, bias, shared, blocks = _taken(*inputs)
+    gx, gtaps, gbias = torch.zeros_like(x), torch.zeros_like(taps), torch.zeros_like(taps[0])
+    given = cotangents[0].to(x.dtype).contiguous()
+    spare = [torch.empty_like(given[:, slice(*blocks[0])]) for _ in "zp"] if blocks else []
+    for lo, hi in blocks:
+        gz, (sums, products) = given[:, lo:hi], [item[:, : hi - lo] for item in spare]
+        if smooth:
+            gz = torch.ops.aten.silu_backward.grad_input(gz, _total(taken, lo, hi, sums), grad_input=sums)
+        gbias += gz.sum((0, 1))
+        for j, first, read, same in _reads(x, shared, lo, hi):
+            here = gz[:, first - lo :]
+            gtaps[j] += torch.mul(here, read, out=products[:, first - lo :]).sum((0, 1))
+            gx[:, first - j : max(hi, first) - j].addcmul_(_kept(here, same), taps[j])
+    weight = inputs[1]
+    gweight = gtaps.flip(0).mT.to(weight.dtype)
+    return gx.to(inputs[0].dtype), gweight, None if bias is None else gbias.to(inputs[2].dtype), None
+
+
+_CONVOLUTIONS = [
+    ByHand("hf.conv", partial(_convolve, smooth), partial(_convolve_vjp, smooth), partial(_convolved, smooth)).block()
+    for smooth in (False, True)
+]
+
+
+def causal_conv_update(
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """`causal_conv` of one token `[B, C, 1]` after those of conv_state `[B, C, K]`, which takes it in place."""
+    x, given = hidden_states, (weight, *(() if bias is None else (bias,)))
+    if activation in ("silu", "swish") and _by_machine(x, *given, conv_state):
+        return _machine().convolved(x, conv_state, weight, bias)
+    conv_state.copy_(torch.cat([conv_state[..., 1:], x.to(conv_state.dtype)], -1))
+    total = (conv_state.to(weight.dtype) * weight).sum(-1, keepdim=True)
+    total = total if bias is None else total + bias[:, None]
+    return (total if activation is None else ACT2FN[activation](total)).to(x.dtype)
+
+
+# The recurrences.
+
+
+def delta_rule(
+    rule: str, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    hecate_starts: Tensor | None = None, hecate_engine: Any = "auto", **_: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """S_t = decay_t S_(t-1) + beta_t k_t (v_t - k_t^T decay_t S_(t-1)), y_t = S_t^T q_t / sqrt(K), decay_t = exp(g_t).
+
+    Shapes: query, key `[B, T, H', K]`, each for the H / H' heads that follow one another; value `[B, T, H, V]`; beta
+    and g `[B, T, H]`, the latter `[B, T, H, K]` per channel; states `[B, H, K, V]`. y has query's dtype.
+    """
+    kind, single = query.dtype, key.shape[1] == 1 and initial_state is not None and hecate_starts is None
+    query, key, value, g, beta = [x if x.dtype in _EXACT else x.float() for x in (query, key, value, g, beta)]
+    if single and use_qk_l2norm_in_kernel and _by_machine(query, key, value, g, beta, initial_state):
+        y, state = _machine().stepped(query, key, value, g, beta, initial_state)
+        return y.to(kind), state  # in place: their cache copies the result onto the state that it gave
+    if use_qk_l2norm_in_kernel:
+        query, key = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)]
+    if (several := value.shape[2] // key.shape[2]) > 1:
+        query, key = query.repeat_interleave(several, 2), key.repeat_interleave(several, 2)
+    state = None if initial_state is None else initial_state.to(value.dtype)
+    if single and state is not None:
+        y, state = _token(query, key, value, g, beta, state)
+    else:
+        gates, weight = Gates(lr=beta, retain=g.exp()), None if state is None else state.mT.contiguous()
+        y, weight = _scanned(rule, query, key, value, gates, weight, hecate_starts, hecate_engine)
+        state = weight.mT.contiguous()  # a cache keeps the strides that it sees first
+    return y.to(kind), state if output_final_state else None
+
+
+def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`delta_rule` of one token in torch: y `[B, 1, H, V]` and the state `[B, H, K, V]`."""
+    q, k, v = q.squeeze(1).unsqueeze(-1), k.squeeze(1).unsqueeze(-1), v.squeeze(1)  # [B, H, K, 1], [B, H, V]
+    decay = g.exp().squeeze(1)
+    held = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
+    # Sums, not matrix products: autocast would take these in half precision.
+    held = held + k * ((v - (held * k).sum(-2)) * beta.squeeze(1).unsqueeze(-1)).unsqueeze(-2)
+    return (held * q).sum(-2).unsqueeze(1) * q.shape[-2] ** -0.5, held
+
+
+def _scanned(
+    rule: str, q: Tensor, k: Tensor, v: Tensor, gates: Gates, weight: Tensor | None, starts: Tensor | None, engine: Any
+) -> tuple[Tensor, Tensor]:
+    """y and the weight `[B, H, V, K]` after the last token, from another weight."""
+    state = None
+    if weight is not None:
+        position = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
+        state = MemoryState(memory={"weight": weight}, slots={}, anchor={}, pending={}, position=position)
+    y, after = memory_scan(RULES[rule], q, k, v, gates, state=state, reset_mask=starts, engine=engine)
+    return y.contiguous(), after.memory["weight"]  # callers take views of it
+
+
+def state_space(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False, hecate_starts: Tensor | None = None, hecate_engine: Any = "auto", **_: Any,
+) -> Any:  # fmt: skip
+    """S_t = exp(A dt_t) S_(t-1) + dt_t x_t B_t^T, y_t = S_t C_t + D x_t, dt clamped after bias and softplus.
+
+    Shapes: x, y `[B, T, H, V]`; dt `[B, T, H]`; A, D, dt_bias `[H]`; B, C `[B, T, groups, K]`; states `[B, H, V, K]`,
+    returned beside y if asked for.
+    """
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    x, dt, B, C = [item if item.dtype in _EXACT else item.float() for item in (x, dt, B, C)]
+    if (several := x.shape[2] // B.shape[2]) > 1:
+        B, C = B.repeat_interleave(several, 2), C.repeat_interleave(several, 2)
+    weight = None if initial_states is None else initial_states.to(x.dtype).contiguous()
+    gates = Gates(lr=dt, retain=(A.to(dt.dtype) * dt).exp())
+    y, after = _scanned("mamba2", C, B, x, gates, weight, hecate_starts, hecate_engine)
+    y = y if D is None else torch.addcmul(y, D[:, None].to(y.dtype), x)
+    return (y, after) if return_final_states else y
+
+
+@cache
+def _machine() -> Any:
+    """The steps of `token_kernels`, or None without numba."""
+    if find_spec("numba") is None:
+        return None
+    from hecate.hf import token_kernels
+
+    return token_kernels
+
+
+def _by_machine(*tensors: Tensor | None) -> bool:
+    """True where a token of these, the state last, takes a compiled step."""
+    for tensor in tensors:
+        if tensor is None or tensor.dtype is not torch.float32 or not tensor.is_cpu:
+            return False
+    state = tensors[-1]
+    if is_traced(*tensors) or is_recorded(tensors) or state is None or not state.is_contiguous() or _machine() is None:
+        return False
+    return state.numel() <= _SMALL or torch.get_num_threads() == 1
