@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -49,7 +49,6 @@ class HecatePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["HecateBlock"]
-    _is_stateful = True  # no assisted generation: a memory cannot take tokens back
     _supports_sdpa = True
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
@@ -167,10 +166,10 @@ class HecateModel(HecatePreTrainedModel):
         seen = []
         for index, block in enumerate(self.lm.blocks):
             seen.append(x)
-            before = None if layers is None else layers[index].state
-            x, after = block(x, before, write_mask=written, reset_mask=starts)
-            if layers is not None:
-                layers[index].store(after, x.shape[1], None if index else _counted(layers[0], x, written))
+            if layers is None:
+                x, _ = block(x, None, write_mask=written, reset_mask=starts)
+            else:
+                x = layers[index].advance(block, x, written, starts, counts=not index)
         x = self.lm.norm(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(x, past_key_values, (*seen, x) if wanted else None)
@@ -192,13 +191,6 @@ class HecateModel(HecatePreTrainedModel):
             return self.lm.scaled(rows), written, starts
         # A tokenizer's padding may be no token of the model.
         return self.lm.embedded(given if written is None else given.masked_fill(~written, 0)), written, starts
-
-
-def _counted(past: StateLayer, x: Tensor, written: Tensor | None) -> Tensor:
-    """Tokens that each row has written by now `[B]`."""
-    count = x.shape[1] if written is None else written.sum(1)
-    before = torch.zeros(len(x), dtype=torch.int64, device=x.device) if past.written is None else past.written
-    return before + count
 
 
 def _check_known(kwargs: dict[str, Any]) -> None:
@@ -255,6 +247,23 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         made.model.lm.load_state_dict(copied, assign=True)
         return made.train(model.training)
 
+    def new_cache(self) -> Cache:
+        """An empty cache that `activate_past_recording` can be called of ahead of the first token; a `DynamicCache()`
+        has no layers then, and forgets it."""
+        return Cache(layers=[StateLayer() for _ in self.model.lm.blocks])
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """The layers of states stand in the cache from the start, so that it records what it is told to."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            layers = state_layers(cache, len(self.model.lm.blocks))
+            if getattr(generation_config, "is_assistant", False):  # what it drafts in one go may all be rejected
+                for layer in layers:
+                    layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
+
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
         return self.model.get_input_embeddings()
@@ -304,6 +313,10 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
                 token that follows each.
         """
         of_loss = {name: kwargs.pop(name) for name in _OF_LOSS & kwargs.keys()}
+        if isinstance(past_key_values, Cache) and isinstance(logits_to_keep, int):
+            for layer in past_key_values.layers:  # all but the first of these may be a draft
+                if isinstance(layer, StateLayer) and layer.record_past:
+                    layer.activate_past_recording(logits_to_keep)
         found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         x = found.last_hidden_state
         if isinstance(logits_to_keep, Tensor):
