@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from transformers.utils import can_return_tuple, logging
 
 from hecate.checks import check_room
 from hecate.errors import ConfigError
+from hecate.hf.batch import generate_batch
 from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
 from hecate.hf.config import HecateConfig
 from hecate.models import LanguageModel
@@ -230,7 +232,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     `LanguageModel`: either way the names and shapes are `model.lm.` and those of that model.
     """
 
-    init_continuous_batching = no_continuous_batching
+    continuous_batching_context_manager = no_continuous_batching
 
     def __init__(self, config: HecateConfig) -> None:
         super().__init__(config)
@@ -246,6 +248,37 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         copied = {name: value.detach().clone() for name, value in model.state_dict().items()}
         made.model.lm.load_state_dict(copied, assign=True)
         return made.train(model.training)
+
+    @property
+    def init_continuous_batching(self) -> NoReturn:
+        """Not there: programs that ask for it by `hasattr` then batch by `generate`. `generate_batch` is."""
+        raise AttributeError("init_continuous_batching")
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        *,
+        max_batch: int = 16,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Continues prompts of any lengths, `max_batch` at once, each as `generate` alone does; `GenerationOutput` by
+        "req_0", "req_1", ... [HF-GEN-D3]
+
+        Args:
+            inputs: tokens of each prompt.
+            generation_config, kwargs: lengths, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`; a setting
+                that is not known here is refused. `progress_bar` and `warmup` say nothing.
+            max_batch: a power of two.
+            seed: of the draws; each prompt has draws of its own.
+        """
+        for name in ("progress_bar", "warmup"):
+            kwargs.pop(name, None)
+        config, unknown = self._prepare_generation_config(generation_config, **kwargs)
+        if unknown:
+            raise ConfigError(f"generate_batch knows no {next(iter(unknown))}; leave it out or call generate")
+        return generate_batch(self.model.lm, inputs, config, max_batch=max_batch, seed=seed)
 
     def new_cache(self) -> Cache:
         """An empty cache that `activate_past_recording` can be called of ahead of the first token; a `DynamicCache()`
