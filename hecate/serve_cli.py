@@ -49,6 +49,8 @@ def serve(
     name = name or folder.resolve().name
     echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))
     server.serve(server.application(scheduler, texts, name=name, key=key), host, port, key=key)
+    if kept is not None:
+        kept.close()
     if prefixes is not None:
         tree.save(prefixes)
 

@@ -213,7 +213,7 @@ class Cutter:
         if found:
             self.ended, text = True, text[: min(found)]
         elif token is not None:
-            text = text.rstrip("\ufffd")  # a character of which bytes are to come
+            text = text.removesuffix("\ufffd")  # a character of which bytes may be to come
             held = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
             text = text[: len(text) - max(held, default=0)]
         if not text.startswith(self._shown):  # what was shown cannot be taken back

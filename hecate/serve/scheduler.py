@@ -340,6 +340,8 @@ class Scheduler:
         if own is None and request.user is not None:
             own = states.rows(self._state, [request._row or 0])
         self._running.remove(request)
+        if not self._running:
+            self._state, self._size = None, 0
         self._end(request, why, error, own if why in ("stop", "length") else None)
 
     def _end(self, request: Request, why: Finish | None, error: Exception | None = None, state: Any = None) -> None:

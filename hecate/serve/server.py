@@ -83,7 +83,7 @@ class _Server:
 
     def _admit(self, http: Http) -> None:
         if self.key is not None:
-            given = http.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+            given = http.headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
                 raise _Refused(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
         elif urlsplit(f"//{http.headers.get('host', '')}").hostname not in LOOPBACK:
