@@ -177,7 +177,7 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     """`_prepare_cache_for_generation` of a grafted model: layers that hold states from the start, so that they record
     what they are told to."""
     type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
-    past = model_kwargs.get("past_key_values")
+    past: Any = model_kwargs.get("past_key_values")
     if type(past) is not DynamicCache or past.offloading:
         return
     for index in [module.layer_idx for module in self.modules() if isinstance(module, Grafted)]:

@@ -297,6 +297,15 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
                 for layer in layers:
                     layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
 
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """An assistant is given the mask of the model it drafts for, unless that has no padding: then nor has this one,
+        though a token of the text be that of the padding."""
+        if getattr(generation_config, "is_assistant", False):
+            return torch.ones(inputs_tensor.shape[:2], dtype=torch.int64, device=inputs_tensor.device)
+        return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
+
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
         return self.model.get_input_embeddings()

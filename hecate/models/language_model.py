@@ -326,7 +326,7 @@ class LanguageModel(nn.Module):
             )
         x = self.embedded(tokens)
         carried: list[Any] = []
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        masks: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         for block, before in zip(self.blocks, state or (None,) * len(self.blocks), strict=True):
             recorded = isinstance(before, Recorded)
             x, after = advance(block, x, before, **masks) if recorded else block(x, before, **masks)

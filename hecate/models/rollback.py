@@ -56,7 +56,8 @@ class RecordedCall(State, _CallFields):
 
     def part(self, start: int, end: int) -> RecordedCall:
         """Some of its tokens, of which the first has the same state ahead of it as the call."""
-        return RecordedCall(self.state, *(None if item is None else item[:, start:end] for item in self[1:]))
+        write, reset = (None if mask is None else mask[:, start:end] for mask in (self.write_mask, self.reset_mask))
+        return RecordedCall(self.state, self.x[:, start:end], write, reset)
 
 
 class _RecordedFields(NamedTuple):
@@ -90,10 +91,9 @@ def advance(
         first = whole.part(0, edge)
         y, state = run(first.x, state, **first.masks)
         outputs.append(y)
-        # A clone: a part of the inputs would keep all of them.
         rest = whole.part(edge, x.shape[1])
-        whole = RecordedCall(state, *(None if item is None else item.clone() for item in rest[1:]))
-        calls = ()
+        # A clone: a part of the inputs would keep all of them.
+        whole, calls = RecordedCall(state, rest.x.clone(), rest.write_mask, rest.reset_mask), ()
     y, state = run(whole.x, state, **whole.masks)
     outputs.append(y)
     return outputs[0] if not edge else torch.cat(outputs, 1), Recorded(state, _shortened([*calls, whole], most))

@@ -125,7 +125,8 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
 
 def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
     """Those of a prompt or of messages."""
-    prompt, messages = given.get("prompt"), given.get("messages")
+    prompt: Any = given.get("prompt")
+    messages: Any = given.get("messages")
     if chat:
         if not isinstance(messages, list) or not messages or prompt is not None:
             raise ConfigError("messages must be a list of at least one {role, content}, without a prompt")
