@@ -153,7 +153,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _taken(past: Recorded, count: int) -> Tensor:
-    """How many of the last `count` tokens each row has written `[B]`."""
+    """The number of the last `count` tokens that each row has written `[B]`."""
     masks = [
         torch.ones_like(call.x[..., 0], dtype=torch.bool) if call.write_mask is None else call.write_mask
         for call in past.calls

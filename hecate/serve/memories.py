@@ -1,4 +1,4 @@
-"""What a served model remembers of each user: one file, replaced whole whenever an answer is complete."""
+"""A served model's memory of each user: one file, replaced whole whenever an answer is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for and are answered, as JSON: read with every bound held, refused by a sentence."""
+"""Requests and answers of OpenAI's clients, as JSON: read with every bound held, refused by a sentence."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
 
 
 def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
-    """Those of a prompt or of messages."""
+    """Tokens of a prompt or of messages."""
     prompt: Any = given.get("prompt")
     messages: Any = given.get("messages")
     if chat:
@@ -206,7 +206,7 @@ class Cutter:
         self._shown, self.ended = "", False
 
     def add(self, token: int | None) -> str:
-        """What can be shown after one more token, or, with None, after the last."""
+        """Text that can be shown after one more token, or, with None, after the last."""
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
         text = self._texts.decode(self._tokens)

@@ -399,5 +399,5 @@ def _rows(count: int) -> int:
 
 
 def _form(state: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What states must have in common to make a batch."""
+    """Dtypes and shapes of the tensors, apart from their rows: the same in all states of a batch."""
     return {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in states.leaves(state).items()}

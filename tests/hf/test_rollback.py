@@ -165,6 +165,7 @@ def test_what_is_not_recorded_is_not_taken_back():
     with pytest.raises(ConfigError, match="1 tokens are to be taken back, and 0 are recorded"):
         cache.crop(-1)
     model(ids, past_key_values=cache)
+    assert cache.layers[0].calls[0].x.untyped_storage().nbytes() == WINDOW * 16 * 8  # and not all of the inputs
     with pytest.raises(ConfigError, match=f"{WINDOW + 1} tokens are to be taken back, and {WINDOW} are recorded"):
         cache.crop(-WINDOW - 1)
     with pytest.raises(ConfigError, match="a length is not cropped to"):

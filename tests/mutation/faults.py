@@ -747,7 +747,7 @@ FAULTS = [
         ("model", "return torch.ones(inputs_tensor.shape[:2]", "pass  # return torch.ones(inputs_tensor.shape[:2]"),
         ("model", "layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)", "layer.activate_past_recording()"),
         ("model", "layer.activate_past_recording(logits_to_keep)", "pass"),
-        ("grafted", "branch.masked, Recorded(self.memory_state", "branch.masked, Recorded(None"),
+        ("grafted", "take_back(branch.masked, past, count)", "take_back(branch.masked, past, count - 1)"),
         ("grafted", "layer = remembering(past.layers[index])\n        if", "layer = remembering(past.layers[index])\n        if not"),
     ),
     *_of(

@@ -388,3 +388,24 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
         assert len(list((tmp_path / "tree").iterdir())) == 2
         (next((tmp_path / "users").glob("*.safetensors"))).unlink()
     assert command(tmp_path / "tree") and "tree" in capsys.readouterr().err
+
+
+@pytest.mark.spec("SERVE-CLI-D1")
+def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+    import importlib
+
+    from hecate import cli
+    from hecate import serve as package
+
+    monkeypatch.delitem(sys.modules, "hecate.serve.server")
+    monkeypatch.delattr(package, "server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install "hecate-memory\[serve\]"'):
+        importlib.import_module("hecate.serve").application  # noqa: B018
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(tmp_path)])
+    assert 'pip install "hecate-memory[serve]"' in capsys.readouterr().err
+    code = (
+        "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
