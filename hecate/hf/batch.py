@@ -23,7 +23,7 @@ _SILENT = {
 def generate_batch(
     model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig, *, max_batch: int = 16, seed: int = 0
 ) -> dict[str, GenerationOutput]:
-    """Continuations of every prompt as `generate` makes them, many at once; one that fails says why in `error`. [HF-GEN-D3]
+    """Continuations of every prompt as `generate` makes them; one that fails says why in `error`. [HF-GEN-D3]
 
     Args:
         model: a `LanguageModel`.

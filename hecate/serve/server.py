@@ -111,6 +111,8 @@ class _Server:
         return await self._answer(http, chat=True)
 
     async def _answer(self, http: Http, chat: bool) -> Response:
+        if not self.scheduler.alive:
+            raise _Refused(503, "the scheduler has ended; the host has to start the server again")
         raw = await self._body(http)
         # Texts take a while, during which others are answered.
         remembers = self.scheduler.memories is not None

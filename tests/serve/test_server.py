@@ -262,6 +262,18 @@ def test_keys_and_hosts(model, monkeypatch):
         assert httpx.delete(f"{url}/v1/memories/u", headers=right).status_code == 404
 
 
+@pytest.mark.spec("SERVE-HTTP-D1", "SERVE-BATCH-D2")
+def test_a_scheduler_that_has_failed_is_told(model, monkeypatch):
+    scheduler = Scheduler(model)
+    with listening(application(scheduler, TEXTS)) as url:
+        assert httpx.get(f"{url}/health").status_code == 200
+        monkeypatch.setattr(scheduler, "_run", lambda *args: 1 / 0)
+        failed = post(url, prompt="a")
+        assert failed.status_code == 500 and "the scheduler has failed" in failed.json()["error"]["message"]
+        wait_for(lambda: not scheduler.alive)
+        assert httpx.get(f"{url}/health").status_code == 503 and post(url, prompt="a").status_code == 503
+
+
 KILLED = """
 import os, random, signal, sys, time
 import torch
