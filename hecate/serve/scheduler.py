@@ -265,6 +265,8 @@ class Scheduler:
                     request._state = self.memories.load(request.user)
                 elif self.prefixes is not None:
                     request._read, request._state = self.prefixes.longest(tokens[:-1])
+                if request._state is not None:  # files are read on the CPU
+                    request._state = states.to(request._state, self.device)
             start = request._read
             end = min((start // self.block + 1) * self.block, start + self.piece, whole)
             shared = self.prefixes is not None and request.user is None

@@ -246,6 +246,26 @@ def test_a_loop_of_one_s_own_takes_tokens_back(kind):
 
 
 @pytest.mark.spec("LM-BACK-D1")
+def test_masks_are_those_of_the_calls_whether_joined_or_not():
+    model, ids, draws = plain(of("gated_delta")), tokens(2, 24), torch.Generator().manual_seed(2)
+    for layer in model.modules():
+        if hasattr(layer, "inert"):
+            layer.inert = True  # padding may stand anywhere
+    write, reset = (torch.rand(2, 24, generator=draws) < share for share in (0.7, 0.2))
+    with torch.no_grad():
+        state: Any = model.record()
+        for at in range(24):  # masks in some calls alone
+            masks = {} if at % 5 == 0 else {"write_mask": write[:, at : at + 1], "reset_mask": reset[:, at : at + 1]}
+            state = model(ids[:, at : at + 1], state, **masks)[1]
+        assert any(call.tokens > 2 for call in state[0].calls)
+        write[:, ::5], reset[:, ::5] = True, False
+        for count in range(1, 24):
+            never = model(ids[:, :-count], write_mask=write[:, :-count], reset_mask=reset[:, :-count])[1]
+            found, wanted = (model(ids[:, :3], each)[0] for each in (model.take_back(state, count), never))
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.spec("LM-BACK-D1")
 def test_a_recorded_state_is_a_state(tmp_path):
     model = plain(of("levels"))
     with torch.no_grad():

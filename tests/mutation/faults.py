@@ -759,6 +759,7 @@ FAULTS = [
         ("rollback", "        if kept and kept[-1].tokens", "        if 0 and kept and kept[-1].tokens"),
         ("rollback", "return RecordedCall(first.state, torch.cat", "return RecordedCall(second.state, torch.cat"),
         ("rollback", "both(first.write_mask, second.write_mask, True)", "None"),
+        ("rollback", "both(first.reset_mask, second.reset_mask, False)", "None"),
         ("rollback", "after[len(calls) - 1] >= most", "after[len(calls) - 1] > most // 2"),
     ),
     *_of(
