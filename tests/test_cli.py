@@ -299,7 +299,8 @@ def test_own_parts_are_imported_before_a_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "export", "import", "tape"]
+    "command",
+    ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "export", "import", "tape", "serve"],
 )
 def test_every_command_has_an_example(hecate, command):
     code, out, _ = hecate(command, "--help")
