@@ -168,7 +168,7 @@ def test_a_user_is_remembered_by_files_of_one_model(tmp_path):
         scheduler = Scheduler(model, memories=memories, prefixes=PrefixCache(block=4))
         user, other = scheduler.submit(Request(turn, 6, user="../ada")), scheduler.submit(Request(turn, 6, user="bob"))
         broken = scheduler.submit(Request(turn, 6, user="eve"))
-        broken.cancelled = True
+        broken.tell = lambda token, own=broken: setattr(own, "cancelled", True)  # by its first token
         run(scheduler)
         memories.close()
         assert user.made == answer and broken.finish == "cancelled"
@@ -194,6 +194,9 @@ def test_a_user_is_remembered_by_files_of_one_model(tmp_path):
     memories.max_bytes = memories.bytes
     with pytest.raises(ConfigError, match="memories have .* is not kept"):
         scheduler.submit(Request([1], user="new"))
+    known = scheduler.submit(Request([1], 1, user="bob"))
+    run(scheduler)
+    assert known.finish == "length"
     memories.close()
     foreign = Memories(folder, "0" * 64)
     strange = Scheduler(model, memories=foreign)
@@ -223,7 +226,7 @@ def test_nothing_is_kept_of_requests_that_have_ended():
     ask(20)
     before = tensors()
     ask(100)
-    assert tensors() <= before + 2
+    assert tensors() <= before + 2 and scheduler._state is None
 
 
 @pytest.mark.slow
