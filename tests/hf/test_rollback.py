@@ -195,11 +195,24 @@ def test_right_drafts_save_calls_and_the_record_is_small(monkeypatch):
 
 @pytest.mark.spec("HF-GEN-D2")
 def test_longer_drafts_than_the_window_are_taken_back_as_well():
-    model, assistant, ids = of("gated_delta"), of("gated_delta", noise=0.02), tokens(1, 9)
-    assistant.generation_config.num_assistant_tokens = WINDOW + 9
-    how: dict[str, Any] = {"max_new_tokens": WINDOW + 20, "do_sample": False, "pad_token_id": 0}
+    model, assistant, ids = of("gated_delta"), of("gated_delta", noise=0.6), tokens(1, 9)
+    assistant.generation_config.num_assistant_tokens = 2 * WINDOW + 9
+    how: dict[str, Any] = {"max_new_tokens": 2 * WINDOW + 20, "do_sample": False, "pad_token_id": 0}
     how["attention_mask"] = torch.ones_like(ids)
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **how), model.generate(ids, **how))
+    expected = model.generate(ids, **how)
+    how["stopping_criteria"] = [lambda found, _: torch.tensor([found.shape[1] >= 13])]  # after a draft or two
+    found = model.generate(ids, assistant_model=assistant, **how)
+    assert torch.equal(found, expected[:, : found.shape[1]]) and found.shape[1] >= 13
+
+
+@pytest.mark.spec("HF-GEN-D2")
+def test_a_right_draft_may_have_the_token_of_the_padding():
+    model, ids = of("gated_delta"), tokens(1, 9)
+    how: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, pad_token_id=0, **how)
+    padding = int(expected[0, 9])
+    found = model.generate(ids, assistant_model=of("gated_delta"), pad_token_id=padding, **how)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ import httpx
 from hecate import states
 from hecate.errors import ConfigError
 from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
+from hecate.serve.protocol import Cutter
 from hecate.serve.server import serve
 from tests.serve.common import TEXTS, listening, made, said
 
@@ -110,6 +111,15 @@ def test_draws_and_stops(server, model):
         found = "".join(event["choices"][0]["text"] for event in events) if stream else None
         choice = events[-1]["choices"][0] if stream else answer.json()["choices"][0]
         assert (found if stream else choice["text"]) == whole[: whole.find(stop)] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_what_may_become_a_stop_or_a_character_is_held_back():
+    cutter = Cutter(TEXTS, ("end", "dot"))
+    assert [cutter.add(token) for token in "\u00e9 ene".encode()] == ["", "\u00e9", " ", "", "", "en"]
+    assert [cutter.add(token) for token in b"nd!"] == ["", "", ""] and cutter.ended
+    cutter = Cutter(TEXTS, ("end",))
+    assert [cutter.add(token) for token in (*b"aen", 0xE2, None)] == ["a", "", "", "", "en\ufffd"]
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
