@@ -16,7 +16,7 @@ _PACKAGES = (
     "models", "nn", "optim", "phi", "readout", "retention", "rule", "states", "structure", "tape", "testing", "train",
     "variant",
 )  # fmt: skip
-_EXTRAS = ("hf",)  # need the packages of an extra, so that no star import takes them
+_EXTRAS = ("hf", "serve")  # need the packages of an extra, so that no star import takes them
 _NAMES = {
     "hecate.engine": ("memory_scan", "memory_step", "stepper"),
     "hecate.errors": (

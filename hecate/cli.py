@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hecate import data_cli, terminal
+from hecate import data_cli, serve_cli, terminal
 from hecate.data_cli import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
@@ -580,3 +580,9 @@ def doctor(
         return
     for what, seconds in found.warm(rules or [], width):
         echo(f"{what}, {seconds:.1f} s")
+
+
+_command(
+    short_help="Answer OpenAI's clients with a model.",
+    epilog="Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users",
+)(serve_cli.serve)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialized
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hecate.errors import CheckpointError, ConfigError, ShapeError, shorten
@@ -79,14 +80,14 @@ class State:
         """As the function `stack`."""
         return stack(states)
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path | str, model: str | None = None) -> None:
         """As the function `save`."""
-        save(self, path)
+        save(self, path, model)
 
     @classmethod
-    def load(cls, path: Path | str, device: torch.device | str = "cpu") -> Self:
+    def load(cls, path: Path | str, device: torch.device | str = "cpu", model: str | None = None) -> Self:
         """As the function `load`, of this class alone."""
-        found = load(path, device)
+        found = load(path, device, model)
         if not isinstance(found, cls):
             raise CheckpointError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}; load it as what it is")
         return found
@@ -101,6 +102,11 @@ def detach(state: Tree) -> Tree:
     """The same state cut off from the graph that produced it."""
     # What no gradient reaches stays itself, with what is known of it.
     return pytree.tree_map_only(Tensor, lambda x: x.detach() if x.is_floating_point() else x, state)
+
+
+def clone(state: Tree) -> Tree:
+    """The same state, detached, with storage of its own: what is done to either does not change the other."""
+    return pytree.tree_map_only(Tensor, lambda item: item.detach().clone(), state)
 
 
 def to(state: Tree, *where: torch.device | str | torch.dtype) -> Tree:
@@ -196,10 +202,22 @@ def stack(states: Iterable[Tree]) -> Tree:
     return pytree.tree_map_with_path(joined, trees[0])
 
 
-def save(state: Any, path: Path | str) -> None:
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model's config, where it has one, and of its parameters and buffers, as 64 hexadecimal digits: who
+    has it has the model that a state is of. [STATE-MODEL-D1]"""
+    found = sha256(repr(getattr(model, "config", None)).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        whole = tensor.detach().cpu().contiguous().reshape(-1)
+        found.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
+    return found.hexdigest()
+
+
+def save(state: Any, path: Path | str, model: str | None = None) -> None:
     """Writes a state to one safetensors file, atomically: tensors by their place, their order as JSON in its header.
 
-    Tuples, lists, dicts by text, `State`s, tensors and None can be written; gradients are not. [STATE-LOAD-I1]
+    Tuples, lists, dicts by text, `State`s, tensors and None can be written; gradients are not. [STATE-LOAD-I1] `model`,
+    the `fingerprint` of the one it is of, is written beside them. [STATE-MODEL-D1]
 
     Raises:
         CheckpointError: what is no state, or cannot be written.
@@ -208,22 +226,27 @@ def save(state: Any, path: Path | str) -> None:
     tree = _described(state, "state", tensors, None)
     if not tensors:
         raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written to {path}")
-    content = serialized(tensors, metadata={"format": _FORMAT, "tree": json.dumps(tree)})
+    told = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
+    content = serialized(tensors, metadata=told)
     try:
         write_file(Path(path), content)
     except OSError as error:
         raise CheckpointError(f"cannot write state {path}: {error.strerror or error}") from None
 
 
-def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
+def load(path: Path | str, device: torch.device | str = "cpu", model: str | None = None) -> Any:
     """The state that `save` wrote, its tensors on a device. Nothing is unpickled. [STATE-LOAD-I1]
 
     Raises:
-        CheckpointError: a file that is missing, damaged or of something else.
+        CheckpointError: a file that is missing, damaged or of something else; where `model` is given, of another model
+            or of one that it does not say. [STATE-MODEL-D1]
     """
     try:
         with safe_open(path, "pt") as file:
             told = file.metadata() or {}
+            if model is not None and told.get("model") != model:
+                whose = "another model's" if told.get("model") else "of a model that it does not tell"
+                raise CheckpointError(f"state {path} is {whose}; begin a new one, or open it with the model it is of")
             tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read state {path}: {error}") from None

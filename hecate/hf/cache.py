@@ -7,7 +7,9 @@ fixed shapes; so a layer here holds the pytree itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,33 +17,88 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hecate.errors import ConfigError, ShapeError
+from hecate.models.rollback import WINDOW, Recorded, RecordedCall, advance, check_recorded, take_back
 from hecate.states import each_row
+
+
+def check_crop(tokens_to_remove: int, recording: bool) -> int:
+    """The number of tokens that `crop` is to take back. [HF-CACHE-D3]
+
+    Raises:
+        ConfigError: a positive one, which once meant a length, and any where no past is recorded.
+    """
+    if tokens_to_remove > 0:
+        raise ConfigError(f"crop({tokens_to_remove}): a length is not cropped to; crop(-n) takes n tokens back")
+    if tokens_to_remove and not recording:
+        raise ConfigError(
+            f"crop({tokens_to_remove}): a memory takes back what it has recorded alone, and has recorded nothing; call "
+            "activate_past_recording() ahead of the tokens, or keep a copy.deepcopy of the cache as it was before them"
+        )
+    return -tokens_to_remove
+
+
+def recorded_by(layer: Callable[[], Any], past: Recorded, count: int) -> Any:
+    """The layer that recorded the last `count` tokens, by what tells it without keeping it.
+
+    Raises:
+        ConfigError: fewer tokens are recorded, or the layer is gone.
+    """
+    check_recorded(past, count)
+    if (found := layer()) is None:
+        raise ConfigError("the model that wrote the cache is gone; keep it as long as the cache is cropped")
+    return found
 
 
 class StateLayer(CacheLayerMixin):
     """One block's state, the number of tokens it has been shown, and how many of them each row has written.
 
-    States are replaced, never written in place: a copy of the cache stays what it was. [HF-CACHE-D1]
+    States are replaced, never written in place: a copy of the cache stays what it was. [HF-CACHE-D1] While the past is
+    recorded the last `window` tokens can be taken back by `crop`. [HF-CACHE-D3]
     """
 
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.record_past, self.window = False, WINDOW
         self.reset()
+
+    @property
+    def is_croppable(self) -> bool:
+        """True while the past is recorded."""
+        return self.record_past
 
     def reset(self) -> None:
         """Forgets everything."""
         self.state: Any = None
+        self.calls: tuple[RecordedCall, ...] = ()
         self.written: Tensor | None = None
         self.seen = 0
         self.is_initialized = False
+        self._block: Callable[[], Any] = lambda: None
 
-    def store(self, state: Any, tokens: int, written: Tensor | None = None) -> None:
-        """Takes the state after `tokens` more; `written` `[B]` counts those that were no padding."""
-        self.state, self.seen = state, self.seen + tokens
-        self.written, self.is_initialized = written, True
+    def activate_past_recording(self, tokens: int = WINDOW) -> None:
+        """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
+        if not self.record_past:
+            self.record_past, self.calls = True, ()
+        self.window = max(self.window, tokens)
+
+    def advance(
+        self, block: Any, x: Tensor, write_mask: Tensor | None, reset_mask: Tensor | None, *, counts: bool
+    ) -> Tensor:
+        """The output `[B, T, d_model]` of the layer's block, whose state is kept, as is, where it `counts`, how many
+        tokens of each row were no padding."""
+        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
+        if self.record_past:
+            y, (self.state, self.calls) = advance(block, x, Recorded(self.state, self.calls), self.window, **masks)
+            self._block = weakref.ref(block)  # a copy of the cache has no copy of it
+        else:
+            y, self.state = block(x, self.state, **masks)
+        if counts:
+            before = torch.zeros(len(x), dtype=torch.int64, device=x.device) if self.written is None else self.written
+            self.written = before + (x.shape[1] if write_mask is None else write_mask.sum(1))
+        self.seen, self.is_initialized = self.seen + x.shape[1], True
+        return y
 
     def get_seq_length(self) -> int:
         """Tokens that it has been shown, padding included."""
@@ -68,15 +125,23 @@ class StateLayer(CacheLayerMixin):
         self._map(lambda t: t[indices.to(t.device)])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state, self.written = each_row((self.state, self.written), change)
+        self.state, self.written, self.calls = each_row((self.state, self.written, self.calls), change)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused, but for none: a memory cannot unwrite its last tokens."""
-        if tokens_to_remove:
-            raise ConfigError(
-                f"a memory cannot forget its last tokens, and is to forget {abs(tokens_to_remove)}: take a copy of the "
-                "cache ahead of them"
-            )
+        """Takes the last `-tokens_to_remove` tokens of every row back, padding among them. [HF-CACHE-D3]
+
+        Raises:
+            ConfigError: a positive number, more tokens than are recorded, and any while none are.
+        """
+        count = check_crop(tokens_to_remove, self.record_past)
+        if not count:
+            return
+        past = Recorded(self.state, self.calls)
+        block = recorded_by(self._block, past, count)
+        after = take_back(partial(block, mlp=False), past, count)
+        if self.written is not None:
+            self.written = self.written - _taken(past, count)
+        (self.state, self.calls), self.seen = after, self.seen - count
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         """Refused: a memory's state has no keys and values."""
@@ -85,6 +150,15 @@ class StateLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a memory's state has no keys and values."""
         self.lazy_initialization(key_states, value_states)
+
+
+def _taken(past: Recorded, count: int) -> Tensor:
+    """The number of the last `count` tokens that each row has written `[B]`."""
+    masks = [
+        torch.ones_like(call.x[..., 0], dtype=torch.bool) if call.write_mask is None else call.write_mask
+        for call in past.calls
+    ]
+    return torch.cat(masks, 1)[:, -count:].sum(1)
 
 
 def no_continuous_batching(*_: Any, **__: Any) -> NoReturn:

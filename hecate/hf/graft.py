@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from hecate.checks import Depth, Size, expect_choice
 from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
 from hecate.files import make_folder, new_folder, read_whole, refusing, write_file
 from hecate.hf.cache import no_continuous_batching
-from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks
+from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks, prepare_cache
 from hecate.nn import FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Firing
 from hecate.nn.conv import QKNorm
@@ -148,7 +149,7 @@ def _install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tupl
     decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
     setattr(model.config, _KEY, json.loads(config.model_dump_json()))
     model.init_continuous_batching = no_continuous_batching
-    model._is_stateful = True  # transformers then refuses assisted generation, which takes tokens back
+    model._prepare_cache_for_generation = MethodType(prepare_cache, model)  # a method: a copy of the model has its own
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.disable_compile = True  # states change their place, which graphs of static caches fix
     # Memories read [B, T]: what is padding cannot be told from masks over keys, made ahead for static caches.

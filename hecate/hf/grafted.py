@@ -8,16 +8,19 @@ whatever happens to keys and values.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hecate.checks import described
 from hecate.errors import ConfigError, ShapeError
+from hecate.hf.cache import check_crop, recorded_by
+from hecate.models.rollback import WINDOW, Recorded, RecordedCall, advance, take_back
 from hecate.nn import LayerState, Memory
 from hecate.states import each_row
 
@@ -60,6 +63,12 @@ class Branch(nn.Module):
         y, state = self.memory(wide, state, write_mask=masks.write, reset_mask=masks.reset)
         return (y if self.gate is None else self.gate * y), state
 
+    def masked(
+        self, x: Tensor, state: LayerState | None, *, write_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, LayerState]:
+        """The same by the names of the masks."""
+        return self(x, state, Masks(write_mask, reset_mask))
+
     def extra_repr(self) -> str:
         """Names of the attention's weights that it began with."""
         return f"from {', '.join(self.reused)}" if self.reused else ""
@@ -72,11 +81,36 @@ class Remembering(CacheLayerMixin):  # or a cache layer could not become one: it
     """
 
     # `is_compileable` stays: static layers tell by it that they are longer than what they hold.
-    is_croppable = False
     memory_state: LayerState | None = None
+    record_past = False
+    window = WINDOW
+    calls: tuple[RecordedCall, ...] = ()
+    _branch: Callable[[], Any] = staticmethod(lambda: None)
+
+    @property
+    def is_croppable(self) -> bool:
+        """True while the past is recorded, beside keys and values that can be cropped."""
+        return self.record_past and bool(super().is_croppable)
+
+    def activate_past_recording(self, tokens: int = WINDOW) -> None:
+        """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
+        if hasattr(super(), "activate_past_recording"):
+            super().activate_past_recording()
+        self.calls = self.calls if self.record_past else ()
+        self.record_past, self.window = True, max(self.window, tokens)
+
+    def answers(self, branch: Branch, x: Tensor, masks: Masks) -> Tensor:
+        """The memory's answers to x `[B, T, d_model]`; its state is kept."""
+        if not self.record_past:
+            y, self.memory_state = branch(x, self.memory_state, masks)
+            return y
+        past, named = Recorded(self.memory_state, self.calls), {"write_mask": masks.write, "reset_mask": masks.reset}
+        y, (self.memory_state, self.calls) = advance(branch.masked, x, past, self.window, **named)
+        self._branch = weakref.ref(branch)  # a copy of the cache has no copy of it
+        return y
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.memory_state = each_row(self.memory_state, function)
+        self.memory_state, self.calls = each_row((self.memory_state, self.calls), function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order, as beams go on."""
@@ -96,15 +130,22 @@ class Remembering(CacheLayerMixin):  # or a cache layer could not become one: it
     def reset(self) -> None:
         """As before the first token."""
         super().reset()
-        self.memory_state = None
+        self.memory_state, self.calls = None, ()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a memory cannot forget its last tokens."""
-        if tokens_to_remove:
-            raise ConfigError(
-                f"crop({tokens_to_remove}): a memory cannot forget its last tokens; keep a copy.deepcopy of the cache "
-                "as it was before them"
-            )
+        """Takes the last `-tokens_to_remove` tokens back, memory, keys and values. [HF-GRAFT-I4]
+
+        Raises:
+            ConfigError: a positive number, more tokens than are recorded, and any while none are.
+        """
+        count, past = check_crop(tokens_to_remove, self.record_past), Recorded(self.memory_state, self.calls)
+        if count:
+            branch = recorded_by(self._branch, past, count)
+            self.memory_state, self.calls = take_back(branch.masked, past, count)
+        if self.record_past:
+            super().crop(tokens_to_remove)
+        if getattr(self, "is_sliding", False):  # its keys are now as many as its window needs
+            self.calls = ()
 
 
 @cache
@@ -113,18 +154,38 @@ def _remembering(kind: type) -> type:
     return type(f"Remembering{kind.__name__}", (Remembering, kind), {"_layer_type": None})
 
 
-def cache_layer(past: Any, index: int, read: int) -> Any:
-    """The layer of a cache that holds the state of the memory beside attention `index`, after it took `read` tokens."""
-    layer = past.layers[index]
+def remembering(layer: Any) -> Any:
+    """A cache layer, whose class from now on holds a memory's state, too."""
     if not isinstance(layer, Remembering):
         kind: Any = type(layer)
         layer.__class__ = _remembering(kind)
+    return layer
+
+
+def cache_layer(past: Any, index: int, read: int) -> Any:
+    """The layer of a cache that holds the state of the memory beside attention `index`, after it took `read` tokens."""
+    layer = remembering(past.layers[index])
     if layer.memory_state is None and (held := int(layer.get_seq_length()) - read) > 0:
         raise ShapeError(
             f"past_key_values holds {held} tokens that the memory of layer {index} has not read; fill it with the "
             "grafted model, and leave prefix tuning out"
         )
     return layer
+
+
+def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """`_prepare_cache_for_generation` of a grafted model: layers that hold states from the start, so that they record
+    what they are told to."""
+    type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+    past: Any = model_kwargs.get("past_key_values")
+    if type(past) is not DynamicCache or past.offloading:
+        return
+    for index in [module.layer_idx for module in self.modules() if isinstance(module, Grafted)]:
+        while len(past.layers) <= index:  # of a DynamicCache() that was made without a config
+            past.layers.append(past.layer_class_to_replicate())
+        layer = remembering(past.layers[index])
+        if getattr(generation_config, "is_assistant", False):  # what it drafts in one go may all be rejected
+            layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
 
 
 class Grafted(nn.Module):
@@ -137,9 +198,7 @@ class Grafted(nn.Module):
         branch = getattr(self, BRANCH)
         if past is None:
             return branch(x, None, masks)[0]
-        layer = cache_layer(past, self.layer_idx, x.shape[1])
-        y, layer.memory_state = branch(x, layer.memory_state, masks)
-        return y
+        return cache_layer(past, self.layer_idx, x.shape[1]).answers(branch, x, masks)
 
     def _handed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Masks]:
         """The cache and the masks among the arguments of a call; the masks are no longer there."""

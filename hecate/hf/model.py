@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -15,6 +16,7 @@ from transformers.utils import can_return_tuple, logging
 
 from hecate.checks import check_room
 from hecate.errors import ConfigError
+from hecate.hf.batch import generate_batch
 from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
 from hecate.hf.config import HecateConfig
 from hecate.models import LanguageModel
@@ -49,7 +51,6 @@ class HecatePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["HecateBlock"]
-    _is_stateful = True  # no assisted generation: a memory cannot take tokens back
     _supports_sdpa = True
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
@@ -167,10 +168,10 @@ class HecateModel(HecatePreTrainedModel):
         seen = []
         for index, block in enumerate(self.lm.blocks):
             seen.append(x)
-            before = None if layers is None else layers[index].state
-            x, after = block(x, before, write_mask=written, reset_mask=starts)
-            if layers is not None:
-                layers[index].store(after, x.shape[1], None if index else _counted(layers[0], x, written))
+            if layers is None:
+                x, _ = block(x, None, write_mask=written, reset_mask=starts)
+            else:
+                x = layers[index].advance(block, x, written, starts, counts=not index)
         x = self.lm.norm(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(x, past_key_values, (*seen, x) if wanted else None)
@@ -192,13 +193,6 @@ class HecateModel(HecatePreTrainedModel):
             return self.lm.scaled(rows), written, starts
         # A tokenizer's padding may be no token of the model.
         return self.lm.embedded(given if written is None else given.masked_fill(~written, 0)), written, starts
-
-
-def _counted(past: StateLayer, x: Tensor, written: Tensor | None) -> Tensor:
-    """Tokens that each row has written by now `[B]`."""
-    count = x.shape[1] if written is None else written.sum(1)
-    before = torch.zeros(len(x), dtype=torch.int64, device=x.device) if past.written is None else past.written
-    return before + count
 
 
 def _check_known(kwargs: dict[str, Any]) -> None:
@@ -238,7 +232,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     `LanguageModel`: either way the names and shapes are `model.lm.` and those of that model.
     """
 
-    init_continuous_batching = no_continuous_batching
+    continuous_batching_context_manager = no_continuous_batching
 
     def __init__(self, config: HecateConfig) -> None:
         super().__init__(config)
@@ -254,6 +248,63 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         copied = {name: value.detach().clone() for name, value in model.state_dict().items()}
         made.model.lm.load_state_dict(copied, assign=True)
         return made.train(model.training)
+
+    @property
+    def init_continuous_batching(self) -> NoReturn:
+        """Not there: programs that ask for it by `hasattr` then batch by `generate`. `generate_batch` is."""
+        raise AttributeError("init_continuous_batching")
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        generation_config: GenerationConfig | None = None,
+        *,
+        max_batch: int = 16,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Continues prompts of any lengths, `max_batch` at once, each as `generate` alone does; `GenerationOutput` by
+        "req_0", "req_1", ... [HF-GEN-D3]
+
+        Args:
+            inputs: tokens of each prompt.
+            generation_config, kwargs: lengths, `do_sample`, `temperature`, `top_k`, `top_p`, `eos_token_id`; a setting
+                that is not known here is refused. `progress_bar` and `warmup` say nothing.
+            max_batch: a power of two.
+            seed: of the draws; each prompt has draws of its own.
+        """
+        for name in ("progress_bar", "warmup"):
+            kwargs.pop(name, None)
+        config, unknown = self._prepare_generation_config(generation_config, **kwargs)
+        if unknown:
+            raise ConfigError(f"generate_batch knows no {next(iter(unknown))}; leave it out or call generate")
+        return generate_batch(self.model.lm, inputs, config, max_batch=max_batch, seed=seed)
+
+    def new_cache(self) -> Cache:
+        """An empty cache that `activate_past_recording` can be called of ahead of the first token; a `DynamicCache()`
+        has no layers then, and forgets it."""
+        return Cache(layers=[StateLayer() for _ in self.model.lm.blocks])
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """The layers of states stand in the cache from the start, so that it records what it is told to."""
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(cache, Cache):
+            layers = state_layers(cache, len(self.model.lm.blocks))
+            if getattr(generation_config, "is_assistant", False):  # what it drafts in one go may all be rejected
+                for layer in layers:
+                    layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """An assistant is given the mask of the model it drafts for, unless that has no padding: then nor has this one,
+        though a token of the text be that of the padding."""
+        if getattr(generation_config, "is_assistant", False):
+            return torch.ones(inputs_tensor.shape[:2], dtype=torch.int64, device=inputs_tensor.device)
+        return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
@@ -304,6 +355,10 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
                 token that follows each.
         """
         of_loss = {name: kwargs.pop(name) for name in _OF_LOSS & kwargs.keys()}
+        if isinstance(past_key_values, Cache) and isinstance(logits_to_keep, int):
+            for layer in past_key_values.layers:  # all but the first of these may be a draft
+                if isinstance(layer, StateLayer) and layer.record_past:
+                    layer.activate_past_recording(logits_to_keep)
         found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
         x = found.last_hidden_state
         if isinstance(logits_to_keep, Tensor):

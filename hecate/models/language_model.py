@@ -25,6 +25,7 @@ from hecate.cms import (
 from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
 from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
+from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
 from hecate.nn.blocks import RMSNorm
@@ -222,8 +223,8 @@ class MemoryBlock(Layers):
         hidden = hidden_width(config.d_model, config.mlp_ratio, "d_model")
         self.mlp = GatedMLP(config.d_model, hidden, generator, **place) if hidden else None
 
-    def forward(self, x: Tensor, state: Any, **masks: Mask) -> tuple[Tensor, Any]:
-        """The block's output and its state after the last token."""
+    def forward(self, x: Tensor, state: Any, *, mlp: bool = True, **masks: Mask) -> tuple[Tensor, Any]:
+        """The block's output and its state after the last token; for the state alone `mlp` may be left out."""
         after = None
         if self.levels is not None and state is not None:
             if not isinstance(state, BlockState):
@@ -237,7 +238,7 @@ class MemoryBlock(Layers):
         if self.levels is not None and self.levels_norm is not None:
             y, after = self.levels(self.levels_norm(x), after, **masks)
             x, state = x + y, BlockState(state, after)
-        return (x if self.mlp is None else x + self.mlp(x)), state
+        return (x + self.mlp(x) if mlp and self.mlp is not None else x), state
 
 
 def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:
@@ -325,10 +326,28 @@ class LanguageModel(nn.Module):
             )
         x = self.embedded(tokens)
         carried: list[Any] = []
+        masks: dict[str, Any] = {"write_mask": write_mask, "reset_mask": reset_mask}
         for block, before in zip(self.blocks, state or (None,) * len(self.blocks), strict=True):
-            x, after = block(x, before, write_mask=write_mask, reset_mask=reset_mask)
+            recorded = isinstance(before, Recorded)
+            x, after = advance(block, x, before, **masks) if recorded else block(x, before, **masks)
             carried.append(after)
         return self.logits(self.norm(x)), tuple(carried)
+
+    def record(self, state: tuple[Any, ...] | None = None) -> tuple[Recorded, ...]:
+        """A state, or that ahead of the first token, whose calls from now on record their last 64 tokens or more, for
+        `take_back`; a call of more tokens is made in two. [LM-BACK-D1]"""
+        return tuple(Recorded(before, ()) for before in state or (None,) * len(self.blocks))
+
+    def take_back(self, state: tuple[Any, ...], count: int) -> tuple[Recorded, ...]:
+        """A recorded state as it was `count` tokens ago, within rounding, as where a draft is rejected. [LM-BACK-D1]
+
+        Raises:
+            ConfigError: a state that is not recorded, or fewer tokens than that.
+        """
+        if not all(isinstance(before, Recorded) for before in state):
+            raise ConfigError("the state is not recorded; begin with `state = model.record(state)`")
+        pairs = zip(self.blocks, state, strict=True)
+        return tuple(take_back(partial(block, mlp=False), before, count) for block, before in pairs)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Input of the first block `[B, T, d_model]`; `ShapeError` for tokens outside the vocabulary."""

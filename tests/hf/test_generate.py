@@ -104,19 +104,59 @@ def test_what_was_filled_up_is_not_continued_by_a_cache():
     assert torch.equal(model.generate(more, attention_mask=mask, **GREEDY)[0, -7:], greedy(model, alone)[-7:])
 
 
-@pytest.mark.spec("HF-GEN-D1")
-def test_continuous_batching_is_refused_before_it_starts(caplog):
-    """transformers' own pages keys and values, which a memory has none of: it would log an error and answer nothing."""
+@pytest.mark.parametrize("rule", ["momentum", "levels"])
+@pytest.mark.spec("HF-GEN-D3")
+def test_generate_batch_gives_what_generate_gives(rule):
+    from transformers import GenerationConfig
+    from transformers.generation.continuous_batching.requests import RequestStatus
+
+    model = made(rule, tie_embeddings=False).train()
+    prompts = [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((3, 1, 15, 8, 5))]
+    alone = [greedy(model, torch.tensor(prompt))[len(prompt) :].tolist() for prompt in prompts]
+    end = alone[0][2]
+    for how in ({}, {"eos_token_id": end}, {"eos_token_id": [end, 99]}, {"max_batch": 2}, {"warmup": False}):
+        found = model.generate_batch(prompts, max_new_tokens=7, do_sample=False, **how)
+        cut = [row[: row.index(end) + 1] if "eos_token_id" in how and end in row else row for row in alone]
+        assert list(found) == [f"req_{n}" for n in range(5)] and [out.generated_tokens for out in found.values()] == cut
+        assert all(out.is_finished() and out.status == RequestStatus.FINISHED for out in found.values())
+        assert [out.prompt_ids for out in found.values()] == prompts
+    assert model.training and model.generate_batch([]) == {}
+    config = GenerationConfig(do_sample=True, max_new_tokens=5, top_k=0, temperature=0.9)
+    drawn = [model.generate_batch(prompts, config, seed=seed)["req_1"].generated_tokens for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(model.generate_batch([[1] * 4], max_length=9)["req_0"].generated_tokens) == 5
+    assert len(model.generate_batch([[1] * 4])["req_0"].generated_tokens) == 20
+    for how, match in (
+        ({"num_beams": 2}, "knows no num_beams"), ({"repetition_penalty": 1.2}, "knows no repetition_penalty"),
+        ({"stop_strings": ["a"]}, "knows no stop_strings"), ({"tokens": 3}, "knows no tokens"),
+        ({"max_length": 2}, "leaves no room after a prompt of 3 tokens"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=match):
+            model.generate_batch(prompts, do_sample=False, **how)
+    with pytest.raises(ConfigError, match="a prompt must have at least one token"):
+        model.generate_batch([[1], []])
+
+
+@pytest.mark.spec("HF-GEN-D3")
+def test_pages_of_keys_and_values_are_refused_before_they_are_made(caplog, monkeypatch):
+    """transformers' own batching has none for a memory: it would log an error and answer nothing."""
     model, rows = made(), tokens(2, 4).tolist()
-    calls = (
-        lambda: model.generate_batch(rows, max_new_tokens=2),
-        lambda: model.generate(tokens(2, 4), cache_implementation="paged", max_new_tokens=2),
-        lambda: model.init_continuous_batching(),
-        lambda: model.continuous_batching_context_manager().__enter__(),
-    )
-    for call in calls:
-        with pytest.raises(ConfigError, match="call generate with rows padded in front and an attention_mask"):
-            call()
+    assert not hasattr(model, "init_continuous_batching")  # what `transformers serve` asks
+    with pytest.raises(ConfigError, match="call generate with rows padded in front and an attention_mask"):
+        model.continuous_batching_context_manager().__enter__()
+    with pytest.raises(ConfigError, match="knows no cache_implementation"):
+        model.generate(tokens(2, 4), cache_implementation="paged", max_new_tokens=2)
+    with pytest.raises(ConfigError, match="give its attention a window"):
+        made("mag").generate_batch(rows, max_new_tokens=2)
+    forward = type(model.model.lm).forward
+
+    def spoilt(self: Any, ids: torch.Tensor, state: Any = None, **masks: Any) -> Any:
+        logits, state = forward(self, ids, state, **masks)
+        return torch.where((ids[:, -1:, None] == 3), float("nan"), logits), state
+
+    monkeypatch.setattr(type(model.model.lm), "forward", spoilt)
+    found = model.generate_batch([[1, 3], [1, 2]], max_new_tokens=1)
+    assert found["req_0"].error and not found["req_0"].generated_tokens and found["req_1"].error is None
     assert "rror" not in caplog.text
 
 

@@ -1,0 +1,158 @@
+"""Taking the last tokens of a layer back: the state ahead of them and the layer's inputs since then.
+
+A memory cannot unwrite, but its state is a value: the one ahead of a call costs nothing to keep, and the call can be
+made again with fewer tokens. That needs no knowledge of a rule, and goes for memories, levels, convolutions and windows
+of attention alike. Every call is a place to go on from; of older ones neighbours are joined, so that few states are
+kept, and as many tokens are run again as are taken back, about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.checks import expect_count
+from hecate.errors import ConfigError
+from hecate.states import State
+
+WINDOW = 64
+"""Tokens that can be taken back."""
+Run = Callable[..., tuple[Any, Any]]
+"""A layer: `(x, state, write_mask=, reset_mask=) -> (y, state)`."""
+
+
+class _CallFields(NamedTuple):
+    state: Any
+    x: Tensor
+    write_mask: Tensor | None
+    reset_mask: Tensor | None
+
+
+class RecordedCall(State, _CallFields):
+    """A call of a layer.
+
+    Fields:
+        state: that ahead of it; None ahead of the first token.
+        x: the layer's inputs `[B, T, d_model]`.
+        write_mask, reset_mask: as they were given, bool `[B, T]`.
+    """
+
+    __slots__ = ()
+    whole = (("write_mask", torch.bool), ("reset_mask", torch.bool))
+
+    @property
+    def tokens(self) -> int:
+        """Their number."""
+        return self.x.shape[1]
+
+    @property
+    def masks(self) -> dict[str, Tensor | None]:
+        """The masks by name."""
+        return {"write_mask": self.write_mask, "reset_mask": self.reset_mask}
+
+    def part(self, start: int, end: int) -> RecordedCall:
+        """Some of its tokens, of which the first has the same state ahead of it as the call."""
+        write, reset = (None if mask is None else mask[:, start:end] for mask in (self.write_mask, self.reset_mask))
+        return RecordedCall(self.state, self.x[:, start:end], write, reset)
+
+
+class _RecordedFields(NamedTuple):
+    state: Any
+    calls: tuple[RecordedCall, ...]
+
+
+class Recorded(State, _RecordedFields):
+    """A layer's state, and the calls that its last tokens came by, the oldest first. [LM-BACK-D1]"""
+
+    __slots__ = ()
+    whole = ()
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that can be taken back."""
+        return sum(call.tokens for call in self.calls)
+
+
+def advance(
+    run: Run, x: Tensor, past: Recorded, most: int = WINDOW, *, write_mask: Tensor | None, reset_mask: Tensor | None
+) -> tuple[Tensor, Recorded]:
+    """The layer's output `[B, T, d_model]`, and its state with the last `most` tokens recorded, or up to twice as many.
+
+    A longer call is made in two: its first tokens are not kept.
+    """
+    state, calls, outputs = past.state, past.calls, []
+    whole = RecordedCall(state, x, write_mask, reset_mask)
+    edge = max(0, x.shape[1] - most)
+    if edge:
+        first = whole.part(0, edge)
+        y, state = run(first.x, state, **first.masks)
+        outputs.append(y)
+        rest = whole.part(edge, x.shape[1])
+        # A clone: a part of the inputs would keep all of them.
+        whole, calls = RecordedCall(state, rest.x.clone(), rest.write_mask, rest.reset_mask), ()
+    y, state = run(whole.x, state, **whole.masks)
+    outputs.append(y)
+    return outputs[0] if not edge else torch.cat(outputs, 1), Recorded(state, _shortened([*calls, whole], most))
+
+
+def check_recorded(past: Recorded, count: int) -> None:
+    """Refuses to take more tokens back than are recorded."""
+    expect_count(count, "tokens to take back", 0)
+    if count > past.tokens:
+        raise ConfigError(
+            f"{count} tokens are to be taken back, and {past.tokens} are recorded; draft fewer at once, or keep the "
+            "state ahead of them"
+        )
+
+
+def take_back(run: Run, past: Recorded, count: int) -> Recorded:
+    """The state as it was `count` tokens ago, within rounding; those before them can still be taken back.
+
+    Raises:
+        ConfigError: more tokens than are recorded.
+    """
+    check_recorded(past, count)
+    state, calls = past.state, list(past.calls)
+    while count:
+        call = calls.pop()
+        state = call.state
+        if call.tokens > count:
+            kept = call.part(0, call.tokens - count)
+            state = run(kept.x, state, **kept.masks)[1]
+            calls.append(kept)
+        count -= min(count, call.tokens)
+    return Recorded(state, tuple(calls))
+
+
+def _shortened(calls: list[RecordedCall], most: int) -> tuple[RecordedCall, ...]:
+    """Without calls beyond the last `most` tokens; two neighbours no longer than all that follow them are one, so that
+    the states kept grow as the logarithm of the tokens."""
+    after = [0, *accumulate(call.tokens for call in reversed(calls))]
+    while len(calls) > 1 and after[len(calls) - 1] >= most:
+        del calls[0]
+    kept: list[RecordedCall] = []
+    for index, call in enumerate(calls):
+        if kept and kept[-1].tokens + call.tokens <= after[len(calls) - 1 - index]:
+            kept[-1] = _joined(kept[-1], call)
+        else:
+            kept.append(call)
+    return tuple(kept)
+
+
+def _joined(first: RecordedCall, second: RecordedCall) -> RecordedCall:
+    """Two calls as one."""
+
+    def both(a: Tensor | None, b: Tensor | None, left_out: bool) -> Tensor | None:
+        if a is None and b is None:
+            return None
+        pair = zip((a, b), (first, second), strict=True)
+        full = (call.x.new_full(call.x.shape[:2], left_out, dtype=torch.bool) if m is None else m for m, call in pair)
+        return torch.cat(list(full), 1)
+
+    write = both(first.write_mask, second.write_mask, True)
+    reset = both(first.reset_mask, second.reset_mask, False)
+    return RecordedCall(first.state, torch.cat([first.x, second.x], 1), write, reset)

@@ -1,0 +1,223 @@
+"""Requests and answers of OpenAI's clients, as JSON: read with every bound held, refused by a sentence."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hecate.errors import ConfigError, shorten
+from hecate.serve.scheduler import Request
+
+
+class Limits(NamedTuple):
+    """Bounds of what is asked for.
+
+    Fields:
+        body: bytes, also of one that is sent in pieces.
+        prompt, max_tokens: tokens read and made.
+        seconds: after which a request ends, the time in the queue among them.
+        user: characters of a user's name.
+        stops: texts to end at.
+    """
+
+    body: int = 1 << 20
+    prompt: int = 1 << 16
+    max_tokens: int = 1024
+    seconds: float = 120.0
+    user: int = 256
+    stops: int = 4
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A model's tokenizer.
+
+    Fields:
+        encode: a text's tokens.
+        decode: tokens' text; U+FFFD for what is no whole character.
+        chat: messages, dicts of the texts `role` and `content`, as one prompt.
+        ends: tokens that end a text, which is shown without them.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    chat: Callable[[list[dict[str, str]]], str]
+    ends: frozenset[int] = frozenset()
+
+
+def plain_chat(messages: list[dict[str, str]]) -> str:
+    """Messages as lines `role: content`, for tokenizers without a template."""
+    return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant:"
+
+
+_KNOWN = {
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop",
+    "stream", "stream_options", "user",
+}  # fmt: skip
+_NEUTRAL: dict[str, Any] = {"n": 1, "best_of": 1, "suffix": "", "tool_choice": "none", "store": False}
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class Asked(NamedTuple):
+    """A request, and how its answer is to be told."""
+
+    request: Request
+    chat: bool
+    stops: tuple[str, ...]
+    stream: bool
+    usage: bool
+
+
+def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, remembers: bool) -> Asked:
+    """The request of a body.
+
+    Raises:
+        ConfigError: a body that is no JSON object, a field that is out of bounds, and one that nobody here reads.
+    """
+    try:
+        given = json.loads(raw, parse_constant=lambda word: word)  # NaN becomes a text, which no field takes
+    except (ValueError, RecursionError):
+        raise ConfigError("the body is no JSON in UTF-8") from None
+    if not isinstance(given, dict):
+        raise ConfigError("the body must be a JSON object")
+    for name, value in given.items():
+        if name not in _KNOWN and value not in (None, False, 0, [], {}, _NEUTRAL.get(name)):
+            raise ConfigError(f"{shorten(name)} is not served; leave it out")
+    if given.get("model") not in (None, model):
+        raise ConfigError(f"the model {shorten(given['model'])} is not served; {model} is")
+    tokens = _tokens(given, chat, texts)
+    if not 0 < len(tokens) <= limits.prompt:
+        raise ConfigError(f"a prompt must have 1 to {limits.prompt} tokens, this one has {len(tokens)}")
+    stops = given.get("stop") or ()
+    stops = (stops,) if isinstance(stops, str) else stops
+    if not isinstance(stops, list | tuple) or len(stops) > limits.stops or not all(map(_is_text, stops)):
+        raise ConfigError(f"stop must be a text or at most {limits.stops} of them, none of them empty")
+    user = given.get("user")
+    if user is not None and (not _is_text(user) or len(user) > limits.user):
+        raise ConfigError(f"user must be a text of 1 to {limits.user} characters")
+    if user is not None and not remembers:
+        raise ConfigError("this server keeps no memories; start it with --memories FOLDER, or leave user out")
+    if user is not None and stops:
+        raise ConfigError("stop would end in the middle of what is remembered; leave stop or user out")
+    options = given.get("stream_options") or {}
+    request = Request(
+        tokens,
+        int(_number(given, "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens", 1,
+                    limits.max_tokens, min(256, limits.max_tokens), whole=True)),
+        texts.ends,
+        _number(given, "temperature", 0, 2, 1.0),
+        None,
+        _number(given, "top_p", 0, 1, 1.0) or None,
+        int(_number(given, "seed", -(1 << 63), (1 << 63) - 1, secrets.randbits(63), whole=True)),
+        user,
+        time.monotonic() + limits.seconds,
+    )  # fmt: skip
+    flags = [options.get("include_usage") if isinstance(options, dict) else "no"]
+    for flag in (given.get("stream"), *flags):
+        if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
+            raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
+    return Asked(request, chat, tuple(stops), bool(given.get("stream")), bool(flags[0]))
+
+
+def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
+    """Tokens of a prompt or of messages."""
+    prompt: Any = given.get("prompt")
+    messages: Any = given.get("messages")
+    if chat:
+        if not isinstance(messages, list) or not messages or prompt is not None:
+            raise ConfigError("messages must be a list of at least one {role, content}, without a prompt")
+        for message in messages:
+            fits = isinstance(message, dict) and message.get("role") in _ROLES
+            if not fits or not isinstance(message.get("content"), str) or message.keys() - {"role", "content", "name"}:
+                raise ConfigError(f"a message must be a role of {', '.join(_ROLES)} and a content that is a text")
+        return texts.encode(_whole(texts.chat([{key: m[key] for key in ("role", "content")} for m in messages])))
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    if not _is_text(prompt) or messages is not None:
+        raise ConfigError("prompt must be one text that is not empty, or a list of tokens")
+    return texts.encode(_whole(prompt))
+
+
+def _whole(text: str) -> str:
+    """A text as it is; JSON can escape halves of a surrogate pair, which no UTF-8 has."""
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError("the text has half of a surrogate pair, which is no character")
+    return text
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _number(given: dict[str, Any], name: str, low: float, high: float, default: float, *, whole: bool = False) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a {'whole ' if whole else ''}number in {low}..{high}, got {shorten(value)}")
+    return value
+
+
+class Reply(NamedTuple):
+    """The frame of an answer."""
+
+    id: str
+    model: str
+    created: int
+    chat: bool
+
+    def body(self, text: str, finish: str | None, *, whole: bool, **more: Any) -> dict[str, Any]:
+        """An answer, or a piece of one that streams."""
+        kind = ("chat.completion" + ("" if whole else ".chunk")) if self.chat else "text_completion"
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
+        if self.chat:
+            choice["message" if whole else "delta"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        frame = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**frame, "choices": [choice], **more}
+
+
+def usage(request: Request) -> dict[str, Any]:
+    """Counts of tokens."""
+    read, made = len(request.tokens), len(request.made)
+    return {"usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}}
+
+
+def problem(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+    """An error, as clients read it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+class Cutter:
+    """Text out of tokens as they come: whole characters alone, and nothing from the first of `stops` on.
+
+    Fields:
+        ended: True once a stop has been met.
+    """
+
+    def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
+        self._texts, self._stops = texts, stops
+        self._tokens: list[int] = []
+        self._shown, self.ended = "", False
+
+    def add(self, token: int | None) -> str:
+        """Text that can be shown after one more token, or, with None, after the last."""
+        if token is not None and token not in self._texts.ends:
+            self._tokens.append(token)
+        text = self._texts.decode(self._tokens)
+        found = [place for place in map(text.find, self._stops) if place >= 0]
+        if found:
+            self.ended, text = True, text[: min(found)]
+        elif token is not None:
+            text = text.removesuffix("\ufffd")  # a character of which bytes may be to come
+            held = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            text = text[: len(text) - max(held, default=0)]
+        if not text.startswith(self._shown):  # what was shown cannot be taken back
+            text = self._shown
+        fresh, self._shown = text[len(self._shown) :], text
+        return fresh

@@ -1,0 +1,405 @@
+"""Many requests in one batch of states: admitted as places are free, read in pieces, continued together.
+
+Rows know nothing of each other, so what a request is answered does not depend on the company that it has, but for
+rounding. A batch has 1, 2, 4, 8, ... rows, of which some may be idle: every number of rows would be another program.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hecate import states
+from hecate.checks import expect_count, expect_number
+from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
+from hecate.serve.memories import Memories
+from hecate.serve.prefix import PrefixCache
+from hecate.train.sampling import likely
+
+Finish = Literal["stop", "length", "cancelled", "timeout", "error"]
+_LOG = logging.getLogger(__name__)
+
+
+class QueueFull(HecateError):
+    """As many requests wait as may wait."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue, and what has become of it.
+
+    Fields:
+        tokens: at least one.
+        max_tokens: after which it ends, with `finish` "length".
+        stop: tokens that end it, "stop"; the last of `made` then.
+        temperature, top_k, top_p: as of `hecate generate`; temperature 0 takes the likeliest token.
+        seed: of its own draws.
+        user: whose memory it goes on from and is added to, when it ends by "stop" or "length".
+        deadline: in the seconds of `time.monotonic`, at which it ends by "timeout".
+        tell: called, by the thread of the scheduler, with every token as soon as it is made, and with None at the end.
+        made: tokens so far.
+        finish: why it has ended; None while it has not.
+        error: what ended it, where `finish` is "error".
+        cancelled: set it to end the request within a step.
+    """
+
+    tokens: Sequence[int]
+    max_tokens: int = 64
+    stop: frozenset[int] = frozenset()
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    user: str | None = None
+    deadline: float = float("inf")
+    tell: Callable[[int | None], None] = lambda token: None
+    made: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+    error: Exception | None = None
+    cancelled: bool = False
+    _state: Any = None  # its own, while it is read and until it joins the batch
+    _read: int = 0
+    _row: int | None = None  # in the batch
+    _draws: torch.Generator | None = None
+
+    def check(self, vocabulary: int | None) -> None:
+        """Refuses what no model could continue."""
+        if not self.tokens:
+            raise ConfigError("a prompt must have at least one token")
+        if vocabulary is not None and not 0 <= min(self.tokens) <= max(self.tokens) < vocabulary:
+            raise ShapeError(f"tokens must be in 0..{vocabulary - 1}, the vocabulary, got {max(self.tokens)}")
+        expect_count(self.max_tokens, "max_tokens")
+        expect_number(self.temperature, "temperature")
+        if self.top_k is not None:
+            expect_count(self.top_k, "top_k")
+        if self.top_p is not None:
+            expect_number(self.top_p, "top_p", 0.0, 1.0)
+
+    def pick(self, logits: Tensor) -> int:
+        """The next token, of logits `[V]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        if self._draws is None:
+            self._draws = torch.Generator().manual_seed(self.seed)
+        chances = likely(logits.float().cpu(), self.temperature, self.top_k, self.top_p)
+        return int(torch.multinomial(chances, 1, generator=self._draws))
+
+    def over(self) -> Finish | None:
+        """Why it ends now, if it does."""
+        if self.made and self.made[-1] in self.stop:
+            return "stop"
+        if len(self.made) >= self.max_tokens:
+            return "length"
+        return "cancelled" if self.cancelled else "timeout" if time.monotonic() > self.deadline else None
+
+
+class Scheduler:
+    """Continues requests on one model. [SERVE-BATCH-D1]
+
+        scheduler = Scheduler(model)
+        request = scheduler.submit(Request(tokens, max_tokens=20))
+        while scheduler.step():    # or `start()`, for a thread that does
+            ...
+        request.made
+
+    Args:
+        model: `(tokens [B, T], state) -> (logits, state)`, of states of constant size; set to evaluate.
+        max_batch: requests that are continued at once; a power of two.
+        piece: tokens of prompts that are read between two steps of the batch, so that a long one keeps nobody waiting.
+        max_queue: requests that may wait.
+        prefixes: states of beginnings that prompts share; prompts are read up to the same places with and without it.
+        memories: states of users.
+
+    Raises:
+        ConfigError: a model whose states grow with the tokens, as those of attention without a window: they make no
+            batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_batch: int = 16,
+        piece: int = 256,
+        max_queue: int = 64,
+        prefixes: PrefixCache | None = None,
+        memories: Memories | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("piece", piece), ("max_queue", max_queue)):
+            expect_count(value, name)
+        if max_batch & (max_batch - 1):
+            raise ConfigError(f"max_batch must be a power of two, got {max_batch}")
+        self.model, self.max_batch, self.piece, self.max_queue = model.eval(), max_batch, piece, max_queue
+        self.prefixes, self.memories = prefixes, memories
+        self.block = piece if prefixes is None else prefixes.block
+        self.device = next(model.parameters()).device
+        self.vocabulary: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
+        self.counts: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+        self._waiting: deque[Request] = deque()
+        self._reading: Request | None = None
+        self._running: list[Request] = []
+        self._users: dict[str, Request] = {}  # each by the one that is being answered
+        self._state: Any = None  # of `_size` rows
+        self._size, self._stopping = 0, False
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        with torch.no_grad():
+            _, one = self._run([[0]], None)
+            _, two = self._run([[0]], one)
+        self.state_bytes, self._form = states.bytes_of(two), _form(two)
+        if _form(one) != self._form:
+            raise ConfigError(
+                "states of this model grow with the tokens, and make no batch: give its attention a window"
+            )
+
+    def _run(self, tokens: list[list[int]], state: Any) -> tuple[Tensor, Any]:
+        """Logits `[B, V]` of the tokens that follow, and the state."""
+        logits, state = self.model(torch.tensor(tokens, device=self.device), state)
+        return logits[:, -1], state
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that are read or continued."""
+        return len(self._running) + (self._reading is not None)
+
+    def submit(self, request: Request) -> Request:
+        """Puts a request into the queue; may be called by any thread.
+
+        Raises:
+            QueueFull: try again later.
+            ConfigError, ShapeError: a request that cannot be served.
+        """
+        request.check(self.vocabulary)
+        if request.user is not None:
+            if self.memories is None:
+                raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
+            self.memories.check_room(request.user, self.state_bytes)
+        with self._lock:
+            if self.failure is not None:
+                raise ConfigError("the scheduler has ended after a failure; start the server again")
+            if len(self._waiting) >= self.max_queue:
+                raise QueueFull(f"{self.max_queue} requests wait already; try again later")
+            self._waiting.append(request)
+        self._wake.set()
+        return request
+
+    def forget(self, user: str) -> bool:
+        """Deletes a user's memory; False where there was none. `ConfigError` while a request of the user is served."""
+        if self.memories is None:
+            raise ConfigError("nothing is remembered here (no folder for memories was given)")
+        with self._lock:
+            if user in self._users or any(request.user == user for request in self._waiting):
+                raise ConfigError("a request of this user is being answered; delete the memory when it is done")
+            return self.memories.delete(user)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Reads up to `piece` tokens of prompts and makes one token for every request that runs; False where there was
+        nothing to do."""
+        self._end_early()
+        budget, busy = self.piece, False
+        while budget > 0 and (request := self._next()) is not None:
+            budget, busy = budget - self._read(request), True
+        if not self._running:
+            return busy
+        logits = self._continue()
+        finite = torch.isfinite(logits).all(-1).tolist()
+        likeliest = logits.argmax(-1).tolist()
+        for row, request in enumerate(list(self._running)):
+            if not finite[row]:
+                self._leave(request, "error", NonFiniteError("the logits are not finite"))
+                continue
+            self._took(request, likeliest[row] if request.temperature == 0 else request.pick(logits[row]))
+            if why := request.over():
+                self._leave(request, why)
+        self.counts["steps"] += 1
+        return True
+
+    def _end_early(self) -> None:
+        """Ends what was cancelled or is late."""
+        with self._lock:
+            gone = [request for request in self._waiting if request.over()]
+            self._waiting = deque(request for request in self._waiting if request not in gone)
+        for request in gone:
+            self._end(request, request.over())
+        if self._reading is not None and (why := self._reading.over()):
+            request, self._reading = self._reading, None
+            self._end(request, why)
+        for request in list(self._running):
+            if why := request.over():
+                self._leave(request, why)
+
+    def _next(self) -> Request | None:
+        """The request whose prompt is read now: in the order of arrival, but one of a user after the other."""
+        if self._reading is None and len(self._running) < self.max_batch:
+            with self._lock:
+                for request in self._waiting:
+                    if request.user is None or request.user not in self._users:
+                        self._waiting.remove(request)
+                        if request.user is not None:
+                            self._users[request.user] = request
+                        self._reading = request
+                        break
+        return self._reading
+
+    def _read(self, request: Request) -> int:
+        """Reads a piece of a prompt, and lets the request join the batch after its last; the tokens that it took."""
+        tokens, whole = request.tokens, len(request.tokens)
+        try:
+            if not request._read and request._state is None:
+                if request.user is not None and self.memories is not None:
+                    request._state = self.memories.load(request.user)
+                elif self.prefixes is not None:
+                    request._read, request._state = self.prefixes.longest(tokens[:-1])
+                if request._state is not None:  # files are read on the CPU
+                    request._state = states.to(request._state, self.device)
+            start = request._read
+            end = min((start // self.block + 1) * self.block, start + self.piece, whole)
+            shared = self.prefixes is not None and request.user is None
+            if shared and start < whole - 1:  # where the next turn of a conversation begins to differ
+                end = min(end, whole - 1)
+            logits, request._state = self._run([list(tokens[start:end])], request._state)
+            if not bool(torch.isfinite(logits).all()):
+                raise NonFiniteError("the logits are not finite")
+            if end == whole and _form(request._state) != self._form:
+                raise ShapeError("the memory is of documents with resets, or was made elsewhere; begin a new one")
+            request._read = end
+            if self.prefixes is not None and shared and end < whole and (end % self.block == 0 or end == whole - 1):
+                self.prefixes.keep(tokens[:end], request._state)
+        except HecateError as error:
+            self._reading = None
+            self._end(request, "error", error)
+            return 1
+        self.counts["prompt_tokens"] += end - start
+        if end == whole:
+            self._reading = None
+            self._running.append(request)
+            self._took(request, request.pick(logits[0]))
+            if why := request.over():
+                self._leave(request, why)
+        return end - start
+
+    def _continue(self) -> Tensor:
+        """Logits `[N, V]` after the last token of every request that runs."""
+        count = _rows(len(self._running))
+        if count < self._size or any(request._row is None for request in self._running):
+            self._join(count)
+        feed = [[0]] * self._size  # a row whose request has left is fed anything
+        for request in self._running:
+            feed[request._row or 0] = [request.made[-1]]
+        try:
+            logits, self._state = self._run(feed, self._state)
+        except HecateError:
+            return self._continue_alone()
+        return logits[[request._row for request in self._running]]
+
+    def _join(self, count: int) -> None:
+        """Makes a batch of so many rows of those that run; the last one stands in idle rows, too."""
+        rows = [request._row for request in self._running if request._row is not None]
+        parts = [states.rows(self._state, rows)] if rows else []
+        parts += [request._state for request in self._running if request._row is None]
+        self._state, self._size = parts[0] if len(parts) == 1 else states.stack(parts), count
+        for row, request in enumerate(self._running):
+            request._row, request._state = row, None
+        if count > len(self._running):
+            self._state = states.rows(self._state, [min(row, len(self._running) - 1) for row in range(count)])
+
+    def _continue_alone(self) -> Tensor:
+        """The same row by row, where one has failed: that one ends."""
+        found: list[Tensor] = []
+        for request in list(self._running):
+            try:
+                logits, request._state = self._run([[request.made[-1]]], states.rows(self._state, [request._row or 0]))
+            except HecateError as error:
+                self._leave(request, "error", error)
+            else:
+                request._row = None
+                found.append(logits)
+        return torch.cat(found) if found else torch.zeros(0, 1)
+
+    def _took(self, request: Request, token: int) -> None:
+        request.made.append(token)
+        self.counts["tokens"] += 1
+        request.tell(token)
+
+    def _leave(self, request: Request, why: Finish, error: Exception | None = None) -> None:
+        """Ends a request that runs."""
+        own = request._state if request._row is None else None
+        if own is None and request.user is not None:
+            own = states.rows(self._state, [request._row or 0])
+        self._running.remove(request)
+        if not self._running:
+            self._state, self._size = None, 0
+        self._end(request, why, error, own if why in ("stop", "length") else None)
+
+    def _end(self, request: Request, why: Finish | None, error: Exception | None = None, state: Any = None) -> None:
+        """Tells that a request has ended, after its user's memory is on disk, all of the answer in it."""
+        if state is not None and request.user is not None and self.memories is not None:
+            try:
+                _, state = self._run([[request.made[-1]]], state)
+                self.memories.save(request.user, state)
+            except HecateError as fault:
+                why, error = "error", fault
+        request.finish, request.error, request._state = why, error, None
+        self.counts["requests"] += 1
+        self.counts[f"ended_{why}"] += 1
+        with self._lock:
+            if request.user is not None and self._users.get(request.user) is request:
+                del self._users[request.user]
+        request.tell(None)
+
+    @property
+    def alive(self) -> bool:
+        """True while its thread runs."""
+        return self._thread is not None and self._thread.is_alive() and self.failure is None
+
+    def start(self) -> None:
+        """Runs steps in a thread until `stop`."""
+        self._thread = threading.Thread(target=self._loop, name="hecate-scheduler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the step that it is in; requests that have not ended stay so."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._wake.wait(0.05)
+                    self._wake.clear()
+        except BaseException as error:
+            _LOG.exception("the scheduler has ended")
+            with self._lock:
+                self.failure = error
+                left = [*self._running, *([self._reading] if self._reading else []), *self._waiting]
+                self._running, self._reading, self._waiting = [], None, deque()
+            for request in left:
+                self._end(request, "error", ConfigError("the scheduler has failed; start the server again"))
+
+
+def _rows(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
+def _form(state: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Dtypes and shapes of the tensors, apart from their rows: the same in all states of a batch."""
+    return {path: (leaf.dtype, leaf.shape[1:]) for path, leaf in states.leaves(state).items()}

@@ -1,0 +1,283 @@
+"""The server: OpenAI's completions and chats, also as they are made, over one scheduler. Needs the extra `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
+from hecate.serve.protocol import Asked, Cutter, Limits, Reply, Texts, parse, problem, usage
+from hecate.serve.scheduler import QueueFull, Request, Scheduler
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect
+    from starlette.requests import Request as Http
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+except ImportError:
+    raise ImportError(
+        f'a server needs starlette and uvicorn: pip install "hecate-memory[serve]", or {install_line("serve")}'
+    ) from None
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+Handler = Callable[[Http], Awaitable[Response]]
+
+
+class _Refused(Exception):
+    """A response that ends the handling of a request."""
+
+    def __init__(self, code: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        kind = "server_error" if code >= 500 else "rate_limit_error" if code == 429 else "invalid_request_error"
+        self.response = JSONResponse(problem(message, kind), code, headers)
+
+
+class _Stream(StreamingResponse):
+    """Events of a request, which ends with them, also where the client has gone."""
+
+    def __init__(self, request: Request, events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.request = request
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self.request.cancelled = True
+
+
+class _Server:
+    """Handlers of one scheduler."""
+
+    def __init__(self, scheduler: Scheduler, texts: Texts, name: str, key: str | None, limits: Limits) -> None:
+        self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
+
+    def guarded(self, handler: Handler) -> Handler:
+        """A handler behind the key; without one for pages and names of this machine alone."""
+
+        async def handle(http: Http) -> Response:
+            try:
+                self._admit(http)
+                return await handler(http)
+            except _Refused as refused:
+                return refused.response
+            except QueueFull as error:
+                return _Refused(429, str(error), **{"retry-after": "1"}).response
+            except (TimeoutError, ClientDisconnect):
+                return _Refused(408, "the body did not come").response
+            except CheckpointError:
+                return _Refused(500, "the user's memory cannot be deleted; its file is not writable").response
+            except HecateError as error:
+                return _Refused(400, str(error)).response
+
+        return handle
+
+    def _admit(self, http: Http) -> None:
+        if self.key is not None:
+            given = http.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+                raise _Refused(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
+        elif urlsplit(f"//{http.headers.get('host', '')}").hostname not in LOOPBACK:
+            # A page elsewhere may have given its own name the address of this machine.
+            raise _Refused(403, "without a key this server answers by the names of this machine alone")
+
+    async def _body(self, http: Http) -> bytes:
+        """A body, as far as it may go."""
+        if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise _Refused(415, "the body must be sent as application/json")  # which pages elsewhere cannot
+        raw, most = b"", self.limits.body
+        async with asyncio.timeout(self.limits.seconds):
+            async for piece in http.stream():
+                raw += piece
+                if len(raw) > most:
+                    raise _Refused(413, f"a body must have at most {most} bytes")
+        return raw
+
+    async def complete(self, http: Http) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(http, chat=False)
+
+    async def chat(self, http: Http) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(http, chat=True)
+
+    async def _answer(self, http: Http, chat: bool) -> Response:
+        if not self.scheduler.alive:
+            raise _Refused(503, "the scheduler has ended; the host has to start the server again")
+        raw = await self._body(http)
+        # Texts take a while, during which others are answered.
+        remembers = self.scheduler.memories is not None
+        how: dict[str, Any] = {"remembers": remembers, "model": self.name}
+        asked = await asyncio.to_thread(parse, raw, chat, self.texts, self.limits, **how)
+        told: asyncio.Queue[int | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def tell(token: int | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(told.put_nowait, token)
+
+        asked.request.tell = tell
+        self.scheduler.submit(asked.request)
+        reply = Reply(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", self.name, int(time.time()), chat)
+        if asked.stream:
+            return _Stream(asked.request, self._events(asked, told, reply))
+        return await self._whole(http, asked, told, reply)
+
+    async def _pieces(self, asked: Asked, told: asyncio.Queue[int | None]) -> AsyncIterator[str]:
+        """Text as it is made. `ConfigError` where the request has failed."""
+        cutter, request = Cutter(self.texts, asked.stops), asked.request
+        token: int | None = 0
+        while token is not None and not cutter.ended:
+            token = await told.get()
+            if token is None and request.finish not in ("stop", "length"):
+                raise ConfigError(_why(request))
+            if piece := cutter.add(token):
+                yield piece
+        if cutter.ended:
+            request.cancelled = True
+
+    async def _events(self, asked: Asked, told: asyncio.Queue[int | None], reply: Reply) -> AsyncIterator[str]:
+        """Server-sent events; an error is the last but one."""
+
+        def event(content: dict[str, Any]) -> str:
+            return f"data: {json.dumps(content)}\n\n"
+
+        try:
+            async for piece in self._pieces(asked, told):
+                yield event(reply.body(piece, None, whole=False))
+            yield event(reply.body("", _finish(asked.request), whole=False))
+            if asked.usage:
+                yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request)})
+        except ConfigError as error:
+            yield event(problem(str(error), "server_error"))
+        yield "data: [DONE]\n\n"
+
+    async def _whole(self, http: Http, asked: Asked, told: asyncio.Queue[int | None], reply: Reply) -> Response:
+        async def text() -> str:
+            return "".join([piece async for piece in self._pieces(asked, told)])
+
+        async def gone() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+
+        work, left = asyncio.ensure_future(text()), asyncio.ensure_future(gone())
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _Refused(400, "the client has gone")
+            found = work.result()
+        except ConfigError as error:
+            raise _Refused(504 if asked.request.finish == "timeout" else 500, str(error)) from None
+        finally:
+            asked.request.cancelled = True
+            work.cancel()
+            left.cancel()
+        return JSONResponse(reply.body(found, _finish(asked.request), whole=True, **usage(asked.request)))
+
+    async def forget(self, http: Http) -> Response:
+        """DELETE /v1/memories/{user}."""
+        user = http.path_params["user"]
+        if self.scheduler.memories is None:
+            raise _Refused(404, "this server keeps no memories; start it with --memories FOLDER")
+        try:
+            deleted = await asyncio.to_thread(self.scheduler.forget, user)
+        except ConfigError as error:
+            raise _Refused(409, str(error)) from None
+        if not deleted:
+            raise _Refused(404, "nothing is remembered of this user")
+        return JSONResponse({"id": user, "object": "memory.deleted", "deleted": True})
+
+    async def models(self, _: Http) -> Response:
+        """GET /v1/models."""
+        one = {"id": self.name, "object": "model", "created": 0, "owned_by": "hecate"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def health(self, _: Http) -> Response:
+        """GET /health."""
+        alive = self.scheduler.alive
+        return JSONResponse({"status": "ok" if alive else "the scheduler has ended"}, 200 if alive else 503)
+
+    async def metrics(self, _: Http) -> Response:
+        """GET /metrics, as Prometheus reads them."""
+        scheduler, prefixes, memories = self.scheduler, self.scheduler.prefixes, self.scheduler.memories
+        rows = {f"{name}_total": scheduler.counts[name] for name in ("requests", "tokens", "prompt_tokens", "steps")}
+        rows |= {"running": scheduler.running, "waiting": scheduler.waiting}
+        if prefixes is not None:
+            rows |= {"prefix_hits_total": prefixes.hits, "prefix_misses_total": prefixes.misses}
+            rows |= {"prefix_tokens_saved_total": prefixes.tokens_saved, "prefix_evicted_total": prefixes.evicted}
+            rows |= {"prefix_bytes": prefixes.bytes, "prefix_states": len(prefixes)}
+        if memories is not None:
+            rows |= {"memories": len(memories), "memories_bytes": memories.bytes}
+        return PlainTextResponse("".join(f"hecate_{name} {value}\n" for name, value in rows.items()))
+
+
+def _finish(request: Request) -> str:
+    return request.finish if request.finish in ("stop", "length") else "stop"  # a text of `stop` has been met
+
+
+def _why(request: Request) -> str:
+    """A sentence for a client, whom no path of this machine is told."""
+    if isinstance(request.error, CheckpointError):
+        return "this user's memory is of another model, damaged or not writable; DELETE /v1/memories/USER begins anew"
+    if request.error is not None:
+        return str(request.error)
+    return "the request took too long" if request.finish == "timeout" else f"the request was {request.finish}"
+
+
+def application(
+    scheduler: Scheduler, texts: Texts, *, name: str = "hecate", key: str | None = None, limits: Limits | None = None
+) -> Starlette:
+    """A Starlette application, which starts the scheduler's thread and stops it. [SERVE-HTTP-D1]
+
+    Args:
+        scheduler: of the model.
+        texts: its tokenizer.
+        name: by which clients ask for it.
+        key: that clients send; None answers this machine alone.
+        limits: of what they ask for.
+    """
+    server = _Server(scheduler, texts, name, key, limits or Limits())
+
+    @asynccontextmanager
+    async def running(_: Starlette) -> AsyncIterator[None]:
+        scheduler.start()
+        yield
+        await asyncio.to_thread(scheduler.stop)
+
+    def route(path: str, handler: Handler, method: str = "GET") -> Route:
+        return Route(path, server.guarded(handler), methods=[method])
+
+    routes = [
+        route("/v1/completions", server.complete, "POST"),
+        route("/v1/chat/completions", server.chat, "POST"),
+        route("/v1/memories/{user:path}", server.forget, "DELETE"),
+        route("/v1/models", server.models),
+        route("/metrics", server.metrics),
+        Route("/health", server.health),
+    ]
+    return Starlette(routes=routes, lifespan=running)
+
+
+def check_host(host: str, key: str | None) -> None:
+    """Refuses an address beyond this machine without a key."""
+    if host not in LOOPBACK and not key:
+        raise ConfigError(f"host {host} is beyond this machine: set HECATE_API_KEY, which clients then have to send")
+
+
+def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, key: str | None = None) -> None:
+    """Answers until it is stopped by SIGINT or SIGTERM; `key`: that of the application.
+
+    Raises:
+        ConfigError: a host beyond this machine without a key.
+    """
+    check_host(host, key)
+    uvicorn.run(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)

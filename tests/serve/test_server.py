@@ -1,0 +1,468 @@
+"""The server over loopback: OpenAI's own client, limits, disconnections, and memories that survive being killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+
+import httpx
+
+from hecate import states
+from hecate.errors import ConfigError
+from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
+from hecate.serve.protocol import Cutter
+from hecate.serve.server import serve
+from tests.serve.common import TEXTS, listening, made, said
+
+COUNT = 10
+HOW: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """A scheduler and its address, without a key."""
+    memories = Memories(tmp_path_factory.mktemp("users"), states.fingerprint(model))
+    scheduler = Scheduler(model, max_batch=4, max_queue=4, prefixes=PrefixCache(block=8), memories=memories)
+    limits = Limits(max_tokens=2000, prompt=200, seconds=20)
+    with listening(application(scheduler, TEXTS, name="tiny", limits=limits)) as url:
+        yield scheduler, url
+    memories.close()
+
+
+def post(url: str, path: str = "completions", **body: Any) -> Any:
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_openai_s_client_is_answered(server, model):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0)
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    wanted = said(model, ["hello"], COUNT)[0]
+    found = client.completions.create(model="tiny", prompt="hello", **HOW)
+    assert found.choices[0].text == wanted and found.choices[0].finish_reason == "length"
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (5, COUNT, 15)
+    pieces = list(client.completions.create(model="tiny", prompt="hello", stream=True, **HOW))
+    assert (
+        "".join(piece.choices[0].text for piece in pieces) == wanted and pieces[-1].choices[0].finish_reason == "length"
+    )
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "\u00e9?"}]
+    wanted = said(model, ["system: be brief\nuser: \u00e9?\nassistant:"], COUNT)[0]
+    talk = client.chat.completions.create(model="tiny", messages=messages, **HOW)
+    assert (talk.choices[0].message.role, talk.choices[0].message.content) == ("assistant", wanted)
+    how = {"stream": True, "stream_options": {"include_usage": True}}
+    pieces = list(client.chat.completions.create(model="tiny", messages=messages, **how, **HOW))
+    assert "".join(piece.choices[0].delta.content for piece in pieces if piece.choices) == wanted
+    assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == COUNT
+    with pytest.raises(openai.BadRequestError, match="'tools' is not served; leave it out"):
+        client.chat.completions.create(model="tiny", messages=messages, tools=[{"type": "function"}])
+    with pytest.raises(openai.BadRequestError, match="the model 'large' is not served; tiny is"):
+        client.completions.create(model="large", prompt="x")
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_the_events_of_a_stream(server, model):
+    with httpx.stream("POST", f"{server[1]}/v1/completions", json={"prompt": "a", "stream": True, **HOW}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
+    assert text == said(model, ["a"], COUNT)[0]
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_draws_and_stops(server, model):
+    _, url = server
+    drawn = [post(url, prompt="ab", temperature=1.0, seed=seed, max_tokens=20).json()["choices"][0]["text"]
+             for seed in (1, 1, 2)]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+    whole = said(model, ["stop here"], 30)[0]
+    assert post(url, prompt=list(b"stop here"), temperature=0, max_tokens=30).json()["choices"][0]["text"] == whole
+    stop = whole[8:10]
+    for stream in (False, True):
+        answer = post(url, prompt="stop here", temperature=0, max_tokens=30, stop=["zzz", stop], stream=stream)
+        events = [json.loads(x[6:]) for x in answer.text.splitlines() if x and "DONE" not in x] if stream else []
+        found = "".join(event["choices"][0]["text"] for event in events) if stream else None
+        choice = events[-1]["choices"][0] if stream else answer.json()["choices"][0]
+        assert (found if stream else choice["text"]) == whole[: whole.find(stop)] and choice["finish_reason"] == "stop"
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_what_may_become_a_stop_or_a_character_is_held_back():
+    cutter = Cutter(TEXTS, ("end", "dot"))
+    assert [cutter.add(token) for token in "\u00e9 ene".encode()] == ["", "\u00e9", " ", "", "", "en"]
+    assert [cutter.add(token) for token in b"nd!"] == ["", "", ""] and cutter.ended
+    cutter = Cutter(TEXTS, ("end",))
+    assert [cutter.add(token) for token in (*b"aen", 0xE2, None)] == ["a", "", "", "", "en\ufffd"]
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+@pytest.mark.parametrize(("body", "match"), [
+    ({}, "prompt must be one text"), ({"prompt": ""}, "prompt must be"), ({"prompt": ["a", "b"]}, "prompt must be"),
+    ({"prompt": [1, True]}, "prompt must be"), ({"prompt": [999]}, "tokens must be in 0..255"),
+    ({"prompt": "a", "messages": []}, "prompt must be"), ({"prompt": "x" * 201}, "1 to 200 tokens, this one has 201"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens must be a whole number in 1..2000"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": 2001}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 5.0}, "max_tokens"), ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature must be a number in 0..2, got 'hot'"),
+    ({"prompt": "a", "top_p": 1.1}, "top_p"), ({"prompt": "a", "seed": 1 << 70}, "seed"),
+    ({"prompt": "a", "stop": ["a"] * 5}, "stop must be"), ({"prompt": "a", "stop": ""}, None),
+    ({"prompt": "a", "stop": [""]}, "stop must be"), ({"prompt": "a", "stream": 1}, "stream must be"),
+    ({"prompt": "a", "stream_options": 3}, "stream_options"), ({"prompt": "a", "user": "u" * 257}, "user must be"),
+    ({"prompt": "a", "user": 3}, "user must be"), ({"prompt": "a", "user": "u", "stop": "x"}, "leave stop or user out"),
+    ({"prompt": "a", "logprobs": 3}, "'logprobs' is not served"), ({"prompt": "a", "n": 2}, "'n' is not served"),
+    ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
+    ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served"), ({"prompt": "\ud83d"}, "half of a surrogate"),
+])  # fmt: skip
+def test_bad_fields_are_refused_by_a_sentence(server, body, match):
+    raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
+    answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == (400 if match else 200), answer.text
+    assert match is None or match in answer.json()["error"]["message"]
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+@pytest.mark.parametrize("messages", [None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
+                                      [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+                                      [{"role": "user", "content": "x", "tool_calls": []}]])  # fmt: skip
+def test_bad_messages_are_refused_by_a_sentence(server, messages):
+    answer = post(server[1], "chat/completions", messages=messages)
+    assert answer.status_code == 400 and "message" in answer.json()["error"]["message"]
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_bad_bodies_hosts_and_routes(server):
+    scheduler, url = server
+    kind = {"content-type": "application/json"}
+
+    def code(content: Any, headers: dict[str, str] = kind, path: str = "completions") -> int:
+        return httpx.post(f"{url}/v1/{path}", content=content, headers=headers).status_code
+
+    large = b'{"prompt": "' + b"x" * (1 << 20) + b'"}'
+    assert code(large) == 413
+    assert code(iter([large[:1000], large[1000:]])) == 413  # in pieces, without a length
+    assert len(large) > 1 << 20 > len(large) - 20 and code(large[:12] + large[40:]) == 400  # fits; too many tokens
+    for raw in (b"{", b"\xff\xfe", b"[]", b"3", b"[" * 100_000, b'{"prompt": "a", "max_tokens": 1e99}',
+                b'{"prompt": "a", "temperature": NaN}',
+                b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}"):  # fmt: skip
+        assert code(raw) == 400, raw[:40]
+    assert code(b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}) == 415
+    assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": "evil.example"}) == 403
+    assert code(b"{}", path="embeddings") == 404 and httpx.get(f"{url}/v1/completions").status_code == 405
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert scheduler.running == scheduler.waiting == 0
+    rows = dict(line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
+    assert int(rows["hecate_tokens_total"]) == scheduler.counts["tokens"] and rows["hecate_waiting"] == "0"
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_a_full_queue_and_clients_that_leave(server):
+    scheduler, url = server
+    body = {"prompt": "x", "max_tokens": 2000, "temperature": 0, "stream": True}
+    with httpx.Client() as client:
+        streams = [client.stream("POST", f"{url}/v1/completions", json=body) for _ in range(8)]
+        answers = [stream.__enter__() for stream in streams[:4]]
+        wait_for(lambda: scheduler.running == 4)
+        answers += [stream.__enter__() for stream in streams[4:]]
+        assert scheduler.waiting == 4
+        full = post(url, prompt="x", max_tokens=1)
+        assert full.status_code == 429 and full.headers["retry-after"] == "1"
+        assert "4 requests wait already" in full.json()["error"]["message"]
+        steps, made_before = scheduler.counts["steps"], scheduler.counts["requests"]
+        for stream, answer in zip(streams, answers, strict=True):
+            answer.close()
+            stream.__exit__(None, None, None)
+    wait_for(lambda: scheduler.running == scheduler.waiting == 0)
+    assert scheduler.counts["requests"] == made_before + 8 and scheduler.counts["steps"] < steps + 1500
+    # A client that leaves before a whole answer has come.
+    host, port = url.removeprefix("http://").split(":")
+    raw = json.dumps(body | {"stream": False}).encode()
+    with socket.create_connection((host, int(port))) as line:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        line.sendall(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
+        wait_for(lambda: scheduler.running == 1)
+    steps = scheduler.counts["steps"]
+    wait_for(lambda: scheduler.running == 0)
+    assert scheduler.counts["steps"] < steps + 1500
+
+
+@pytest.mark.spec("SERVE-HTTP-D1")
+def test_many_at_once_are_answered_as_alone(server, model):
+    prompts = [f"request {n} " * (1 + n % 3) for n in range(12)]
+    found: dict[int, Any] = {}
+
+    def ask(number: int) -> None:
+        while (answer := post(server[1], prompt=prompts[number], **HOW)).status_code == 429:
+            time.sleep(0.05)
+        found[number] = answer.json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {number: said(model, [prompt], COUNT)[0] for number, prompt in enumerate(prompts)}
+
+
+@pytest.mark.spec("SERVE-USER-D1")
+def test_users_are_remembered_and_forgotten(server, model):
+    _, url = server
+    turns = ["I am Ada. ", "And then? ", "My name? "]
+
+    def ask(turn: str, user: str, **how: Any) -> str:
+        return post(url, prompt=turn, user=user, **HOW, **how).json()["choices"][0]["text"]
+
+    name = "../../etc/ada \u00e9%2f"
+    assert [ask(turn, name) for turn in turns] == said(model, turns, COUNT)
+    assert ask(turns[1], "bob") == said(model, [turns[1]], COUNT)[0]
+    path = f"{url}/v1/memories/" + "".join(f"%{byte:02x}" for byte in name.encode())
+    gone = httpx.delete(path)
+    assert gone.json() == {"id": name, "object": "memory.deleted", "deleted": True}
+    assert httpx.delete(path).status_code == 404
+    assert ask(turns[0], name) == said(model, turns, COUNT)[0]
+    body = {"prompt": "a", "user": "bob", "stream": True, "max_tokens": 2000}
+    with httpx.stream("POST", f"{url}/v1/completions", timeout=20, json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert httpx.delete(f"{url}/v1/memories/bob").status_code == 409
+
+
+@pytest.mark.spec("SERVE-HTTP-D2")
+def test_keys_and_hosts(model, monkeypatch):
+    app = application(Scheduler(model), TEXTS, key="secret \u00e9", limits=Limits(seconds=0.05))
+    with pytest.raises(ConfigError, match=r"host 0\.0\.0\.0 is beyond this machine: set HECATE_API_KEY"):
+        serve(app, "0.0.0.0")
+    with listening(app) as url:
+        for path in ("/v1/models", "/metrics"):
+            assert httpx.get(url + path).status_code == 401
+            wrong = {"authorization": "Bearer secret"}
+            assert httpx.get(url + path, headers=wrong).status_code == 401
+            right = {"authorization": "Bearer secret \u00e9".encode(), "host": "any.example"}
+            assert httpx.get(url + path, headers=right).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        slow = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 1024}, headers=right, timeout=30)
+        assert slow.status_code == 504 and "took too long" in slow.json()["error"]["message"]
+        user = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "user": "u"}, headers=right)
+        assert user.status_code == 400 and "--memories" in user.json()["error"]["message"]
+        assert httpx.delete(f"{url}/v1/memories/u", headers=right).status_code == 404
+
+
+@pytest.mark.spec("SERVE-HTTP-D1", "SERVE-BATCH-D2")
+def test_a_scheduler_that_has_failed_is_told(model, monkeypatch):
+    scheduler = Scheduler(model)
+    with listening(application(scheduler, TEXTS)) as url:
+        assert httpx.get(f"{url}/health").status_code == 200
+        monkeypatch.setattr(scheduler, "_run", lambda *args: 1 / 0)
+        failed = post(url, prompt="a")
+        assert failed.status_code == 500 and "the scheduler has failed" in failed.json()["error"]["message"]
+        wait_for(lambda: not scheduler.alive)
+        assert httpx.get(f"{url}/health").status_code == 503 and post(url, prompt="a").status_code == 503
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from hecate.serve import Memories
+folder, draws = sys.argv[1], random.Random(0)
+memories = Memories(folder, "m")
+memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
+last = 0.0
+for kill in range(20):
+    child = os.fork()
+    if not child:
+        for step in range(int(last) + 1, 10_000):
+            value = torch.full((1, 200_000), float(step))
+            memories.save("ada", {"step": value[0, :1], "state": value})
+        os._exit(0)
+    time.sleep(draws.uniform(0.002, 0.06))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = memories.load("ada")
+    assert bool((found["state"] == found["step"]).all()) and float(found["step"]) >= last, kill
+    last = float(found["step"])
+memories.close()
+Memories(folder, "m")
+assert sorted(os.listdir(folder)) == sorted([".lock", memories.path("ada").name]), os.listdir(folder)
+print("written", last)
+"""
+
+
+@pytest.mark.spec("SERVE-USER-D1")
+def test_a_file_is_the_old_one_or_the_new_one_whenever_its_writer_is_killed(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and float(done.stdout.split()[-1]) > 0, done.stderr
+
+
+SERVER = """
+import sys
+import torch
+from hecate import states
+from hecate.serve import Memories, Scheduler, application
+from hecate.serve.server import serve
+from tests.serve.common import TEXTS, made
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+model = made()
+scheduler = Scheduler(model, memories=Memories(sys.argv[1], states.fingerprint(model)))
+serve(application(scheduler, TEXTS), port=int(sys.argv[2]))
+"""
+
+
+def started(users: Path, port: int) -> Any:
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(users), str(port)], cwd=Path(__file__).parents[2])
+
+    def ready() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_for(ready, 120)
+    return process
+
+
+@pytest.mark.spec("SERVE-USER-D1")
+def test_a_memory_survives_a_server_that_is_killed(tmp_path, model):
+    """In the middle of an answer."""
+    turns = ["I am Ada. ", "And then? ", "My name? "]
+    wanted = said(model, turns, COUNT)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    process = started(tmp_path, port)
+    try:
+        assert post(url, prompt=turns[0], user="ada", **HOW).json()["choices"][0]["text"] == wanted[0]
+        body = {"prompt": "no", "user": "ada", "stream": True, "max_tokens": 1000}
+        with httpx.stream("POST", f"{url}/v1/completions", timeout=20, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGKILL)
+        process.wait(20)
+        process = started(tmp_path, port)
+        for turn, text in zip(turns[1:], wanted[1:], strict=True):
+            assert post(url, prompt=turn, user="ada", **HOW).json()["choices"][0]["text"] == text
+    finally:
+        process.terminate()
+        assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.spec("SERVE-CLI-D1")
+def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
+    hf = pytest.importorskip("hecate.hf")
+    from hecate import cli
+    from hecate.serve import server as module
+
+    def command(*line: Any) -> int:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", *map(str, line)])
+        return int(ended.value.code or 0)
+
+    own, folder = made(), tmp_path / "tiny"
+    hf.HecateForCausalLM.of(own).save_pretrained(folder)
+    tokenizer = hf.byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] + m['content'] }}{% endfor %}!"
+    tokenizer.save_pretrained(folder)
+    monkeypatch.delenv("HECATE_API_KEY", raising=False)
+    assert command(folder, "--host", "0.0.0.0") and "set HECATE_API_KEY" in capsys.readouterr().err
+
+    def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
+        assert (host, port, key) == ("127.0.0.1", 8123, None)
+        with listening(app) as url:
+            for prompt in ("one long enough prompt", "one long enough promise"):
+                assert (
+                    post(url, prompt=prompt, user=None, **HOW).json()["choices"][0]["text"]
+                    == said(own, [prompt], COUNT)[0]
+                )
+            talk = post(url, "chat/completions", messages=[{"role": "user", "content": "hi"}], user="ada", **HOW).json()
+            assert talk["model"] == "tiny" and talk["choices"][0]["message"]["content"] == said(own, ["uhi!"], COUNT)[0]
+
+    monkeypatch.setattr(module, "serve", answered)
+    more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
+    for _ in range(2):
+        assert command(folder, *more) == 0
+        assert "tiny at http://127.0.0.1:8123" in capsys.readouterr().out
+        assert len(list((tmp_path / "tree").iterdir())) == 2
+        (next((tmp_path / "users").glob("*.safetensors"))).unlink()
+    assert command(tmp_path / "tree") and "tree" in capsys.readouterr().err
+
+
+@pytest.mark.spec("SERVE-CLI-D1")
+def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
+    import importlib
+
+    from hecate import cli
+    from hecate import serve as package
+
+    monkeypatch.delitem(sys.modules, "hecate.serve.server")
+    monkeypatch.delattr(package, "server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install "hecate-memory\[serve\]"'):
+        importlib.import_module("hecate.serve").application  # noqa: B018
+    with pytest.raises(SystemExit):
+        cli.main(["serve", str(tmp_path)])
+    assert 'pip install "hecate-memory[serve]"' in capsys.readouterr().err
+    code = (
+        "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.spec("SERVE-CLI-D1")
+def test_the_command_serves_a_run(tmp_path, monkeypatch):
+    from hecate import cli
+    from hecate.serve import server as module
+    from hecate.train import open_model, run_experiment
+    from hecate.train.display import Display
+    from tests.train.common import tiny
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        (tmp_path / "a.txt").write_text("a text to train on, " * 40)
+        data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
+        config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
+        run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+        own: Any = open_model(tmp_path / "run", "best").model
+
+        def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
+            assert key == "secret" and host == "0.0.0.0"
+            with listening(app) as url:
+                head = {"authorization": "Bearer secret"}
+                body = {"model": "mine", "prompt": "a te", **HOW}
+                answer = httpx.post(f"{url}/v1/completions", json=body, headers=head, timeout=60).json()
+                assert answer["choices"][0]["text"] == said(own, ["a te"], COUNT)[0]
+
+        monkeypatch.setattr(module, "serve", answered)
+        monkeypatch.setenv("HECATE_API_KEY", "secret")
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
+        assert not ended.value.code
+    finally:
+        torch.set_default_dtype(before)
