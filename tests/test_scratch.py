@@ -14,13 +14,16 @@ import yaml
 
 import hecate
 from hecate import MemoryConfig, memory_scan
+from hecate.activation import Activation
 from hecate.algorithm import Algorithm, Momentum
 from hecate.bias import Bias
+from hecate.engine import Plan, explain
 from hecate.phi import FeatureMap
 from hecate.retention import Link, Retention
 from hecate.rule import Gates
 from hecate.structure import Structure
 from hecate.testing import check_feature_map, check_knobs, check_rule
+from hecate.train.catalogue import catalogue
 from hecate.variant import import_variants
 
 FAMILIES = {"phi": FeatureMap, "bias": Bias, "retention": Retention, "algorithm": Algorithm, "structure": Structure}
@@ -28,7 +31,7 @@ FAMILIES = {"phi": FeatureMap, "bias": Bias, "retention": Retention, "algorithm"
 SCRATCH = '''
 from typing import ClassVar, Literal
 import torch
-from hecate import algorithm, bias, phi, retention, structure
+from hecate import activation, algorithm, bias, phi, retention, structure
 from hecate.tape.ops import over
 
 
@@ -50,10 +53,24 @@ class LogCosh(bias.Bias):
 
 class Halving(retention.Retention):
     kind: Literal["halving"] = "halving"
-    linear: ClassVar[bool] = True
 
     def step(self, memory, direction, retain):
         return memory / 2 + direction
+
+
+class Unit(retention.Link):
+    kind: Literal["unit"] = "unit"
+    floor: float = 0.1
+
+    def memory(self, dual):
+        return dual / (self.floor + dual.square().mean(-1, keepdim=True)).sqrt()
+
+
+class Softsign(activation.Activation):
+    kind: Literal["softsign"] = "softsign"
+
+    def value(self, x):
+        return x / (1 + x.abs())
 
 
 class Carried(algorithm.Algorithm):
@@ -91,7 +108,7 @@ feature_map: arsinh
 
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    for family in (*FAMILIES.values(), Link):
+    for family in (*FAMILIES.values(), Link, Activation):
         monkeypatch.setattr(family, "_registry", dict(family._registry))
     path = tmp_path / "scratch.py"
     path.write_text(SCRATCH)
@@ -112,6 +129,40 @@ def test_a_users_variants_take_part_in_everything(scratch):
     q, k, v = torch.randn(3, 1, 5, 2, 4, generator=torch.Generator().manual_seed(0))
     y, state = memory_scan(config, q, k, v)
     assert y.shape == v.shape and bool(y.isfinite().all()) and set(state.memory) == {"matrix", "offset"}
+
+
+@pytest.mark.parametrize(
+    ("text", "engine"),
+    [
+        ("{bias: log_cosh, retention: halving, feature_map: arsinh}", "compiled"),
+        (
+            "{bias: log_cosh, retention: {kind: bregman, link: {kind: unit, floor: 0.3}}, algorithm: carried}",
+            "compiled",
+        ),
+        ("{structure: {kind: mlp, activation: softsign}, bias: log_cosh, key_norm: l2}", "compiled_layers"),
+        ("{structure: mlp, retention: {kind: bregman, link: unit}, key_norm: l2}", "compiled_layers"),
+    ],
+)
+def test_a_users_parts_have_kernels(scratch, text, engine):
+    """Each of one class, with a loss, a step, a memory, features or a value alone: kernels, gradients, conformance."""
+    pytest.importorskip("numba")
+    config = MemoryConfig.model_validate(yaml.safe_load(text))
+    check_rule(config, d=2, width=2, heads=1, length=3, smooth=False)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 2, 4, generator=generator, dtype=torch.float64).mul(0.5).requires_grad_()
+    explained = explain(Plan.sketch(config, length=40))[0]
+    assert explained == engine
+    found = [memory_scan(config, q, k, v, Gates(lr=0.2), engine=name)[0] for name in (engine, "sequential")]
+    grads = [torch.autograd.grad(y.sin().sum(), (q, k, v), retain_graph=True) for y in found]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    for own, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(own, expected, rtol=1e-8, atol=1e-9)
+
+
+def test_a_users_parts_are_listed_with_their_kernels(scratch):
+    for family, kind in (("bias", "log_cosh"), ("retention", "halving"), ("activation", "softsign")):
+        header, rows = catalogue(family)
+        assert {row[0]: row[header.index("kernel")] for row in rows}[kind] == "printed"
 
 
 def test_a_users_linear_algorithm_is_as_good_as_momentum(scratch):

@@ -51,11 +51,13 @@ class RetentionFormula(NamedTuple):
         single: the step of X, D and r, one retain for a whole weight.
         cells: the same where every cell has an r of its own.
         link: the memory of the dual state A; None where the memory itself is carried.
+        adds: whether the step is r X + D, or X + D, with D as `centred` leaves it.
     """
 
     single: Weights
     cells: Weights | str
     link: Weights | None
+    adds: bool
 
     def step(self, *, single: bool) -> Weights | str:
         """The step, for one retain or for one of every cell, or why there is none."""
@@ -102,7 +104,8 @@ def _of_retention(retention: Retention) -> RetentionFormula:
     link = None
     if retention.dual:
         link = _weights(retention, lambda own: own.weights, lambda own: own.weights_vjp, {"A": CELLS})
-    return RetentionFormula(single, cells, link)
+    centred = nodes_of(retention, lambda own: own.centred, {"D": CELLS, "r": 0}, single.out.nodes, axes=2)
+    return RetentionFormula(single, cells, link, single.out in _sums(single.out.nodes, centred[0]))
 
 
 def _weights(
@@ -115,6 +118,10 @@ def _weights(
     operations = printed("f", (), [out]).operations
     if any(node.op == "in" and node.args[0] not in {*inputs, "g"} for node in (out, *back)):
         raise Unprintable("it is no weight")
-    x, d, r = (nodes.input(name, inputs.get(name, 0)) for name in "XDr")
-    sums = [a + b for own in (r * x, x * r, x) for a, b in ((own, d), (d, own))]
-    return Weights(out, back, operations, out in sums)
+    return Weights(out, back, operations, out in _sums(nodes, nodes.input("D", CELLS)))
+
+
+def _sums(nodes: Nodes, direction: Node) -> list[Node]:
+    """r X and X, plus a direction."""
+    x, r = nodes.input("X", CELLS), nodes.input("r")
+    return [a + b for own in (r * x, x * r, x) for a, b in ((own, direction), (direction, own))]

@@ -337,6 +337,10 @@ class MemoryConfig(Config):
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
         for path, reason in self._no_bound():
             yield path, reason
+        kept = self.forms.retention
+        if self.retention.additive and not isinstance(kept, str) and not kept.adds:
+            sums = "the carried state times its retain gate, or 1 without, plus the direction"
+            yield ("retention",), f"{self.retention.kind!r} is declared linear, and its `step` is not {sums}"
         self.check_step(self.algorithm.lr)
 
     def _no_bound(self) -> Conflicts:

@@ -352,6 +352,58 @@ def test_programs_belong_to_one_config_alone():
     assert kept() is None  # a program holds no state
 
 
+def windows(config: MemoryConfig, kind: str, length: int) -> tuple[Any, ...]:
+    """Arguments of a call of so many tokens, and the state that it goes on from."""
+    g = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn(3, 2, length, 3, 4, generator=g).mul(0.5).unbind()
+    own = gates_of(kind, config, (2, length, 3), 4, g)
+    params = config.feature_map.init(4, heads=3, generator=g)
+    _, state = memory_scan(config, q[:, :2], k[:, :2], v[:, :2], phi_params=params)
+    return q, k, v, own, params, state
+
+
+@pytest.mark.spec("ENG-STEP-I3")
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("name", ["as it is", "chunk", "commit", "early", "dual", "positions", "normalizer", "mlp"])
+def test_few_tokens_have_the_bits_of_single_ones(name: str, kind: str):
+    config = MemoryConfig(**{"retention": "decay", **VARIANTS[name]})
+    if kind == "channels" and not config.structure.linear:
+        return
+    q, k, v, gates, params, state = windows(config, kind, 5)
+
+    def at(first: int, last: int) -> tuple[Any, ...]:
+        own = Gates(*(gate[:, first:last] if isinstance(gate, Tensor) else gate for gate in gates))
+        return q[:, first:last], k[:, first:last], v[:, first:last], own
+
+    y, end = memory_scan(config, *at(0, 5), phi_params=params, state=state)
+    outputs, one = [], state
+    for t in range(5):
+        out, one = memory_scan(config, *at(t, t + 1), phi_params=params, state=one)
+        outputs.append(out)
+    assert torch.equal(y, torch.cat(outputs, 1))
+    same = zip(pytree.tree_leaves(end), pytree.tree_leaves(one), strict=True)
+    assert all(torch.equal(a, b) for a, b in same if isinstance(a, Tensor))
+    expected, _ = memory_scan(config, *at(0, 5), phi_params=params, state=state, engine="sequential")
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.spec("ENG-STEP-I3")
+def test_what_is_wrong_with_few_tokens_is_said_of_the_whole_call():
+    config = MemoryConfig(retention="decay")
+    q, k, v, _, _, state = windows(config, "none", 4)
+    with pytest.raises(ShapeError, match=r"retain"):
+        memory_scan(config, q, k, v, Gates(retain=torch.full((2, 5, 3), 0.5)), state=state)
+    with pytest.raises(ShapeError):
+        memory_scan(config, q, k[:, :3], v, state=state)
+    late = v.clone()
+    late[1, 2, 0, 0] = torch.inf
+    with pytest.raises(NonFiniteError, match="batch row 1, head 0, token 2"):
+        memory_scan(config, q, k, late, state=state)
+    with torch.enable_grad():
+        y, _ = memory_scan(config, q.clone().requires_grad_(), k, v, state=state)
+        assert y.requires_grad
+
+
 @pytest.mark.spec("ENG-STEP-I2")
 def test_programs_are_bounded_in_number():
     config, g = MemoryConfig(), torch.Generator().manual_seed(0)

@@ -222,6 +222,29 @@ def test_numbers_share_a_kernel_and_another_formula_has_its_own() -> None:
     assert parts(Bregman(link=Softmax())) != first
 
 
+class Halved(Retention):
+    """halved: M / 2 + D, which is no retain gate's doing."""
+
+    kind: Literal["retention_test_halved"] = "retention_test_halved"
+    linear: ClassVar[bool] = True  # type: ignore[assignment]
+
+    def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+        return memory / 2 + direction
+
+
+del Retention._registry["retention_test_halved"]
+
+
+@pytest.mark.spec("ENG-FORMULA-D4")
+def test_a_step_that_is_declared_linear_is_one() -> None:
+    """Engines add directions to what is kept, the token loop too: another step would be passed over."""
+    with pytest.raises(ConfigError, match="'retention_test_halved' is declared linear, and its `step` is not"):
+        MemoryConfig(retention=Halved())
+    for retention in (cls() for cls in SHIPPED.values()):
+        formula = retention_formula(retention)
+        assert not isinstance(formula, str) and formula.adds >= retention.additive
+
+
 @pytest.mark.spec("ENG-FORMULA-D3")
 def test_texts_are_printed_and_listed() -> None:
     from hecate.train.catalogue import catalogue, formula_text
