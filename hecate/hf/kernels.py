@@ -8,8 +8,7 @@ that transformers hands to every kernel are not looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,11 +18,11 @@ from torch.nn.functional import pad, silu, softplus
 from transformers.activations import ACT2FN
 
 from hecate.engine import memory_scan
+from hecate.nn.blocks import LEAST, convolution
 from hecate.rule import Gates, MemoryConfig, MemoryState, named_rule
-from hecate.tape import ByHand, execute, is_recorded, is_traced, one
+from hecate.tape import is_recorded, is_traced
 
 _EXACT = (torch.float32, torch.float64)
-_BLOCK = 1 << 17  # numbers of a convolution that are worked on at once: they stay in the second cache
 _SMALL = 1 << 20  # cells of a state beyond which torch, with several threads, steps as fast
 _PLAIN: dict[str, Any] = {"key_norm": "none", "on_nonfinite": "propagate"}  # as transformers: NaN is the loss's affair
 RULES: dict[str, MemoryConfig] = {
@@ -31,11 +30,6 @@ RULES: dict[str, MemoryConfig] = {
     "kda": named_rule("kda").model_copy(update={"query_scale": "key_dim", **_PLAIN}),
     "mamba2": MemoryConfig.model_validate({"bias": "dot", "retention": "decay", **_PLAIN}),
 }
-_Taken = tuple[Tensor, Tensor, Tensor | None, list[Tensor | None], list[tuple[int, int]]]
-
-
-# The convolution. torch's depthwise conv1d is slow on a CPU, and its derivative more so: a sum of taps over [B, T, C],
-# block by block of time, takes a third.
 
 
 def causal_conv(
@@ -43,100 +37,18 @@ def causal_conv(
     hecate_starts: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
     """y_t = activation(bias + sum_j w_j x_(t - j)) within a document; x `[B, C, T]`, weight `[C, K]`, last tap last."""
-    smooth = activation in ("silu", "swish")
-    x = hidden_states.to(weight.dtype).mT
-    y = one(execute(_CONVOLUTIONS[smooth], x, weight, bias, hecate_starts)).to(hidden_states.dtype).mT
+    smooth, x = activation in ("silu", "swish"), hidden_states.to(weight.dtype).mT
+    if x.dtype not in _EXACT and (x.dtype != torch.bfloat16 or x.numel() < LEAST):  # narrow sums of taps lose digits
+        x = x.float()
+    taps, segment = weight.mT.flip(0).to(x.dtype), None
+    if hecate_starts is not None:
+        segment = pad(hecate_starts.cumsum(1), (len(taps) - 1, 0), value=-1)
+    y = convolution(x, None, taps, segment, None, active=smooth and bias is None)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+        y = silu(y) if smooth else y
+    y = y.to(hidden_states.dtype).mT
     return y if smooth or activation is None else ACT2FN[activation](y)
-
-
-def _shared(starts: Tensor | None, j: int) -> Tensor | None:
-    """True `[B, T, 1]` where token t and token t - j are of one document; None if all are."""
-    if starts is None or j == 0:
-        return None
-    number = starts.cumsum(1)
-    return (number == pad(number, (j, 0), value=-1)[:, : number.shape[1]]).unsqueeze(-1)
-
-
-def _kept(x: Tensor, same: Tensor | None) -> Tensor:
-    return x if same is None else torch.where(same, x, 0.0)
-
-
-def _convolved(smooth: bool, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> tuple[Tensor]:
-    """The convolution in differentiable operations; x `[B, T, C]`."""
-    total = x * weight[:, -1] if bias is None else torch.addcmul(bias, x, weight[:, -1])
-    for j in range(1, weight.shape[1]):
-        tap = _kept(pad(x, (0, 0, j, 0))[:, : x.shape[1]], _shared(starts, j))
-        total = torch.addcmul(total, tap, weight[:, -1 - j])
-    return (silu(total) if smooth else total,)
-
-
-def _taken(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> _Taken:
-    """x `[B, T, C]`, taps `[K, C]` by how far back they read and the bias, in float32 or better; `_shared` of each tap;
-    blocks of time."""
-    wide = x.dtype if x.dtype in _EXACT else torch.float32
-    size, length = max(16, _BLOCK // max(1, x.shape[0] * x.shape[2])), x.shape[1]
-    taps = weight.mT.flip(0).to(wide).contiguous()
-    blocks = [(lo, min(lo + size, length)) for lo in range(0, length, size)]
-    shared = [_shared(starts, j) for j in range(len(taps))]
-    return x.to(wide).contiguous(), taps, None if bias is None else bias.to(wide), shared, blocks
-
-
-def _reads(
-    x: Tensor, shared: list[Tensor | None], lo: int, hi: int
-) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
-    """(j, first, read, same): the first token of lo <= t < hi that reads j tokens back, what all of these read, and
-    where it is of their own document."""
-    for j, every in enumerate(shared):
-        first = max(lo, j)
-        same = None if every is None else every[:, first:hi]
-        yield j, first, _kept(x[:, first - j : max(hi, first) - j], same), same
-
-
-def _total(taken: _Taken, lo: int, hi: int, out: Tensor) -> Tensor:
-    """The sums of tokens lo <= t < hi, written into `out`."""
-    x, taps, bias, shared, _ = taken
-    torch.mul(x[:, lo:hi], taps[0], out=out)
-    for j, first, read, _ in _reads(x, shared, lo, hi):
-        if j:
-            out[:, first - lo :].addcmul_(read, taps[j])
-    return out if bias is None else out.add_(bias)
-
-
-def _convolve(smooth: bool, inputs: Any, _: bool) -> tuple[tuple[Tensor], tuple[()]]:
-    with torch.no_grad():
-        taken = _taken(*inputs)
-        y = torch.empty_like(taken[0])
-        for lo, hi in taken[-1]:
-            total = _total(taken, lo, hi, y[:, lo:hi])
-            if smooth:
-                silu(total, inplace=True)
-        return (y.to(inputs[0].dtype),), ()
-
-
-def _convolve_vjp(smooth: bool, inputs: Any, _: Any, cotangents: Any) -> tuple[Tensor | None, ...]:
-    """Of y = silu(z): gz = gy silu'(z), gx_(t - j) += w_j gz_t, gw_j = sum_t gz_t x_(t - j), gbias = sum_t gz_t."""
-    taken = x, taps, bias, shared, blocks = _taken(*inputs)
-    gx, gtaps, gbias = torch.zeros_like(x), torch.zeros_like(taps), torch.zeros_like(taps[0])
-    given = cotangents[0].to(x.dtype).contiguous()
-    spare = [torch.empty_like(given[:, slice(*blocks[0])]) for _ in "zp"] if blocks else []
-    for lo, hi in blocks:
-        gz, (sums, products) = given[:, lo:hi], [item[:, : hi - lo] for item in spare]
-        if smooth:
-            gz = torch.ops.aten.silu_backward.grad_input(gz, _total(taken, lo, hi, sums), grad_input=sums)
-        gbias += gz.sum((0, 1))
-        for j, first, read, same in _reads(x, shared, lo, hi):
-            here = gz[:, first - lo :]
-            gtaps[j] += torch.mul(here, read, out=products[:, first - lo :]).sum((0, 1))
-            gx[:, first - j : max(hi, first) - j].addcmul_(_kept(here, same), taps[j])
-    weight = inputs[1]
-    gweight = gtaps.flip(0).mT.to(weight.dtype)
-    return gx.to(inputs[0].dtype), gweight, None if bias is None else gbias.to(inputs[2].dtype), None
-
-
-_CONVOLUTIONS = [
-    ByHand("hf.conv", partial(_convolve, smooth), partial(_convolve_vjp, smooth), partial(_convolved, smooth)).block()
-    for smooth in (False, True)
-]
 
 
 def causal_conv_update(

@@ -30,10 +30,10 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | 
     return ACTIVATIONS[activation](torch.cat(parts, -1))
 
 
-@pytest.fixture(params=[1 << 17, 16 * 6])
+@pytest.fixture(params=[1 << 30, 1], ids=["torch", "kernel"])
 def block(request, monkeypatch):
-    """Whole sequences at once, and 16 tokens of two rows of three channels."""
-    monkeypatch.setattr(kernels, "_BLOCK", request.param)
+    """The convolution in plain torch, and in a kernel."""
+    monkeypatch.setattr("hecate.nn.blocks.LEAST", request.param)
 
 
 @pytest.mark.spec("HF-ADOPT-D1", "HF-ADOPT-D2")
