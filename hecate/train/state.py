@@ -25,6 +25,7 @@ from hecate.variant import Config
 
 PREFIX = "carried/"
 MOVING = ("params", "param_names", "lr", "elapsed", "commits")
+WAYS = ("fused", "foreach")  # in which a step is taken, which a checkpoint does not bind
 _MUST_MATCH = ("optim", "seed", "model", "data", "init_from")
 _SHOWN = 8
 _ALONE = World.alone()
@@ -304,7 +305,8 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
 
 def _check_options(path: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Options are those of the config, but for the rate and where a window stands."""
-    here, there = (json.loads(json.dumps({k: v for k, v in o.items() if k not in MOVING})) for o in (own, saved))
+    kept = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (own, saved))
+    here, there = (json.loads(json.dumps(options)) for options in kept)
     lines = differences({**here, **there}, here, path)  # older versions had fewer
     lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
@@ -336,6 +338,7 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
     groups = [dict(group) for group in inner.param_groups]
     for group in groups:
+        group |= dict.fromkeys([way for way in WAYS if way in group])  # on meta no fused step runs
         group["params"] = [nn.Parameter(torch.empty_like(p, device="meta")) for p in group["params"]]
     try:
         kind: Callable[..., Optimizer] = type(inner)

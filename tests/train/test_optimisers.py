@@ -21,6 +21,7 @@ from hecate.train import (
     load_experiment,
     run_experiment,
     save_checkpoint,
+    state,
 )
 from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind
 from hecate.train.trainer import build_optimizers
@@ -88,7 +89,7 @@ def test_the_schedule_is_that_of_every_kind(kind):
 @pytest.mark.parametrize(
     ("kind", "written"),
     [
-        (AdamW(betas=(0.8, 0.9)), functools.partial(torch.optim.AdamW, betas=(0.8, 0.9))),
+        (AdamW(betas=(0.8, 0.9)), functools.partial(torch.optim.AdamW, betas=(0.8, 0.9), fused=True)),
         (SGD(momentum=0.5), functools.partial(torch.optim.SGD, momentum=0.5)),
         (
             optim.PhiMomentum.Options(momentum=0.8, feature_map=Tanh(), lift="vjp"),
@@ -334,3 +335,17 @@ def test_the_report_says_which_optimiser_ran(tmp_path):
         "  fallback:\n    kind: adamw",
     ):
         assert text in report
+
+
+@pytest.mark.spec("TRAIN-OPTIM-D1")
+def test_a_checkpoint_does_not_bind_the_way_of_a_step():
+    """A state of torch's plain form goes on in the fused one, and is checked as closely."""
+    weights = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(2))]
+    fused = AdamW().build(torch.nn.Module(), [{"params": weights}], lr=0.1)
+    assert fused.param_groups[0]["fused"] is True
+    stepped = state._stepped(fused)
+    assert stepped is not None and stepped[0]["exp_avg"].shape == (3, 2)
+    own = fused.param_groups[0]
+    state._check_options("groups.0", {**own, "fused": None, "foreach": True, "params": ["a", "b"]}, own)
+    with pytest.raises(ConfigError, match="eps"):
+        state._check_options("groups.0", {**own, "fused": None, "eps": 1e-3}, own)
