@@ -49,9 +49,12 @@ def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
 def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None, **options: Any) -> Any:
     """A torch layer whose creation draws nothing; `ConfigError` if no memory would hold it."""
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
-    # skip_init knows no default device, neither torch.set_default_device nor `with device:`.
     place = torch.get_default_device() if device is None else device
-    return nn.utils.skip_init(layer, *sizes, device=place, **options)
+    # As `nn.utils.skip_init`, whose `to_empty` loads sympy, for half a second, when it is first called.
+    made = layer(*sizes, device="meta", **options)
+    for name, p in list(made.named_parameters(recurse=False)):
+        setattr(made, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=place)))
+    return made
 
 
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -522,7 +522,36 @@ class NamedRule(NamedTuple):
         return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
 
-RULES: dict[str, NamedRule] = {}
+class Rules(MutableMapping[str, NamedRule]):
+    """Rules by name. One that is set as a function of nothing is made when it is first asked for: checking all of them,
+    and tracing their formulas, would take half of the time of an import."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, NamedRule | Callable[[], NamedRule]] = {}
+
+    def __getitem__(self, name: str) -> NamedRule:
+        found = self._rules[name]
+        if not isinstance(found, NamedRule):
+            found = self._rules[name] = found()
+        return found
+
+    def __setitem__(self, name: str, rule: NamedRule | Callable[[], NamedRule]) -> None:
+        self._rules[name] = rule
+
+    def __delitem__(self, name: str) -> None:
+        del self._rules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rules
+
+
+RULES = Rules()
 """The rules of the literature by name, which `hecate.rule.named` fills in."""
 
 

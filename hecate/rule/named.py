@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hecate import readout, retention
 from hecate.activation import Tanh
 from hecate.algorithm import GD, RLS, DeepMomentum, DeltaMomentum, Momentum, NewtonSchulz, Omega
@@ -73,14 +75,14 @@ def _differs(**by: float) -> tuple[Difference, ...]:
 _MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
 
-RULES |= {
-    "hebbian": NamedRule(
+_LITERATURE: dict[str, Callable[[], NamedRule]] = {
+    "hebbian": lambda: NamedRule(
         MemoryConfig(bias=Dot(), gating=_UNGATED, layer_qk_norm="none", layer_activation="none"),
         "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
         "rule",
         _differs(conv=0.06, norm=0.97, output_gate=0.97),
     ),
-    "linear_attention": NamedRule(
+    "linear_attention": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             feature_map=ELU(),
@@ -93,7 +95,7 @@ RULES |= {
         "features of vectors of unit length are too alike to tell keys apart",
         _differs(conv=0.04, norm=2.36, output_gate=0.96),
     ),
-    "retnet": NamedRule(
+    "retnet": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(retain="retnet"),
@@ -105,7 +107,7 @@ RULES |= {
         "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), without a gate",
         _differs(conv=0.06, turned=0.86),
     ),
-    "gla": NamedRule(
+    "gla": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
@@ -118,23 +120,23 @@ RULES |= {
         "P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
         _differs(conv=0.06),
     ),
-    "mamba2": NamedRule(
+    "mamba2": lambda: NamedRule(
         MemoryConfig(bias=Dot(), retention=Decay(retain=0.95), gating=Mamba2(), layer_qk_norm="none"),
         "Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060): lr is dt, retain exp(-A dt), d x is added; keys "
         "and queries are per head, the convolution has no bias",
         _differs(skip_start=1.19, gate_ahead=0.60),
     ),
-    "delta": NamedRule(
+    "delta": lambda: NamedRule(
         MemoryConfig(key_norm="l2"),
         "Parallelizing Linear Transformers with the Delta Rule (Yang et al., 2024, arXiv 2406.06484)",
         _differs(output_gate=0.97),
     ),
-    "gated_delta": NamedRule(
+    "gated_delta": lambda: NamedRule(
         MemoryConfig(retention=Decay(), decay_order="before_gradient", key_norm="l2"),
         "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
         _differs(decay=0.62),
     ),
-    "kda": NamedRule(
+    "kda": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(channels=True, rank="head", gate="softplus"), decay_order="before_gradient", key_norm="l2"
         ),
@@ -142,7 +144,7 @@ RULES |= {
         "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
         _differs(sigmoid_gate=0.90),
     ),
-    "gated_delta_2": NamedRule(
+    "gated_delta_2": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(channels=True, rank="head", gate="softplus"),
             decay_order="before_gradient",
@@ -152,7 +154,7 @@ RULES |= {
         "Gated DeltaNet-2 (2026, arXiv 2605.22791): kda with a gate per channel on the erased key and one on the "
         "value; lr is 1",
     ),
-    "delta_product": NamedRule(
+    "delta_product": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(gate="softplus"),
             algorithm=GD(lr=2.0),
@@ -163,7 +165,7 @@ RULES |= {
         "DeltaProduct (Siems et al., 2025, arXiv 2502.10297), gated, of two writes with lr up to 2, whose products are "
         "rotations; set writes for another number",
     ),
-    "rwkv7": NamedRule(
+    "rwkv7": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(channels=True), writes=2, gating=RWKV7(), layer_qk_norm="none", layer_activation="none"
         ),
@@ -171,7 +173,7 @@ RULES |= {
         "residual, and with an output gate of full rank",
         _differs(conv=0.07, layer_norm=0.25, bonus=0.08),
     ),
-    "comba": NamedRule(
+    "comba": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(gate="softplus"),
             decay_order="before_gradient",
@@ -183,13 +185,13 @@ RULES |= {
         "length then, as the released one",
         _differs(sigmoid_gate=0.91, unit_erase=0.06),
     ),
-    "efla": NamedRule(
+    "efla": lambda: NamedRule(
         MemoryConfig(step="flow", layer_qk_norm="none"),
         "Error-Free Linear Attention (Lei et al., 2025, arXiv 2512.12602): the delta rule's gradient flow solved over "
         "a time lr, in DeltaNet's layer; a layer leaves keys their length, of length 1 it is lr = 1 - exp(-lr)",
         _differs(output_gate=0.96),
     ),
-    "momentum_delta": NamedRule(
+    "momentum_delta": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(),
             algorithm=Momentum(bounded=False),
@@ -200,14 +202,14 @@ RULES |= {
         ),
         "Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838); a layer corrects q by k ahead of their norm",
     ),
-    "mamba3": NamedRule(
+    "mamba3": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(), retention=Decay(), writes=2, gating=Mamba3(), layer_qk_norm="none", layer_conv_kernel=0
         ),
         "Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output",
         _differs(norm=0.64),
     ),
-    "pgdn": NamedRule(
+    "pgdn": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(gate="softplus"),
             decay_order="before_gradient",
@@ -216,7 +218,7 @@ RULES |= {
         ),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): gated_delta with a preconditioned written key",
     ),
-    "pkda": NamedRule(
+    "pkda": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(channels=True, rank="head", gate="softplus"),
             decay_order="before_gradient",
@@ -227,13 +229,13 @@ RULES |= {
         "output gate of full rank",
         _differs(sigmoid_gate=0.89),
     ),
-    "osdn": NamedRule(
+    "osdn": lambda: NamedRule(
         MemoryConfig(key_norm="l2", gating=Hypergradient()),
         "Online Scaled DeltaNet (Zhou et al., 2026, arXiv 2605.13473) by its authors' programs: delta with a factor on "
         "the channels of the written key, 1 at first, that follows its hypergradient and is forgotten by a gate",
         _differs(output_gate=0.97),
     ),
-    "oja": NamedRule(
+    "oja": lambda: NamedRule(
         MemoryConfig(
             structure=Matrix(learns="key"),
             retention=Decay(retain=1.0),
@@ -243,7 +245,7 @@ RULES |= {
         "Gated Oja rule of flash-linear-attention (no paper): the key is predicted from the value, whose channels "
         "decay; a layer brings values to unit length, to a scan they come so; its gates are ours",
     ),
-    "mlstm": NamedRule(
+    "mlstm": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(), retention=Decay(), normalizer="max", query_scale="key_dim", gating=MLSTM(), layer_qk_norm="none"
         ),
@@ -251,7 +253,7 @@ RULES |= {
         "its gates hear x, the published ones q, k and v, which they start deaf to; without the skip around the memory",
         _differs(v_conv=0.72, layer_norm=0.63),
     ),
-    "hgrn2": NamedRule(
+    "hgrn2": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(retain=0.9, channels=True),
@@ -263,25 +265,25 @@ RULES |= {
         "retain, as in the released one; without the lower bounds of retain that grow over layers",
         _differs(conv=0.06, whole_norm=0.48, output_gate=0.97),
     ),
-    "longhorn": NamedRule(
+    "longhorn": lambda: NamedRule(
         MemoryConfig(step="implicit", layer_qk_norm="none"),
         "Longhorn (Liu et al., 2024, arXiv 2407.14207): the proximal step, exact; a layer leaves keys their "
         "length, and has one lr a head",
         _differs(diagonal=0.48, skip=0.88, norm=1.35),
     ),
-    "dgd": NamedRule(
+    "dgd": lambda: NamedRule(
         MemoryConfig(retention=Decay(), step="implicit", layer_qk_norm="none"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 57 for the dot loss, whose descent direction is "
         "v, with the retain of Eq 88; the constant is lr/(1 + lr |k|^2), the printed lr/(1 + lr) holds for |k| = 1; "
         "no layer of it alone was published, ours leaves keys their length",
     ),
-    "mesa": NamedRule(
+    "mesa": lambda: NamedRule(
         MemoryConfig(algorithm=RLS(), key_norm="l2", step="weighted"),
         "MesaNet (von Oswald et al., 2025, arXiv 2506.05233): the ridge optimum of tokens weighed by lr, the paper's "
         "beta, with its gamma at 1 and one ridge for all channels",
         _differs(v_conv=0.65, output_gate=0.97),
     ),
-    "gated_mesa": NamedRule(
+    "gated_mesa": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(), retention=Decay(), key_norm="l2", readout=readout.Ridge(solver="exact"), gating=Mesa()
         ),
@@ -289,7 +291,7 @@ RULES |= {
         "channel that does not fade; solved exactly, set readout.solver for the paper's conjugate gradients",
         _differs(v_conv=0.65, output_gate=0.97),
     ),
-    "gated_kalmanet": NamedRule(
+    "gated_kalmanet": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(gate="softplus"),
@@ -301,7 +303,7 @@ RULES |= {
         "Gated KalmaNet (Peng et al., 2025, arXiv 2511.21016): the ridge is 0.02 |H|_F and a gate mixes query and "
         "solution; solved exactly, set readout.solver for the paper's 30 steps of Chebyshev's iteration",
     ),
-    "gsa": NamedRule(
+    "gsa": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(channels=True),
@@ -315,7 +317,7 @@ RULES |= {
         "even",
         _differs(conv=0.03, answers=0.05, whole_norm=0.15, output_gate=0.97),
     ),
-    "abc": NamedRule(
+    "abc": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(channels=True),
@@ -329,7 +331,7 @@ RULES |= {
         "many slots as a key is wide",
         _differs(conv=0.04, turned=0.08),
     ),
-    "raven": NamedRule(
+    "raven": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             retention=Decay(channels=True),
@@ -343,11 +345,11 @@ RULES |= {
         "32 slots a token; as many slots as a key is wide, without noise in training",
         _differs(answers=0.04, whole_norm=0.58, output_gate=0.96),
     ),
-    "titans_linear": NamedRule(
+    "titans_linear": lambda: NamedRule(
         MemoryConfig(retention=Decay(), algorithm=Momentum(), key_norm="l2"),
         "Titans (Behrouz et al., 2025, arXiv 2501.00663), one linear layer",
     ),
-    "titans": NamedRule(
+    "titans": lambda: NamedRule(
         MemoryConfig(
             structure=MLP(layers=2, expansion=2, activation=Tanh(), last=0.1),
             retention=Decay(retain=0.9999, towards="start"),
@@ -362,13 +364,13 @@ RULES |= {
         "printed: retention.towards zero, step raw, algorithm.dampening false, and lr .01",
         _differs(towards=0.0, bounded=1.15, dampened=1.32, values=0.63),
     ),
-    "ttt_linear": NamedRule(
+    "ttt_linear": lambda: NamedRule(
         MemoryConfig(key_norm="l2", chunk=16, layer_activation="none"),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): gradients at the start of blocks of "
         "16; beside the layer of its Mamba backbone, whose q and k share a projection",
         _differs(residual=0.89, v_conv=0.03, lengths=0.21, turned=0.76, mean=0.49, post_norm=0.26, gelu_gate=0.15),
     ),
-    "ttt_linear_norm": NamedRule(
+    "ttt_linear_norm": lambda: NamedRule(
         MemoryConfig(
             structure=MLP(layers=1, residual=True, norm="layer", bias=True),
             algorithm=GD(lr=0.1),
@@ -381,7 +383,7 @@ RULES |= {
         "layer of its Mamba backbone, whose q and k share a projection",
         _differs(v_conv=0.04, lengths=1.18, turned=0.47, mean=0.96, post_norm=0.06, gelu_gate=0.15, values=0.17),
     ),
-    "ttt_mlp": NamedRule(
+    "ttt_mlp": lambda: NamedRule(
         MemoryConfig(
             structure=MLP(layers=2, residual=True, norm="layer", bias=True),
             algorithm=GD(lr=0.1),
@@ -393,7 +395,7 @@ RULES |= {
         "gelu; norm, lr and layer as in ttt_linear_norm",
         _differs(v_conv=0.04, lengths=1.07, turned=0.49, mean=0.78, post_norm=0.06, gelu_gate=0.15, values=0.18),
     ),
-    "large_chunk_ttt": NamedRule(
+    "large_chunk_ttt": lambda: NamedRule(
         MemoryConfig(
             structure=GatedMLP(expansion=1),
             bias=Dot(),
@@ -413,7 +415,7 @@ RULES |= {
         "the scale and offset of each channel of q and k, which start at 1 and 0",
         _differs(turned=1.14, head_gate=1.26),
     ),
-    "in_place_ttt": NamedRule(
+    "in_place_ttt": lambda: NamedRule(
         MemoryConfig(
             bias=Dot(),
             algorithm=GD(lr=0.3),
@@ -431,7 +433,7 @@ RULES |= {
         "published one is the MLP of a block that is trained already",
         _differs(one_key=1.31, units=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
-    "moneta": NamedRule(
+    "moneta": lambda: NamedRule(
         MemoryConfig(
             structure=_MIRAS,
             bias=Lp(p=3.0),
@@ -444,7 +446,7 @@ RULES |= {
         "printed one, retention.form='paper', lacks the power of the coordinates",
         _differs(values=0.64),
     ),
-    "yaad": NamedRule(
+    "yaad": lambda: NamedRule(
         MemoryConfig(
             structure=_MIRAS,
             bias=Yaad(delta=32.0, eps=1e-3),
@@ -459,14 +461,14 @@ RULES |= {
         "little is forgotten",
         _differs(towards=0.0, values=0.21),
     ),
-    "memora": NamedRule(
+    "memora": lambda: NamedRule(
         MemoryConfig(
             structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2", layer_v_norm="rms"
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
         _differs(values=0.44),
     ),
-    "omeganet": NamedRule(
+    "omeganet": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(),
             algorithm=Omega(lr=0.4, window=4, decay=0.9),
@@ -476,7 +478,7 @@ RULES |= {
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the window's weights are "
         "powers of a constant",
     ),
-    "atlas": NamedRule(
+    "atlas": lambda: NamedRule(
         MemoryConfig(
             retention=Decay(),
             algorithm=Omega(window=4, decay=0.9, inner=NewtonSchulz()),
@@ -485,12 +487,12 @@ RULES |= {
         ),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it descends along NS(S)",
     ),
-    "lattice": NamedRule(
+    "lattice": lambda: NamedRule(
         MemoryConfig(structure=Slots(), retention=Sphere(), key_norm="l2"),
         "Lattice (Karami and Mirrokni, 2025, arXiv 2504.05646): a slot for each coordinate of the key, each of unit "
         "length by itself",
     ),
-    "trellis": NamedRule(
+    "trellis": lambda: NamedRule(
         MemoryConfig(
             structure=TwoPass(codes=_CODES),
             retention=Decay(),
@@ -499,14 +501,16 @@ RULES |= {
         "Trellis (2025, arXiv 2512.23852): codes are a learned linear map of the key, of length 1; both passes share "
         "lr and retain",
     ),
-    "delta_momentum": NamedRule(
+    "delta_momentum": lambda: NamedRule(
         MemoryConfig(retention=Decay(), algorithm=DeltaMomentum(lr=0.5), key_norm="l2"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 49 as the algorithm of a linear memory, in its "
         "contracting form; the printed one lacks a factor",
     ),
-    "deep_momentum": NamedRule(
+    "deep_momentum": lambda: NamedRule(
         MemoryConfig(retention=Decay(), algorithm=DeepMomentum(lr=10.0), key_norm="l2"),
         "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Eq 50 as the algorithm of a linear memory, taught "
         "descent; the printed objective ignores the gradient's sign",
     ),
 }
+for _name, _made in _LITERATURE.items():
+    RULES[_name] = _made
