@@ -254,11 +254,13 @@ def nodes_of(
         raise Unprintable("it takes another way for rows of another width or dtype")
     for own_sizes, own in more.items():
         for value, at_wider, found in zip(trace.constants, wide.constants, own.constants, strict=True):
+            if math.isnan(value):
+                continue
             known = value
             if _rounded(value) != _rounded(at_wider):
                 along = next(at for at, size in _counts(sizes).items() if value in (size, 1 / size))
                 known = _counts(own_sizes)[along] ** (1 if value > 1 else -1)
-            if not math.isnan(value) and _rounded(found) != _rounded(known):
+            if _rounded(found) != _rounded(known):
                 raise Unprintable(
                     f"a number of it, {found:g} for {_by(own_sizes)} values, follows from the width in its own way"
                 )

@@ -170,7 +170,7 @@ def test_an_own_activation_has_the_numbers_of_the_token_loop():
 
 @pytest.mark.spec("ENG-FORMULA-D2")
 def test_another_number_is_the_same_part():
-    (one, first), (other, second) = (rows.part(bias_formula(LossAlone(scale=a))) for a in (0.2, 3.0))
+    (one, first, *_), (other, second, *_) = (rows.part(bias_formula(LossAlone(scale=a))) for a in (0.2, 3.0))
     assert one == other
     assert first != second
     assert rows.part(bias_formula(Pinball()))[0] != one

@@ -77,7 +77,7 @@ FAULTS = [
     *_of(
         "nn",
         "tests/nn/test_published_layers.py",
-        ("conv", "silu(total) if self.activation else total, padded", "silu(total), padded"),
+        ("conv", "silu(total) if self.activation else total, torch.cat", "silu(total), torch.cat"),
     ),
     *_of(
         "nn",
@@ -333,8 +333,8 @@ FAULTS = [
         NN,
         ("gates", "(1 if config.algorithm.dampens else 1 - momentum)", "1"),
         ("gates", "return math.log(inside / (1 - inside))", "return inside"),
-        ("conv", "tap = padded[:, kept - j : kept - j + length]", "tap = padded[:, kept - j + 1 : kept - j + 1 + length]"),
-        ("conv", "total, padded[:, length:]", "total, padded[:, -kept:] * 0"),
+        ("blocks", "tap = ahead[:, kept - j : kept - j + length]", "tap = ahead[:, kept - j + 1 : kept - j + 1 + length]"),
+        ("conv", "torch.cat([before[:, length - old :], last], 1)", "torch.cat([before[:, length - old :], last], 1) * 0"),
     ),
     *_of(
         "bias",
@@ -737,7 +737,7 @@ FAULTS = [
         ("grafted", "    record_past = False", "    record_past = is_compileable = False"),
         ("grafted", "start = min(start, int(past.get_seq_length()))", "pass"),
         ("grafted", "return Masks() if whole else Masks(write)", "return Masks()"),
-        ("grafted", "return Masks(None, _starts(given, rows, count, device))", "return Masks()"),
+        ("grafted", "return Masks(None, starts_of_documents(given, rows, count, device))", "return Masks()"),
         ("grafted", "past.update(stub, stub, self.layer_idx)", "past.layers[self.layer_idx].get_seq_length()"),
         ("grafted", "self.memory_state, self.calls = None, ()", "self.calls = ()"),
         ("grafted", "raise ShapeError(\n            f\"past_key_values holds", "print(\n            f\"past_key_values holds"),

@@ -140,7 +140,7 @@ class Route:
     Attributes:
         nodes: the columns of `hecate.engine.cpu.layers.NODE` of every node.
         act, eps: the part of its activation, and eps of its norms.
-        places: where each weight lies in a state, with its rows and columns, padded.
+        places: where each weight lies in a state, with its rows and columns, padded; wide: as `at_once` says of these.
         size: numbers of a state.
         row: numbers of a token's values; `ones` is where the constant lies in it, `last` the prediction.
     """
@@ -154,6 +154,7 @@ class Route:
         for height, width in shapes:
             self.places.append((self.size, -(-height // ROWS) * ROWS, padded(width)))
             self.size += self.places[-1][1] * self.places[-1][2]
+        self.wide = at_once([width for _, width in shapes], [width for _, _, width in self.places], per)
         self.act, self.eps = printed_part(activation_nodes(_activation(graph))), 0.0
         at, ats, sizes = padded(inputs), [0], [inputs]
         rows: list[list[int]] = []
@@ -213,14 +214,15 @@ class Scan:
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
         self.new, self.zeros = first.new_empty, first.new_zeros
-        columns = [width for _, width in self.shapes], [width for _, _, width in self.route.places]
-        self.link = link_part(config, at_once(*columns, self.per))
+        self.link = link_part(config, self.route.wide)
         self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
 
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the link."""
         states, rows, vectors = self.link.scratch
+        if not (states or rows or vectors):
+            return 0
         sizes = [(height, width) for _, height, width in self.route.places]
         return max((states + vectors) * high * wide + rows * wide for high, wide in sizes)
 
