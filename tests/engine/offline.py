@@ -90,7 +90,7 @@ CASES = {
     # loop kernels
     "elastic_net": Case({"retention": "elastic_net", "algorithm": "momentum"}, dtype=torch.float32, spilt=LOOP),
     "sphere": Case({"bias": "huber", "retention": "sphere"}, spilt=LOOP),
-    "lp_lq": Case({"bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "lq", "eps": 1e-3}}, spilt=(0, 16)),
+    "lp_lq": Case({"bias": {"kind": "lp", "p": 3.0}, "retention": {"kind": "lq", "eps": 1e-3}}, spilt=(0, 40)),
     "kl_kl": Case({"bias": "kl", "retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, spilt=LOOP),
     "every_gate": Case(
         {

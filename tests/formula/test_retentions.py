@@ -51,6 +51,17 @@ class Even(Link):
         return near.tanh() / (size + 0.1).sqrt()
 
 
+class Gated(Link):
+    """gated: tanh(A) where it is above .1, over a sum of such: an answer that two loops over a row ask for."""
+
+    kind: Literal["retention_test_gated"] = "retention_test_gated"
+
+    def memory(self, dual: Tensor) -> Tensor:
+        on = dual.tanh() > 0.1
+        whole = torch.where(on, dual, 0.0).square().sum(-1, keepdim=True)
+        return torch.where(on, dual.tanh(), 0.3 * dual) / (1 + whole)
+
+
 class Sorted(Link):
     """sorted: what no kernel knows."""
 
@@ -84,7 +95,7 @@ for family in (Retention, Link):
     for kind in [kind for kind in family._registry if kind.startswith("retention_test_")]:
         del family._registry[kind]
 
-OWN = [Centring(), Bregman(link=Even()), NormCap(retention=Centring(), norm=0.5)]
+OWN = [Centring(), Bregman(link=Even()), Bregman(link=Gated()), NormCap(retention=Centring(), norm=0.5)]
 
 
 def drawn(count: int) -> Iterator[Retention]:

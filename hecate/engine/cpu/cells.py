@@ -207,7 +207,8 @@ class Page:
             return found
         twice = {
             node for node, places in self.seen.items()
-            if len(places) > 1 and node.axes == ALONG | DOWN and node not in known and self.cells.costly(node)
+            if len(places) > 1 and node.axes == ALONG | DOWN and not node.truth
+            and node not in known and self.cells.costly(node)
         }  # fmt: skip
         inner = {item for node in twice for item in node.args}
         for node in twice - inner:
