@@ -390,6 +390,10 @@ class Page:
             own.append(self.place)
         if node.op == "power" and node.args[1].op == "const":
             return _power(self._text(node.args[0]), node.args[1], self._text)
+        if node.op == "div" and node.axes & ALONG and node.args[1].op != "const" and not node.args[1].axes & ALONG:
+            inverse = 1 / node.args[1]  # of a row or a weight: one quotient in place of one a cell
+            cells.places[inverse] = cells.places[node.args[1]]
+            return f"{self._text(node.args[0])} * {self._text(inverse)}"
         if node.op in ("add", "sub"):
             for at, product in enumerate(node.args):
                 if self._joins(product, node):
