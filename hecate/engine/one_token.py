@@ -109,9 +109,14 @@ def one_by_one(
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
     """Two to `WINDOW` tokens that go on from a state, each by `scan`: faster than any engine is under way, and with the
     bits of single tokens. None where there are no programs, or anything is wrong, which the whole call has to say."""
+    given_all = isinstance(config, MemoryConfig) and type(state) is MemoryState
+    if not given_all or not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):
+        return None
     tokens = range(q.shape[1])
     every = [q, k, v, *(gate for gate in gates or () if isinstance(gate, Tensor))]
-    if not _has_programs(config) or any(x.dim() < 3 or x.shape[1] != len(tokens) for x in every):
+    if not 1 < len(tokens) <= WINDOW or any(x.dim() < 3 or x.shape[1] != len(tokens) for x in every):
+        return None
+    if not _has_programs(config):
         return None
 
     def at(t: int) -> tuple[Tensor, Tensor, Tensor, Gates]:

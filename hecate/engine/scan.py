@@ -17,7 +17,7 @@ from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.flops import counted, counters, hidden, scan_flops
-from hecate.engine.one_token import WINDOW, keep_program, one_by_one, short_way
+from hecate.engine.one_token import keep_program, one_by_one, short_way
 from hecate.engine.readout import read_through
 from hecate.engine.triton.decode import InPlace
 from hecate.engine.writes import one_write_each, read_once
@@ -95,11 +95,10 @@ def memory_scan(
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
     if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
         return found
-    if plain and type(state) is MemoryState and isinstance(q, Tensor) and q.dim() == 4 and 1 < q.shape[1] <= WINDOW:
+    if plain and state is not None and not single:
         own: dict[str, Any] = {"phi_params": phi_params, "initial": initial, "name": name}
-        if isinstance(config, MemoryConfig) and isinstance(k, Tensor) and isinstance(v, Tensor):
-            if (few := one_by_one(memory_scan, config, q, k, v, gates, state, **own)) is not None:
-                return few
+        if (few := one_by_one(memory_scan, config, q, k, v, gates, state, **own)) is not None:
+            return few
     alone = plain and name == "memory" and state is None and initial is None and phi_params is None
     if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer gives its name
         warn_if_turned(q, gates)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -19,6 +17,7 @@ from hecate.bias import L2, Bias, Dot
 from hecate.errors import ConfigError
 from hecate.formula import Unprintable, bias_formula
 from hecate.testing.rule import in_torch
+from tests.formula.draws import drawn
 
 SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
 IEEE = {
@@ -41,26 +40,7 @@ IEEE = {
     "top",
 }
 SHIPPED = {kind: cls for kind, cls in Bias.variants().items() if cls.__module__.startswith("hecate.")}
-
-
-def drawn(count: int) -> Iterator[Bias]:
-    """Biases of any settings that their fields allow."""
-    source = random.Random(0)
-    while count:
-        cls = SHIPPED[source.choice(sorted(SHIPPED))]
-        fields: dict[str, Any] = {}
-        for name, field in cls.model_fields.items():
-            if field.annotation is float and source.random() < 0.7:
-                fields[name] = round(math.exp(source.uniform(-3, 1.5)), 4)
-            elif field.annotation is bool:
-                fields[name] = source.random() < 0.5
-            elif name == "target":
-                fields[name] = source.choice(["softmax", "distribution"])
-        try:
-            yield cls(**fields)
-        except ConfigError:
-            continue
-        count -= 1
+WORDS = {"target": ["softmax", "distribution"]}
 
 
 def close(found: Any, expected: Tensor, operations: frozenset[str], size: Tensor) -> None:
@@ -107,7 +87,7 @@ def test_a_shipped_bias(kind, dtype):
     check(SHIPPED[kind](), dtype)
 
 
-@pytest.mark.parametrize("bias", list(drawn(200)), ids=str)
+@pytest.mark.parametrize("bias", list(drawn(SHIPPED, 200, WORDS)), ids=str)
 def test_a_drawn_bias(bias):
     check(bias, torch.float64)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -20,9 +18,11 @@ from hecate.retention import Bregman, ElasticNet, Link, NormCap, Retention, Soft
 from hecate.tape.ops import over
 from hecate.testing.rule import in_torch
 from tests.engine.test_properties import whole
+from tests.formula.draws import drawn
 from tests.memories import case_of, config_of
 
 SHIPPED = {kind: cls for kind, cls in Retention.variants().items() if cls.__module__.startswith("hecate.")}
+WORDS = {name: ["column", "row", "tangent", "divide", "exact", "paper"] for name in ("slot", "form")}
 SHAPES = [(1, 1), (3, 7), (6, 2)]
 
 
@@ -98,26 +98,6 @@ for family in (Retention, Link):
 OWN = [Centring(), Bregman(link=Even()), Bregman(link=Gated()), NormCap(retention=Centring(), norm=0.5)]
 
 
-def drawn(count: int) -> Iterator[Retention]:
-    """Retentions of any settings that their fields allow."""
-    source = random.Random(0)
-    while count:
-        cls = SHIPPED[source.choice(sorted(SHIPPED))]
-        fields: dict[str, Any] = {}
-        for name, field in cls.model_fields.items():
-            if field.annotation is float and source.random() < 0.7:
-                fields[name] = round(math.exp(source.uniform(-3, 1.5)), 4)
-            elif field.annotation is bool and name != "channels":
-                fields[name] = source.random() < 0.5
-            elif name in ("slot", "form"):
-                fields[name] = source.choice(["column", "row", "tangent", "divide", "exact", "paper"])
-        try:
-            yield cls(**fields)
-        except ConfigError:
-            continue
-        count -= 1
-
-
 def near(found: Any, expected: Tensor, *inputs: Tensor, slack: float = 64) -> None:
     """Within rounding of the largest number of a weight."""
     found = torch.as_tensor(found, dtype=expected.dtype)
@@ -148,7 +128,7 @@ def check(formula: Weights, method: Callable[..., Tensor], vjp: Callable[..., An
 def test_text_equals_methods(dtype: torch.dtype) -> None:
     """Of every retention that ships, drawn ones, and own ones without a derivative by hand."""
     source = torch.Generator().manual_seed(0)
-    for retention in [*(cls() for cls in SHIPPED.values()), *drawn(60), *OWN]:
+    for retention in [*(cls() for cls in SHIPPED.values()), *drawn(SHIPPED, 60, WORDS, without=("channels",)), *OWN]:
         formula = retention_formula(retention)
         assert not isinstance(formula, str), (retention, formula)
         for height, width in SHAPES:

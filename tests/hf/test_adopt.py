@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -34,20 +35,22 @@ def model_of(family: str) -> Any:
     return built(family)
 
 
-@pytest.fixture(params=BUILT)
-def model(request: pytest.FixtureRequest) -> Any:
-    made = model_of(request.param)
+def lent(family: str) -> Iterator[Any]:
+    """A family's model for one test."""
+    made = model_of(family)
     yield made
     release(made)
     made.zero_grad(set_to_none=True)
+
+
+@pytest.fixture(params=BUILT)
+def model(request: pytest.FixtureRequest) -> Any:
+    yield from lent(request.param)
 
 
 @pytest.fixture(params=SOME)
 def one_of_a_rule(request: pytest.FixtureRequest) -> Any:
-    made = model_of(request.param)
-    yield made
-    release(made)
-    made.zero_grad(set_to_none=True)
+    yield from lent(request.param)
 
 
 def family(model: Any) -> str:

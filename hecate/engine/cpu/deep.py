@@ -220,11 +220,9 @@ class Scan:
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the link."""
-        states, rows, vectors = self.link.scratch
-        if not (states or rows or vectors):
+        if not any(self.link.scratch):
             return 0
-        sizes = [(height, width) for _, height, width in self.route.places]
-        return max((states + vectors) * high * wide + rows * wide for high, wide in sizes)
+        return max([self.link.room(height, width) for _, height, width in self.route.places])
 
     def packed(self, weights: Memory) -> Tensor:
         """A state `[N, size]`, its weights in whole vectors and fours."""

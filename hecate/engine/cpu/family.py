@@ -42,6 +42,11 @@ class Part(NamedTuple):
     options: tuple[Any, ...] = ()
     scratch: tuple[int, int, int] = (0, 0, 0)
 
+    def room(self, height: int, width: int) -> int:
+        """Numbers of scratch space for a state of this size."""
+        states, rows, vectors = self.scratch
+        return (states + vectors) * height * width + rows * width
+
 
 class Parts(NamedTuple):
     """A memory's parts of the walk, in the order in which it takes them."""
@@ -268,10 +273,7 @@ class Walk:
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the parts."""
-        most = [
-            states * self.cells + rows * self.width + vectors * self.height * self.width
-            for _, _, _, (states, rows, vectors) in self.parts.parts
-        ]
+        most = (part.room(self.height, self.width) for part in self.parts.parts)
         return max(self.cells + 8 * (self.height + self.width), *most)
 
     def state(self, state: Tensor) -> Tensor:

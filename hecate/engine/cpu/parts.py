@@ -43,26 +43,6 @@ def down(M, u, y, V, P):
 
 
 @helper
-def columns(A, B, y, V, P):
-    """Sums over the rows of A * B."""
-    for j in range(0, P, per_vector(A)):
-        row = filled(A, 0.0)
-        for r in range(0, V, ROWS):
-            row = add(row, total(load_rows(A, r * P + j, P, ONE), load_rows(B, r * P + j, P, ONE)))
-        store(y, j, row)
-
-
-@helper
-def rows(A, B, y, V, P):
-    """Sums over the columns of A * B."""
-    for r in range(0, V, ROWS):
-        four = zeros(A)
-        for j in range(0, P, per_vector(A)):
-            four = mad(load_rows(A, r * P + j, P, ONE), load_rows(B, r * P + j, P, ONE), four)
-        put(y, r, sums(four))
-
-
-@helper
 def inner(A, B, count):
     """<A, B> of so many numbers, in whole vectors."""
     row = filled(A, 0.0)
