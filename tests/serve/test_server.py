@@ -290,9 +290,13 @@ import os, random, signal, sys, time
 import torch
 from hecate.serve import Memories
 folder, draws = sys.argv[1], random.Random(0)
+torch.set_num_threads(1)  # a forked child has no pool of threads
 memories = Memories(folder, "m")
 memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
-last = 0.0
+start, last = time.monotonic(), 0.0
+for _ in range(5):
+    memories.save("ada", {"step": torch.zeros(1), "state": torch.zeros(1, 200_000)})
+one = (time.monotonic() - start) / 5  # a disk's own time for a file
 for kill in range(20):
     child = os.fork()
     if not child:
@@ -300,7 +304,7 @@ for kill in range(20):
             value = torch.full((1, 200_000), float(step))
             memories.save("ada", {"step": value[0, :1], "state": value})
         os._exit(0)
-    time.sleep(draws.uniform(0.002, 0.06))
+    time.sleep(draws.uniform(0.1, 4) * one)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     found = memories.load("ada")
