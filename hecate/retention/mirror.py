@@ -172,7 +172,7 @@ class LqLink(Link):
 
     def memory_vjp(self, dual: Tensor, g: Tensor) -> Tensor:
         if self.form == "paper":
-            return radial_vjp(dual, 2 - self.q, self.eps, self.q, g)
+            return radial_vjp(dual, 2 - self.q, self.eps, self.q, True, g)
         g = radial_vjp(power(dual, *self._power), *self._radial, g)
         return power_vjp(dual, *self._power, g)
 
@@ -192,10 +192,11 @@ class LqLink(Link):
         return 1 / (self.q - 1) - 1, self.eps
 
     @property
-    def _radial(self) -> tuple[float, float, float]:
+    def _radial(self) -> tuple[float, float, float, bool]:
         """Its length |.|_q, raised to q - 1, is that of M. It inverts `_power` on coordinates, and `_power` inverts it
-        on lengths."""
-        return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q
+        on lengths. The sum of powers is that of |A|^p: from q = 2 on no more in danger than a sum of squares."""
+        conjugate = self.q / (self.q - 1)
+        return self.q - 2, self.eps ** (1 / (self.q - 1)), self.q, conjugate > 2 or self.eps**conjugate < 1e-30
 
 
 @delegating("through", "linear", "start")
@@ -376,26 +377,27 @@ def power_vjp(x: Tensor, m: float, floor: float, g: Tensor) -> Tensor:
     return slope * size.clamp(min=floor).pow(m) * g
 
 
-def radial(x: Tensor, m: float, floor: float, q: float) -> Tensor:
+def radial(x: Tensor, m: float, floor: float, q: float, scaled: bool = True) -> Tensor:
     """x max(|x|_q, floor)^m, the norm over everything but the first axis."""
-    return x * _length(x, floor, q)[0].pow(m)
+    return x * _length(x, floor, q, scaled)[0].pow(m)
 
 
-def radial_vjp(x: Tensor, m: float, floor: float, q: float, g: Tensor) -> Tensor:
+def radial_vjp(x: Tensor, m: float, floor: float, q: float, scaled: bool, g: Tensor) -> Tensor:
     """Cotangent of x."""
-    length, beyond = _length(x, floor, q)
+    length, beyond = _length(x, floor, q, scaled)
+    # The sum waits for no length, and below q = 2 the power of a zero would have a pole.
+    along = (g * x).sum(inner_axes(x), keepdim=True) / length
     unit = x / length
-    along = (g * unit).sum(inner_axes(x), keepdim=True)
-    slope = torch.where(beyond, m * along, 0.0) * unit.sign() * unit.abs().pow(q - 1)
-    return length.pow(m) * (g + slope)
+    odd = unit * unit.abs().pow(q - 2) if q >= 2 else unit.sign() * unit.abs().pow(q - 1)
+    return length.pow(m) * (g + torch.where(beyond, m * along, 0.0) * odd)
 
 
-def _length(x: Tensor, floor: float, q: float) -> tuple[Tensor, Tensor]:
+def _length(x: Tensor, floor: float, q: float, scaled: bool) -> tuple[Tensor, Tensor]:
     """max(|x|_q, floor) and whether the norm is the larger."""
     # With the largest entry taken out, powers neither overflow nor vanish. It cancels, so it is a constant to the
     # derivative.
-    largest = x.detach().abs().amax(inner_axes(x), keepdim=True).clamp(min=floor)
-    total = (x / largest).abs().pow(q).sum(inner_axes(x), keepdim=True)
+    largest = x.detach().abs().amax(inner_axes(x), keepdim=True).clamp(min=floor) if scaled else 1.0
+    total = (x / largest if scaled else x).abs().pow(q).sum(inner_axes(x), keepdim=True)
     beyond = largest * total.pow(1 / q) >= floor
     # A root of 0 has no derivative, and none is needed.
     length = largest * torch.where(beyond, total, 1.0).pow(1 / q)

@@ -27,6 +27,7 @@ SIGNATURES = {
 COSTLY = frozenset(("exp", "expm1", "log", "log1p", "tanh", "erf", "sin", "cos", "power"))
 Place = tuple[int, int]  # a pass, and a loop over a row within it
 FIRST: Place = (0, 0)
+NORMAL = 1.2e-38  # in float32
 Scope = tuple[list[str], dict[Node, str], str]  # lines, the names that are known in them, and their indentation
 
 
@@ -211,10 +212,19 @@ class Page:
             and node not in known and self.cells.costly(node)
         }  # fmt: skip
         inner = {item for node in twice for item in node.args}
-        for node in twice - inner:
+        for node in {self._core(node, twice) for node in twice - inner}:
             first, *later = sorted(self.seen[node])
             found[node] = "row" if all(place[0] == first[0] for place in later) else "state", first
         return found
+
+    def _core(self, node: Node, twice: set[Node]) -> Node:
+        """The node to keep in place of one: the costly part below it, if that is one and wanted elsewhere, too."""
+        while node.op not in COSTLY:
+            below = [item for item in node.args if item in twice]
+            if len(below) != 1 or self.cells.count[below[0]] == 1:
+                break
+            node = below[0]
+        return node
 
     def loop_over_rows(self, at: int) -> None:
         """A pass over the weight: row by row, or column by column where no sum of a row is wanted."""
@@ -389,7 +399,7 @@ class Page:
         if node.axes & ALONG and self.place not in (own := self.seen.setdefault(node, [])):
             own.append(self.place)
         if node.op == "power" and node.args[1].op == "const":
-            return _power(self._text(node.args[0]), node.args[1], self._text)
+            return _power(node, self._text)
         if node.op == "div" and node.axes & ALONG and node.args[1].op != "const" and not node.args[1].axes & ALONG:
             inverse = 1 / node.args[1]  # of a row or a weight: one quotient in place of one a cell
             cells.places[inverse] = cells.places[node.args[1]]
@@ -434,17 +444,25 @@ class Page:
         return f"{node.op}({name})"
 
 
-def _power(x: str, exponent: Node, text: Callable[[Node], str]) -> str:
+def _power(node: Node, text: Callable[[Node], str]) -> str:
     """x^n by products, square and cube roots where n is such that they do."""
-    n = exponent.args[0]
+    x, n = text(node.args[0]), node.args[1].args[0]
     if n in (2, 3, 4):
         return f"({x} * {x})" if n == 2 else f"({x} * {x} * {x})" if n == 3 else f"({x} * {x}) * ({x} * {x})"
     if n == 0.25:
         return f"sqrt(sqrt({x}))"
     thirds = round(3 * n)
     if thirds in (-2, -1, 1, 2) and abs(n - thirds / 3) < 1e-15:
-        return f"thirds({x}, {thirds})"
-    return f"power({x}, {text(exponent)})"
+        return f"{'thirds_above' if _floored(node.args[0]) else 'thirds'}({x}, {thirds})"
+    return f"power({x}, {text(node.args[1])})"
+
+
+def _floored(x: Node) -> bool:
+    """True of a number that is no smaller than a constant that is normal in float32."""
+    if x.op != "where" or x.args[0].op != "lt":
+        return False
+    _, floor, other = x.args
+    return x.args[0].args == (other, floor) and floor.op == "const" and floor.args[0] >= NORMAL
 
 
 def _written(result: Result, text: str) -> list[str]:
