@@ -77,7 +77,14 @@ def parts() -> dict[str, list[str]]:
     return {
         "Learn": [*LEARN, *(name for name in more if name not in LEARN)],
         "Use": [f"docs/pages/{name}" for name in (*USE, *others)],
-        "Reference": ["docs/reference/variants", "docs/reference/api", "CONTRIBUTING", "SECURITY", "CHANGELOG"],
+        "Reference": [
+            "docs/reference/settings",
+            "docs/reference/variants",
+            "docs/reference/api",
+            "CONTRIBUTING",
+            "SECURITY",
+            "CHANGELOG",
+        ],
         "Measured": [f"docs/pages/{name}" for name in MEASURED],
         "Theory": [*(f"docs/pages/{name}" for name in THEORY), "docs/reference/specs"],
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hecate.train.catalogue import FAMILIES, catalogue
+from hecate.train.settings import tables
 
 
 def write_reference(root: Path) -> None:
@@ -16,7 +17,7 @@ def write_reference(root: Path) -> None:
     folder.mkdir(exist_ok=True)
     rooms = sorted(path.parent.name for path in (root / "hecate").glob("*/__init__.py"))
     packages = ["hecate", *(f"hecate.{room}" for room in rooms), "hecate.errors", "hecate.variant"]
-    pages = {"variants": variants(), "api": api(packages), "specs": specs(root)}
+    pages = {"settings": settings(), "variants": variants(), "api": api(packages), "specs": specs(root)}
     pages |= {name: package(name) for name in packages}
     for name, text in pages.items():
         path = folder / f"{name}.md"
@@ -58,11 +59,28 @@ def variants() -> str:
     """Every family as `hecate list` prints it."""
     parts = ["# Variants\n\nWhat `hecate list` prints: formula, traits, gradient and paper.\n"]
     for family in FAMILIES:
-        header, rows = catalogue(family)
-        table: list[list[Any]] = [header, ["---"] * len(header), *rows]
-        lines = ["| " + " | ".join(cell(text) for text in row) + " |" for row in table]
-        parts.append(f"## {family}\n\n" + "\n".join(lines) + "\n")
+        parts.append(f"## {family}\n\n" + lines(*catalogue(family)))
     return "\n".join(parts)
+
+
+def settings() -> str:
+    """Every setting of an experiment: what it accepts, its default and its meaning."""
+    about = (
+        "Every setting of an experiment, as YAML and `--set` take it: `optim.lr=1e-3`. `hecate init my.yaml` writes a "
+        "commented file of them to start from, `hecate show` prints what an experiment resolves to, and `hecate "
+        "schema` is for editors that complete YAML. Below the sections stands each kind of each family that has "
+        "settings of its own: write `feature_map: {kind: dpfp, nu: 2}`."
+    )
+    parts = [f"# Settings\n\n{about}\n"]
+    for place, table in tables().items():
+        parts.append(f"## {place}\n\n" + lines(*table))
+    return "\n".join(parts)
+
+
+def lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    table = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell(text) for text in row) + " |" for row in table) + "\n"
 
 
 def cell(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hecate import data_cli, serve_cli, terminal
+from hecate import catalogue_cli, data_cli, serve_cli, terminal
 from hecate.data_cli import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
@@ -91,13 +90,6 @@ def _presets(incomplete: str) -> list[str]:
     return sorted(p.stem for p in folder.glob("*.yaml") if p.stem.startswith(incomplete))
 
 
-def _families(incomplete: str) -> list[str]:
-    """Families that begin so."""
-    from hecate.train.catalogue import FAMILIES
-
-    return [name for name in FAMILIES if name.startswith(incomplete)]
-
-
 _Source = Annotated[str, typer.Argument(
     metavar="PRESET|FILE", help="A preset or a YAML file.", show_default=False, autocompletion=_presets,
 )]  # fmt: skip
@@ -109,40 +101,30 @@ _Limit = Annotated[str | None, typer.Option(
     "--mem-limit", metavar="SIZE",
     help="Refuse what takes more memory than this, such as 8G; train takes the device's own when left out.",
 )]  # fmt: skip
+_Allow = Annotated[list[str] | None, typer.Option(
+    metavar="PATH[,PATH]", help="Settings that may differ from those of the run resumed, such as optim.lr.",
+)]  # fmt: skip
+_Steps = Annotated[int | None, typer.Option(help="Same as --set budget.steps=N.")]
+_Quiet = Annotated[bool, typer.Option("--quiet", help="Print the result only.")]
 _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
 _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
 
 
-@_command(
+_command(
     "list",
-    short_help="The variants of a family: formula, traits, gradient, paper.",
-    epilog="Examples: hecate list | hecate list phi | hecate list presets",
-)
-def list_(
-    family: Annotated[str | None, typer.Argument(
-        metavar="[FAMILY]", show_default=False, autocompletion=_families,
-        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, "
-        "rules or presets.",
-    )] = None,
-) -> None:  # fmt: skip
-    """List the variants of a family: formula, traits, gradient and paper."""
-    from hecate.train import catalogue, display
+    short_help="The variants of a family, or all about one of them.",
+    epilog="Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets",
+)(catalogue_cli.list_)
 
-    display.print_table(*catalogue.catalogue(family))
-
-
-@_command(
+_command(
     short_help="The text of a bias or retention that kernels are made of.",
     epilog="Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention",
-)
-def formula(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="A kind, or a mapping as in YAML.")],
-    family: Annotated[str, typer.Option(metavar="FAMILY", help="bias or retention.")] = "bias",
-) -> None:
-    """Print the functions that kernels are made of: traced from the variant's own methods in torch."""
-    from hecate.train.catalogue import formula_text
+)(catalogue_cli.formula)
 
-    echo(formula_text(kind, family), end="")
+_command(
+    short_help="A commented file with every setting, to start from.",
+    epilog="Examples: hecate init my.yaml | hecate init levels.yaml --from hope, then hecate train my.yaml",
+)(catalogue_cli.init)
 
 
 @_command(
@@ -172,15 +154,10 @@ def show(
             echo(f"# model.{path}: {kind} makes {width:,} features of keys of width {d_key}")
 
 
-@_command(
+_command(
     short_help="The JSON schema of an experiment, for editors.",
     epilog="Example: hecate schema > experiment.schema.json",
-)
-def schema() -> None:
-    """Print the JSON schema of an experiment, for editors that complete YAML."""
-    from hecate.train.compose import experiment_schema
-
-    echo(json.dumps(experiment_schema(), indent=1))
+)(catalogue_cli.schema)
 
 
 @_command(
@@ -241,12 +218,10 @@ def train(
     overrides: _Set = None,
     out: Annotated[Path | None, typer.Option(help="Run folder; a fresh runs/NAME when left out.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")] = False,
-    allow: Annotated[list[str] | None, typer.Option(
-        metavar="PATH[,PATH]", help="Settings that may differ from those of the run resumed, such as optim.lr.",
-    )] = None,
-    steps: Annotated[int | None, typer.Option(help="Same as --set budget.steps=N.")] = None,
+    allow: _Allow = None,
+    steps: _Steps = None,
     limit: _Limit = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print the result only.")] = False,
+    quiet: _Quiet = False,
 ) -> None:  # fmt: skip
     """Train a model and write a run folder with checkpoints, figures and a report."""
     with importing(quiet):
@@ -278,9 +253,22 @@ def train(
         if world.main:
             _print_result(config.name, result)
             if result.signal is not None:
-                echo(f"stopped by a signal; continue with: hecate train --out {folder} --resume")
+                echo(f"stopped by a signal; continue with: hecate resume {folder}")
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
+
+
+@_command(
+    short_help="Continue a run that was stopped, or train it longer.",
+    epilog="Examples: hecate resume runs/mine | hecate resume runs/mine --steps 2000 | "
+    "hecate resume runs/mine --set optim.lr=1e-4 --allow optim.lr",
+)
+def resume(
+    run: _Run, overrides: _Set = None, allow: _Allow = None, steps: _Steps = None, limit: _Limit = None,
+    quiet: _Quiet = False,
+) -> None:  # fmt: skip
+    """Continue a run from its newest sound checkpoint: train --out RUN --resume."""
+    train(None, overrides, run, True, allow, steps, limit, quiet)
 
 
 def _print_result(name: str, result: Any) -> None:
@@ -554,33 +542,10 @@ def report(
         echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
 
-@_command(
-    short_help="What this machine has, and which engines run here.",
+_command(
+    short_help="What this machine has and lacks, and which engines run.",
     epilog="Examples: hecate doctor | hecate doctor --warm titans delta",
-)
-def doctor(
-    rules: Annotated[list[str] | None, typer.Argument(
-        metavar="[RULE]...", help="Rules to warm; all of them if left out.", show_default=False,
-    )] = None,
-    warm: Annotated[bool, typer.Option("--warm", help="Compile the kernels of rules and keep them on disk.")] = False,
-    width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
-) -> None:  # fmt: skip
-    """Say what this machine has and which engines run here, or compile kernels before their first use."""
-    from hecate.train import catalogue as found
-    from hecate.train.display import print_table
-
-    if not warm:
-        if rules:
-            raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
-        print_table(*found.machine())
-        print_table(*found.engines())
-        tried = found.kernels()
-        if tried[1]:
-            print_table(*tried)
-        return
-    for what, seconds in found.warm(rules or [], width):
-        echo(f"{what}, {seconds:.1f} s")
-
+)(catalogue_cli.doctor)
 
 _command(
     short_help="Answer OpenAI's clients with a model.",

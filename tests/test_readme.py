@@ -15,7 +15,7 @@ from hecate.hf.export import export_run
 from hecate.models import LanguageModel
 from hecate.rule import RULES
 from hecate.train import load_experiment, run_experiment
-from hecate.train.catalogue import _VARIANTS
+from hecate.train.catalogue import VARIANTS
 from hecate.train.display import Display
 from tests.product.examples import shipped
 from tests.ranks import run_ranks
@@ -92,9 +92,9 @@ def test_counts_and_kinds_are_those_of_the_library():
     rows = re.findall(r"^\| ([a-z ]+) \| [^|]+\? \| ([^|]+) \|$", README, re.M)
     named = {name.split()[-1]: re.sub(r"\([^)]*\)", "", kinds).replace(" ", "").split(",") for name, kinds in rows}
     assert {*named} == {"structure", "bias", "retention", "algorithm", "gating", "readout"}
-    assert {name: {*kinds} for name, kinds in named.items()} == {name: {*shipped(_VARIANTS[name])} for name in named}
+    assert {name: {*kinds} for name, kinds in named.items()} == {name: {*shipped(VARIANTS[name])} for name in named}
     flat = " ".join(README.split())
-    for words in (f"each of the {len(shipped(_VARIANTS['phi']))} maps goes", f"Each of the {len(RULES)} named rules"):
+    for words in (f"each of the {len(shipped(VARIANTS['phi']))} maps goes", f"Each of the {len(RULES)} named rules"):
         assert words in flat, f"README should say: {words}"
 
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from hecate import activation, algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
 from hecate.engine import Engine, Plan, choose, kernel_verdicts, verdicts
-from hecate.errors import ConfigError, not_known
+from hecate.errors import ConfigError, install_line, not_known
 from hecate.nn import Memory
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
@@ -30,10 +31,20 @@ from hecate.train.run import versions
 from hecate.variant import Variant
 
 PACKAGES = ("torch", "numpy", "pydantic", "numba", "flash-linear-attention", "triton", "matplotlib")
+EXTRAS = {
+    "cpu": ("exact kernels on a CPU", ("numba",)), "gpu": ("kernels on a GPU", ("triton",)),
+    "plot": ("figures of runs and reports", ("matplotlib",)),
+    "data": ("token shards and tokenizers", ("tokenizers", "pyarrow", "zstandard")),
+    "hf": ("models in transformers: adopt, graft, export", ("transformers", "tokenizers", "accelerate")),
+    "serve": ("hecate serve", ("starlette", "uvicorn")),
+    "track": ("loggers beside metrics.jsonl", ("tensorboard", "wandb", "trackio")),
+}  # fmt: skip
+"""Extras, what each is for, and the modules that it brings."""
+
 LENGTH = 1024
 """Tokens of the sequence that engines are chosen for: not a step."""
 
-_VARIANTS: dict[str, type[Variant]] = {
+VARIANTS: dict[str, type[Variant]] = {
     "phi": phi.FeatureMap,
     "bias": bias.Bias,
     "retention": retention.Retention,
@@ -59,7 +70,7 @@ _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL
 def catalogue(family: str | None = None) -> Table:
     """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
     if family is None:
-        kinds = {name: list(root.variants()) for name, root in _VARIANTS.items()}
+        kinds = {name: list(root.variants()) for name, root in VARIANTS.items()}
         named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": folded_presets()}
         return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
     if family not in FAMILIES:
@@ -166,7 +177,7 @@ def _presets() -> Table:
 
 
 FAMILIES: dict[str, Callable[[], Table]] = {
-    **{name: partial(variant_rows, root) for name, root in _VARIANTS.items()},
+    **{name: partial(variant_rows, root) for name, root in VARIANTS.items()},
     "engines": _engines,
     "rules": _rules,
     "presets": _presets,
@@ -182,6 +193,16 @@ def machine() -> Table:
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     rows = [["python", platform.python_version()], *found, ["machine", system], ["torch on a CPU", threads]]
     return ["what", "here"], [*rows, ["CUDA", ", ".join(devices) or "no device"]]
+
+
+def missing() -> Table:
+    """Extras of which a package is not installed here: what each is for, and the line that installs it."""
+    rows = []
+    for extra, (purpose, modules) in EXTRAS.items():
+        absent = [name for name in modules if find_spec(name) is None]
+        if absent:
+            rows.append([extra, purpose, ", ".join(absent), install_line(extra)])
+    return ["extra", "for", "not installed", "install it with"], rows
 
 
 def engines() -> Table:

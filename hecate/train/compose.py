@@ -72,6 +72,11 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         raise ConfigError(problems) from None
 
 
+def raw_settings(source: str | Path) -> dict[str, Any]:
+    """The settings that a preset or a file writes, and those of the files that it extends, as they are written."""
+    return dict(_extended(_open(str(source), None), []).value)
+
+
 def dump_experiment(config: ExperimentConfig) -> str:
     """The resolved YAML of an experiment; loading it gives an equal one."""
     return dump_yaml(config.model_dump(mode="json"))
