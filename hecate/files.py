@@ -236,3 +236,35 @@ def _behind(error: BaseException) -> OSError | None:
 def temporary_name(path: Path) -> Path:
     """Beside a file, where its content lies until it is whole."""
     return path.with_name(f"{TEMPORARY}{path.name.removeprefix(TEMPORARY)}-{os.getpid()}")
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that is checked out in the git repository around a folder, as its files say it; None without one."""
+    for parent in (folder, *folder.parents):
+        git = parent / ".git"
+        try:
+            if git.is_file():  # a worktree names its own folder
+                git = parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+            elif not git.is_dir():
+                continue
+            return _resolved(git)
+        except (OSError, ValueError):
+            return None
+    return None
+
+
+def _resolved(git: Path) -> str | None:
+    """HEAD, through a branch if it names one."""
+    head = (git / "HEAD").read_text(encoding="utf-8").strip()
+    if not head.startswith("ref: "):
+        return head or None
+    name = head.removeprefix("ref: ")
+    common = git / "commondir"
+    for place in (git, git / common.read_text(encoding="utf-8").strip()) if common.is_file() else (git,):
+        if (place / name).is_file():
+            return (place / name).read_text(encoding="utf-8").strip()
+        packed = place / "packed-refs"
+        for line in packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else ():
+            if line.endswith(f" {name}"):
+                return line.split()[0]
+    return None

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError, HealthWarning
-from hecate.files import read_whole, refusing, write_file
+from hecate.files import read_whole, refusing
 from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
 from hecate.nn.strength import NOTHING
-from hecate.train.report import markdown_table
+from hecate.train.report import markdown_table, write_page
 from hecate.train.run import open_run
 from hecate.train.trainer import Trainer
 
@@ -64,7 +64,7 @@ def report_run(run: Path | str, *, tokens: int | None = None, out: Path | str | 
                 f"{path} is no UTF-8 text, so nothing can be added to it; move it away, or choose another --out"
             ) from None
         figures = view.save(folder / "figures")
-        write_file(path, with_section(before, _section(view, figures, step, read.shape[1])))
+        write_page(path, with_section(before, _section(view, figures, step, read.shape[1])))
     return Reported(path, figures, step, read.shape[1])
 
 

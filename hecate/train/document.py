@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import BaseModel
 
 from hecate.errors import ConfigError, shorten
 from hecate.files import read_file
@@ -91,6 +92,28 @@ _Dumper.add_representer(str, _Dumper.write_as_is)
 def dump_yaml(value: Mapping[str, Any]) -> str:
     """YAML that `parse_yaml` reads back to an equal value. [TRAIN-YAML-I1]"""
     return yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=96)
+
+
+def flow(value: Any) -> str:
+    """A value as one writes it in YAML, on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def short(value: Any) -> Any:
+    """A config as one writes it: fields at their defaults left out, a kind alone as its name."""
+    if isinstance(value, BaseModel):
+        fields = {name: getattr(value, name) for name in type(value).model_fields}
+        kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
+        defaults = type(value).model_fields
+        told = {
+            name: short(own) for name, own in fields.items()
+            if defaults[name].is_required() or own != defaults[name].get_default(call_default_factory=True)
+        }  # fmt: skip
+        return kind["kind"] if kind and not told else kind | told
+    if isinstance(value, Mapping):
+        return {key: short(own) for key, own in value.items()}
+    return [short(own) for own in value] if isinstance(value, (tuple, list)) else value
 
 
 def read_yaml(path: Path) -> Document:

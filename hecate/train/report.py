@@ -1,11 +1,15 @@
-"""report.md: one page with the result beside its baselines, sizes, figures (with matplotlib) and how to repeat it."""
+"""report.md and report.html: how a run ended beside its baselines, with figures (by matplotlib), on the first screen;
+then levels, sizes, settings, data, and how to repeat it."""
 
 from __future__ import annotations
 
+import base64
 import csv
+import html
 import io
 import json
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -16,16 +20,24 @@ from typing import Any
 from torch import Tensor
 
 from hecate.cms import LevelHealth
-from hecate.errors import install_line
+from hecate.errors import install_line, printable
 from hecate.files import write_file
-from hecate.train.document import dump_yaml
+from hecate.train.document import dump_yaml, short
 from hecate.train.evaluate import Positions, Score, model_health, state_leaves
 from hecate.train.loggers import read_metrics
 from hecate.train.trainer import Trainer
-from hecate.variant import Config
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """A header and rows."""
+
+STYLE = (
+    ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;"
+    "padding:0 1rem}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{border-bottom:1px solid #8886;"
+    "padding:.25rem .75rem;text-align:left}pre,code{background:#8882;border-radius:4px}pre{padding:.75rem;"
+    "overflow-x:auto}code{padding:.1rem .25rem}pre code{padding:0;background:none}img{max-width:100%;background:#fff;"
+    "border-radius:4px}"
+)
+"""Of the HTML page: the reader's light or dark."""
 
 
 def write_report(
@@ -39,20 +51,57 @@ def write_report(
     if not trainer.world.main:
         return
     records = read_metrics(folder / "metrics.jsonl")
+    environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     sections = {
-        "Result": _result(metric, score, baselines),
-        "Size": _sizes(trainer, leaves, records),
-        "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
-        "Figures": _figures(records, folder / "figures", metric, baselines, score),
         "Levels": _levels(health),
-        "Optimiser": _optimiser(trainer),
-        "Memory": _yaml(config.model),
+        "Size": _sizes(trainer, leaves, records),
+        "Settings": _settings(trainer),
+        "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
         "State after one validation sequence": _states(leaves, config.seq_len),
-        "Repeat": _commands(folder),
+        "Repeat": _commands(folder, environment),
     }
-    begin = f"# {config.name}\n\nRun {status} at step {trainer.step} of {config.budget.steps}, seed {config.seed}."
-    text = "\n\n".join([begin, *(f"## {name}\n\n{section}" for name, section in sections.items() if section)])
-    write_file(folder / "report.md", text + "\n")
+    first = [
+        f"# {config.name}", _outcome(trainer, environment, status), _result(metric, score, baselines),
+        _figures(records, folder / "figures", metric, baselines, score),
+    ]  # fmt: skip
+    text = "\n\n".join([*first, *(f"## {name}\n\n{section}" for name, section in sections.items() if section)])
+    write_page(folder / "report.md", text + "\n")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Writes a page in Markdown, and beside it the same as one HTML file that holds its figures."""
+    write_file(path, text)
+    write_file(path.with_suffix(".html"), html_page(text, path.parent))
+
+
+def html_page(text: str, folder: Path) -> str:
+    """A page that needs no other file: pictures that lie in the folder, and are no links, are in it."""
+    from markdown_it import MarkdownIt
+
+    def inline(match: re.Match[str]) -> str:
+        picture = folder / match[1]
+        inside = picture.resolve().is_relative_to(folder.resolve()) and picture.is_file() and not picture.is_symlink()
+        data = base64.b64encode(picture.read_bytes()).decode() if inside else ""
+        return f'src="data:image/png;base64,{data}"' if inside else match[0]
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"<!--.*?-->\n?", "", text))
+    title = html.escape(text.partition("\n")[0].removeprefix("# "))
+    body = re.sub(r'src="([^":]+\.png)"', inline, body)
+    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>\n{body}'
+
+
+def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> str:
+    """How a run ended, and when, from which commit and by which command it was started."""
+    budget, seed = trainer.config.budget, trainer.config.seed
+    commit = f" at commit {environment['commit'][:12]}" if environment.get("commit") else ""
+    program, *rest = environment.get("command") or [""]
+    words = [Path(program).name or "Python", *(shlex.quote(printable(part)) for part in rest)]
+    command = " ".join(words).replace("`", "'")
+    return (
+        f"Run {status} at step {trainer.step} of {budget.steps}, seed {seed}. Started "
+        f"{environment.get('started', 'at an unknown time')}{commit}, hecate {environment['versions']['hecate']}: "
+        f"`{command}`."
+    )
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
@@ -103,21 +152,18 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
     return f"{text}\n\n{markdown_table(header, rows)}" if rows else ""
 
 
-def _optimiser(trainer: Trainer) -> str:
-    """The optimisers, with the parameters that each trained, those that step seldom, and the settings."""
-    lines = []
+def _settings(trainer: Trainer) -> str:
+    """The settings that are not at their defaults, and what each optimiser trained."""
+    settings = dump_yaml(short(trainer.config))
+    lines = [f"Other than the defaults; `config.yaml` has all of them.\n\n```yaml\n{settings}```\n"]
     for kind, optimizer in trainer.optimizers.items():
         groups = optimizer.param_groups
         numbers = sum(p.numel() for group in groups for p in group["params"])
-        lines.append(f"- `{kind}`: {numbers:,} parameters")
+        lines.append(f"- `{kind}` trained {numbers:,} parameters")
         for period in sorted({group["period"] for group in groups if group.get("elapsed") is not None} - {1}):
             names = [f"`{name}`" for group in groups if group["period"] == period for name in group["param_names"]]
             lines.append(f"- once in {period} steps: {', '.join(names)}")
-    return "\n".join(lines) + "\n\n" + _yaml(trainer.config.optim)
-
-
-def _yaml(settings: Config) -> str:
-    return f"```yaml\n{dump_yaml(settings.model_dump(mode='json'))}```"
+    return "\n".join(lines)
 
 
 def _states(leaves: Mapping[str, Tensor], length: int) -> str:
@@ -129,8 +175,7 @@ def _states(leaves: Mapping[str, Tensor], length: int) -> str:
     return f"{length} tokens read.\n\n" + markdown_table(("tensor", "shape", "bytes", "norm"), rows)
 
 
-def _commands(folder: Path) -> str:
-    environment = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+def _commands(folder: Path, environment: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     config, again, run = (shlex.quote(str(path)) for path in (folder / "config.yaml", f"{folder}-again", folder))
     return (

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -26,7 +27,7 @@ from hecate.data import Source
 from hecate.data.shards import TOKENIZER
 from hecate.distributed import World
 from hecate.errors import CheckpointError, HecateError, printable, shorten
-from hecate.files import make_folder, refusing, sweep, write_file
+from hecate.files import commit_of, make_folder, refusing, sweep, write_file
 from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
@@ -206,8 +207,9 @@ def latest_folder(source: str | None) -> Path:
 
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
-    """Versions, platform and threads: what a reader needs to repeat the numbers."""
+    """Versions, platform, threads, commit and time: what a reader needs to repeat the numbers."""
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit_of(Path.cwd()),
         "python": platform.python_version(), "platform": platform.platform(),
         "machine": platform.machine(), "cpus": os.cpu_count(), "threads": torch.get_num_threads(),
         "device": config.budget.device, "versions": versions(), "command": sys.argv,

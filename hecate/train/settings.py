@@ -26,7 +26,7 @@ from hecate.train.compose import (
     shipped_presets,
 )
 from hecate.train.config import ExperimentConfig
-from hecate.train.document import dump_yaml
+from hecate.train.document import dump_yaml, flow, short
 from hecate.train.report import Table
 
 SECTIONS = ("model", "optim", "budget", "parallel", "sample")
@@ -83,28 +83,6 @@ def accepts(schema: Mapping[str, Any]) -> str:
     ]
     named = {"object": "mapping", "string": "text", "boolean": "true or false"}.get(kind, kind)
     return " ".join([named, " and ".join(low + high)]).strip()
-
-
-def flow(value: Any) -> str:
-    """A value as one writes it in YAML, on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 20, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def short(value: Any) -> Any:
-    """A config as one writes it: fields at their defaults left out, a kind alone as its name."""
-    if isinstance(value, BaseModel):
-        fields = {name: getattr(value, name) for name in type(value).model_fields}
-        kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
-        defaults = type(value).model_fields
-        told = {
-            name: short(own) for name, own in fields.items()
-            if defaults[name].is_required() or own != defaults[name].get_default(call_default_factory=True)
-        }  # fmt: skip
-        return kind["kind"] if kind and not told else kind | told
-    if isinstance(value, Mapping):
-        return {key: short(own) for key, own in value.items()}
-    return [short(own) for own in value] if isinstance(value, (tuple, list)) else value
 
 
 def tables() -> dict[str, Table]:

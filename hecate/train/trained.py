@@ -36,7 +36,7 @@ from hecate.train.trainer import build_model
 # which could lead to a file of the reader's, and no pipe or device, which would be waited for. The folder itself may be
 # reached through a link and lie anywhere.
 CONFIG, METRICS, CHECKPOINTS, WEIGHTS = "config.yaml", "metrics.jsonl", "checkpoints", "model.safetensors"
-NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "logger-id.txt", TOKENIZER,
+NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "report.html", "logger-id.txt", TOKENIZER,
          CHECKPOINTS, "figures", "evals", "tensorboard", "wandb")  # fmt: skip
 """Names that are read or written in a run folder."""
 

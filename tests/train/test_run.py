@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +18,11 @@ from rich.console import Console
 
 from hecate.compare import worker
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError, install_line
+from hecate.files import commit_of
 from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
 from hecate.train.display import Display
 from hecate.train.loggers import MetricsWriter, read_metrics
-from hecate.train.report import column
+from hecate.train.report import column, html_page
 from hecate.train.trainer import Trainer
 
 from .common import TiedGRU, same_bits, tiny
@@ -50,7 +54,7 @@ def test_what_a_run_leaves(tmp_path, figures):
     assert (result.status, result.step, result.signal) == ("finished", 20, None)
     assert sorted(p.name for p in folder.iterdir()) == [
         "checkpoints", "config.yaml", "env.json", "figures", "metrics.jsonl",
-        "report.md", "samples.txt",
+        "report.html", "report.md", "samples.txt",
     ]  # fmt: skip
     assert load_experiment(folder / "config.yaml") == tiny()
     environment = json.loads((folder / "env.json").read_text())
@@ -64,11 +68,47 @@ def test_what_a_run_leaves(tmp_path, figures):
     for text in (
         "| a value of the row (baseline) | 0.5000 |",
         f"| **this model** | **{result.score.accuracy:.4f}",
-        "bytes, whatever its length", "![accuracy](figures/accuracy.png)", "kind: identity",
+        "bytes, whatever its length", "![accuracy](figures/accuracy.png)", "## Settings", environment["started"],
         "hecate train", "torch 2.",
     ):  # fmt: skip
         assert text in report, text
     assert "label" in (folder / "samples.txt").read_text()
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+def test_the_page_of_a_report_needs_no_other_file(tmp_path, figures):
+    folder = run(tiny(budget={"steps": 2}), tmp_path / "run").folder
+    page = (folder / "report.html").read_text()
+    assert re.findall(r'(?:src|href)="([^"]{0,22})', page) == ["data:image/png;base64,"] * 2
+    for picture in (folder / "figures").iterdir():
+        assert base64.b64encode(picture.read_bytes()).decode() in page
+    assert "<table>" in page and "<strong>this model</strong>" in page and "<h2>Settings</h2>" in page
+    (folder / "figures/loss.png").unlink()
+    (folder / "figures/loss.png").symlink_to("/etc/hostname")
+    again = html_page("# <b>\n\n![x](figures/loss.png) <script>\n\n![y](../other.png)\n", folder)
+    assert "base64" not in again and "<script>" not in again and "<title>&lt;b&gt;</title>" in again
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+def test_the_commit_of_a_folder_is_what_git_says(tmp_path):
+    def git(*words: str, at: Path = tmp_path) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], cwd=at, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "in/side").mkdir(parents=True)
+    git("init", "-q")
+    assert commit_of(tmp_path) is None
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    assert commit_of(tmp_path / "in/side") == git("rev-parse", "HEAD")
+    git("pack-refs", "--all")
+    assert commit_of(tmp_path) == git("rev-parse", "HEAD")
+    git("worktree", "add", "-q", "-b", "other", str(tmp_path / "in/tree"))
+    git("commit", "-q", "--allow-empty", "-m", "two", at=tmp_path / "in/tree")
+    assert commit_of(tmp_path / "in/tree") == git("rev-parse", "other") != commit_of(tmp_path)
+    git("checkout", "-q", "--detach")
+    assert commit_of(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / ".git/HEAD").write_bytes(b"\xff")
+    assert commit_of(tmp_path) is None
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")
