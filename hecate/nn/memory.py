@@ -362,7 +362,7 @@ class Memory(RuleParameters, MemoryLayer):
             past = self._past(self.context, self.conv.kernel - 1, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
-        q, k, v = (*mixed.split(parts, dim=-1), *beside)
+        q, k, v = list(mixed.split(parts, dim=-1)) + beside
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
         q, k = q.unflatten(-1, (self.key_heads, -1)), k.unflatten(-1, (*several[:-2], self.key_heads, -1))
         if self.qk_norm != "none":
