@@ -22,6 +22,7 @@ from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
+from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
 
@@ -36,10 +37,14 @@ __all__ = [
     "adopt",
     "byte_tokenizer",
     "file_tokenizer",
+    "from_cache",
+    "from_layer",
     "graft",
     "load_graft",
     "release",
     "save_graft",
+    "to_cache",
+    "to_layer",
 ]
 
 transformers.AutoConfig.register("hecate", HecateConfig, exist_ok=True)
