@@ -25,6 +25,7 @@ from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
 from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
+from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [
     "Adoption",
@@ -34,6 +35,7 @@ __all__ = [
     "HecateForCausalLM",
     "HecateModel",
     "StateLayer",
+    "Upgrade",
     "adopt",
     "byte_tokenizer",
     "file_tokenizer",
@@ -45,6 +47,7 @@ __all__ = [
     "save_graft",
     "to_cache",
     "to_layer",
+    "upgrade",
 ]
 
 transformers.AutoConfig.register("hecate", HecateConfig, exist_ok=True)
