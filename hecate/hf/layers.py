@@ -35,7 +35,7 @@ class Described(NamedTuple):
 
 
 def describe(layer: Any) -> Described:
-    """What a layer is, and where its numbers are.
+    """A layer in hecate's words, and where its numbers are.
 
     Raises:
         TypeError: no torch module.
@@ -138,10 +138,9 @@ def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dic
     return made if lowest is None else {**made, "gate": "bounded", "lowest": lowest}
 
 
-def _places(memory: Memory) -> dict[str, Tensor]:
+def _places(memory: Any) -> dict[str, Tensor]:
     """Views of a memory's parameters, by the names of `Described.weights`."""
     gates, retain, conv = memory.gates, memory.gates.retain, memory.conv
-    assert memory.output_gate is not None and retain is not None and conv is not None
     found = dict(zip("qkv", memory.qkv.weight.split(memory.splits), strict=True))
     found |= {"gate": memory.output_gate.weight, "lr": gates.weight["lr"], "retain": gates.weight["retain"]}
     found |= {"bias": gates.bias["retain"], "rate": retain.rate, "norm": memory.norm, "out": memory.out.weight}
@@ -169,8 +168,7 @@ def from_layer(layer: Any) -> Memory:
     config, sizes, weights = describe(layer)
     like = weights["out"]
     place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "learned_initial": False}
-    memory = Memory(config=config, generator=torch.Generator().manual_seed(0), **sizes, **place)
-    assert memory.gates.retain is not None
+    memory: Any = Memory(config=config, generator=torch.Generator().manual_seed(0), **sizes, **place)
     for owner, name, of in ((memory.gates.retain, "rate", "rate"), (memory.gates.bias, "retain", "bias")):
         wide = torch.promote_types(like.dtype, weights[of].dtype)  # which models keep in float32
         setattr(owner, name, nn.Parameter(getattr(owner, name).to(wide)))

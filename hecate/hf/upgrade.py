@@ -56,22 +56,20 @@ def _repeat_rows(new: Memory, old: Memory) -> None:
         mine["retain"].copy_(theirs["retain"].repeat_interleave(len(mine["retain"]) // new.heads, 0))
 
 
-def _zero_gates(new: Memory, _: Memory) -> None:
+def _zero_gates(new: Any, _: Memory) -> None:
     """Heads of top 2 and without bias: 2 sigmoid(0) = 1."""
-    assert new.gating is not None
     for weight in new.gating.params.tensors.values():
         weight.zero_()
 
 
-def _second_write(new: Memory, old: Memory) -> None:
+def _second_write(new: Any, old: Any) -> None:
     """Another write like the first, of a key that is 0: it writes nothing, and what moves the key is not 0."""
-    assert new.conv is not None and old.conv is not None
     for mine, theirs in ((new.qkv.weight, old.qkv.weight), (new.conv.weight.T, old.conv.weight.T)):
         (q, k, v), parts = mine.split(new.splits), theirs.split(old.splits)
         q.copy_(parts[0])
         k.copy_(torch.cat([parts[1], parts[1] if mine is not new.qkv.weight else 0 * parts[1]]))
         v.copy_(torch.cat([parts[2]] * 2))
-    if new.conv.bias is not None and old.conv.bias is not None:
+    if old.conv.bias is not None:
         q, k, v = old.conv.bias.split(old.splits)
         new.conv.bias.copy_(torch.cat([q, k, 0 * k, v, v]))
     new.gates.weight["lr"].copy_(torch.cat([old.gates.weight["lr"]] * 2))
