@@ -217,7 +217,8 @@ def test_some_layers_again_adopted_and_from_a_file(tmp_path):
     moved(model, report.new)
     alone = torch.cat([logits(model, part) for part in ids.split((4, 5), 1)], 1)
     assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
-    assert release(model) == 1  # and the upgraded one goes on hearing of documents
+    assert release(model) == 1
+    assert any(part._forward_pre_hooks for part in model.modules())  # the upgraded one goes on hearing of documents
     upgrade(model, "kda", layers=[0])
     assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
     torch.save(model.state_dict(), tmp_path / "weights.pt")

@@ -153,10 +153,13 @@ def test_a_rectified_momentum_is_zero_at_zero_and_learns():
     y.square().sum().backward()
     for part in (made.gates.weight, made.gates.bias):
         assert part["momentum"].grad.abs().min() > 0
+    bias, shown = made.gates.bias["momentum"], torch.tensor([0.0, 0.0, 0.1, 0.5], dtype=torch.float64)
     with torch.no_grad():
-        made.gates.bias["momentum"].copy_(torch.tensor([-0.5, -0.1, 0.1, 0.5]))
-        gate = made.gates(x).momentum
-    assert torch.equal(gate, torch.tanh(torch.tensor([0.0, 0.0, 0.1, 0.5], dtype=torch.float64)).expand_as(gate))
+        bias.copy_(torch.tensor([-0.5, -0.1, 0.1, 0.5]))
+    gate = made.gates(x).momentum
+    assert torch.equal(gate, torch.tanh(shown).expand_as(gate))
+    slope = torch.autograd.grad(gate[0, 0].sum(), bias)[0]
+    assert torch.allclose(slope, 1 - torch.tanh(bias.detach()) ** 2)  # a gate that was pushed below 0 can come back
     started = Memory(8, 2, {"algorithm": "momentum", "layer_options": {"momentum": "rectified"}})
     assert torch.allclose(started.gates(torch.ones(1, 1, 8)).momentum, torch.tensor(0.9))
 
