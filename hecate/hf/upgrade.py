@@ -63,18 +63,24 @@ def _zero_gates(new: Any, _: Memory) -> None:
 
 
 def _second_write(new: Any, old: Any) -> None:
-    """Another write like the first, of a key that is 0: it writes nothing, and what moves the key is not 0."""
+    """A second write of the first one's value to keys of its own; its lr is 0, and has a derivative."""
+    source = torch.Generator().manual_seed(0)
     for mine, theirs in ((new.qkv.weight, old.qkv.weight), (new.conv.weight.T, old.conv.weight.T)):
-        (q, k, v), parts = mine.split(new.splits), theirs.split(old.splits)
-        q.copy_(parts[0])
-        k.copy_(torch.cat([parts[1], parts[1] if mine is not new.qkv.weight else 0 * parts[1]]))
-        v.copy_(torch.cat([parts[2]] * 2))
+        q, k, v = theirs.split(old.splits)
+        mine.copy_(torch.cat([q, k, k, v, v]))
+    keys = new.qkv.weight.split(new.splits)[1][new.splits[1] // 2 :]
+    draw_normal(keys, new.qkv.weight.float().square().mean().sqrt().item(), source)
     if old.conv.bias is not None:
         q, k, v = old.conv.bias.split(old.splits)
-        new.conv.bias.copy_(torch.cat([q, k, 0 * k, v, v]))
-    new.gates.weight["lr"].copy_(torch.cat([old.gates.weight["lr"]] * 2))
-    if "lr" in new.gates.bias:
-        new.gates.bias["lr"].copy_(torch.cat([old.gates.bias["lr"]] * 2))
+        new.conv.bias.copy_(torch.cat([q, k, k, v, v]))
+    for mine, theirs in ((new.gates.weight, old.gates.weight), (new.gates.bias, old.gates.bias)):
+        if "lr" in theirs:
+            mine["lr"].zero_()[: new.heads].copy_(theirs["lr"])
+
+
+def _two_writes(memory: Memory) -> dict[str, Any]:
+    options = (memory.config.layer_options or LAYER).model_copy(update={"later_writes": "rectified"})
+    return {"writes": 2, "layer_options": options}
 
 
 def _cancelling_pairs(new: Memory, _: Memory) -> None:
@@ -109,7 +115,7 @@ WIDER: dict[str, Wider] = {
         start=_zero_gates, learns=("gating.",), after="kda",
     ),
     "delta_product": Wider(
-        _BOTH, "a second write a token", lambda _: {"writes": 2},
+        _BOTH, "a second write a token, of random keys", _two_writes,
         start=_second_write, learns=("qkv.", "conv.", "gates."),
     ),
     "momentum": Wider(_BOTH, "momentum of the inner step", _momentum, learns=("gates.",)),

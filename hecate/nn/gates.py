@@ -111,12 +111,21 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
     return {name: start for name, start in starts.items() if name not in config.gating.replaces}
 
 
+def _rectified(logit: Tensor) -> Tensor:
+    """max(0, tanh logit), with the derivative of tanh."""
+    risen = torch.tanh(logit)
+    return risen + (risen.clamp(min=0) - risen).detach()
+
+
 def _check_gates(config: MemoryConfig, starts: Starts) -> None:
     """Refuses options of gates that a rule does not have, and a start that only a bias could give."""
     options, algorithm = config.layer_options or LAYER, config.algorithm
     if options.momentum != "sigmoid" and "momentum" not in starts:
         reason = f"algorithm {algorithm.kind!r} has no momentum gate"
         raise ConfigError(f"{options.momentum!r}: {reason}", path=("layer_options", "momentum"))
+    if options.later_writes != "sigmoid" and (config.writes == 1 or "lr" not in starts):
+        reason = f"writes={config.writes} with gating {config.gating.kind!r} has no lr gate of later writes"
+        raise ConfigError(f"{options.later_writes!r}: {reason}", path=("layer_options", "later_writes"))
     if options.lr_bias:
         return
     own = ("layer_options", "lr_bias")
@@ -195,7 +204,7 @@ class GateHeads(nn.Module):
         self.lr_max, self.writes = config.algorithm.lr, config.writes
         self.starts = gate_starts(config, heads) | (Starts(firing=0.75) if firing else {})
         d_key, options = d_model // heads if d_key is None else d_key, config.layer_options or LAYER
-        self.rectified = options.momentum == "rectified"
+        self.rectified, self.later = options.momentum == "rectified", options.later_writes == "rectified"
         _check_gates(config, self.starts)
         held = hold_gates(config, self.starts, heads, d_model, d_key, options.lr_bias, device=device, dtype=dtype)
         self.retain, self.weight, self.bias = held
@@ -204,6 +213,8 @@ class GateHeads(nn.Module):
         """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
         (None: torch's default generator)."""
         draw_gates(self.starts, (self.retain, self.weight, self.bias), source_of(generator))
+        if self.later and "lr" in self.bias:
+            nn.init.zeros_(self.bias["lr"].view(self.writes, -1)[1:])
         if self.rectified:
             start: Any = self.starts["momentum"]
             nn.init.constant_(self.bias["momentum"], math.atanh(min(start, 1 - 1e-4)))
@@ -240,8 +251,10 @@ class GateHeads(nn.Module):
                     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
                 logit = linear(seen, weight, bias)
                 if name == "momentum" and self.rectified:
-                    risen = torch.tanh(logit)
-                    found[name] = risen + (risen.clamp(min=0) - risen).detach()
+                    found[name] = _rectified(logit)
+                elif name == "lr" and self.later:
+                    first, *others = logit.chunk(self.writes, -1)
+                    found[name] = torch.cat([torch.sigmoid(first), *map(_rectified, others)], -1)
                 else:
                     found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found

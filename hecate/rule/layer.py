@@ -9,6 +9,7 @@ from pydantic import Field
 from hecate.checks import Size
 from hecate.variant import Config, Conflicts
 
+Squash = Literal["sigmoid", "rectified"]
 OutputGate = Literal["silu", "sigmoid", "none"]
 
 
@@ -80,6 +81,8 @@ class LayerOptions(Config):
         lr_bias: whether the lr gate has a bias; without it lr starts at half its ceiling.
         momentum: the momentum gate of s = w.x + b, "sigmoid" or "rectified": max(0, tanh s), whose derivative is that
             of tanh s wherever s lies, so that a gate at 0 learns.
+        later_writes: the lr gate of a token's writes but the first, "sigmoid" or "rectified", times its ceiling; the
+            latter starts at 0.
     """
 
     key_heads: Size | None = Field(None, ge=1)
@@ -87,7 +90,8 @@ class LayerOptions(Config):
     conv: ConvOptions = ConvOptions()
     output: OutputOptions = OutputOptions()
     lr_bias: bool = True
-    momentum: Literal["sigmoid", "rectified"] = "sigmoid"
+    momentum: Squash = "sigmoid"
+    later_writes: Squash = "sigmoid"
 
 
 LAYER = LayerOptions()

@@ -164,6 +164,22 @@ def test_a_rectified_momentum_is_zero_at_zero_and_learns():
     assert torch.allclose(started.gates(torch.ones(1, 1, 8)).momentum, torch.tensor(0.9))
 
 
+@pytest.mark.spec("NN-OPT-D1")
+def test_later_writes_of_a_rectified_lr_start_at_none():
+    sizes: dict[str, Any] = {"d_key": D_KEY, "d_value": D_VALUE, "dtype": torch.float64}
+    made = Memory(D_MODEL, HEADS, {**RULE, "writes": 3, "layer_options": {"later_writes": "rectified"}}, **sizes)
+    assert torch.equal(
+        made.gates(tokens()).lr, torch.tensor([0.45, 0, 0], dtype=torch.float64).view(3, 1).expand(2, TOKENS, 3, 4)
+    )
+    with torch.no_grad():
+        made.gates.bias["lr"].copy_(torch.linspace(-2, 2, 3 * HEADS))
+    logit = made.gates.bias["lr"].detach()
+    wanted = 0.9 * torch.cat([torch.sigmoid(logit[:HEADS]), torch.tanh(logit[HEADS:]).clamp(min=0)])
+    assert torch.allclose(made.gates(tokens()).lr[0, 0].flatten(), wanted)
+    made(tokens())[0].square().sum().backward()
+    assert made.gates.weight["lr"].grad.abs().min() > 0
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_and_single_tokens(name: str):
     layer, x = layer_of(CASES[name] or None), tokens()
@@ -246,6 +262,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "layer_options.lr_bias: False: gating 'heads' has no lr": {
         "options": {"lr_bias": False}, "rule": {"gating": {"kind": "heads", "lr": False, "erase": {}}}
+    },
+    "layer_options.later_writes: 'rectified': writes=1 with gating 'none' has no": {
+        "options": {"later_writes": "rectified"}
     },
     "layer_options.momentum: 'rectified': algorithm 'gd' has no momentum": {"options": {"momentum": "rectified"}},
     "retention.lowest: -3 bounds": {"options": {}, "rule": {"retention": {"kind": "decay", "lowest": -3}}},
