@@ -128,7 +128,7 @@ WIDER: dict[str, Wider] = {
     "firing": Wider(_BOTH, "a gate that chooses the tokens to write", layer={"firing": "learned"}, learns=("gates.",)),
 }  # fmt: skip
 """Rules that contain the gated delta rule or KDA."""
-NOT_ALIVE = {
+NOT_WIDER = {
     "comba": "it is the rule only where c = sigmoid(a) ends, at 1, and a gate at its end does not learn",
     "titans_linear": "its decay does not come before the gradient; 'momentum' has what it adds",
 }
@@ -227,10 +227,10 @@ def rule_name(config: MemoryConfig) -> str:
 
 
 def _not_wider(rule: str, layers: dict[str, Any]) -> str:
-    if not isinstance(rule, str) or rule not in {*NOT_ALIVE, *NAMED}:
+    if not isinstance(rule, str) or rule not in {*NOT_WIDER, *NAMED}:
         return f"unknown rule {shorten(rule)}{not_known(rule, WIDER)}"
-    if rule in NOT_ALIVE:
-        return f"rule {rule!r} cannot take the layers over: {NOT_ALIVE[rule]}; there are {', '.join(WIDER)}"
+    if rule in NOT_WIDER:
+        return f"rule {rule!r} cannot take the layers over: {NOT_WIDER[rule]}; there are {', '.join(WIDER)}"
     name, first = next(iter(layers.items()))
     has = rule_name((first.memory if isinstance(first, Hosted) else from_layer(first)).config)
     if rule == has:

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.hosted import Hosted
-from hecate.hf.upgrade import NOT_ALIVE, WIDER, rule_name
+from hecate.hf.upgrade import NOT_WIDER, WIDER, rule_name
 from hecate.rule import RULES
 from studies.families import built
 from tests.hf.test_adopt import greedy, in_pieces, off
@@ -159,8 +159,8 @@ def test_the_table_of_rules():
 def test_rules_that_do_not_contain_the_layers_are_refused_by_name():
     model = copy.deepcopy(model_of("qwen3_next"))
     before = model.state_dict()
-    for rule in {*RULES, *NOT_ALIVE} - WIDER.keys():
-        words = "cannot take the layers over" if rule in NOT_ALIVE else "does not contain gated_delta"
+    for rule in {*RULES, *NOT_WIDER} - WIDER.keys():
+        words = "cannot take the layers over" if rule in NOT_WIDER else "does not contain gated_delta"
         words = "is that of model.layers.0.linear_attn already" if rule == "gated_delta" else words
         with pytest.raises(ConfigError, match=f"rule {rule!r} {words}.* there are kda, gated_delta_2"):
             upgrade(model, rule)
