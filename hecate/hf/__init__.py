@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(folder)    # one that `hecate export RUN --to hf` wrote
 
 Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. `graft` puts
-memories into models of other types, `adopt` runs those whose layers are delta rules on hecate's kernels, `from_layer` and
-`to_layer` make memories of such layers and layers of memories, and `upgrade` gives a trained model a richer rule.
+memories into models of other types, `adopt` runs those whose layers are delta rules on hecate's kernels. `from_layer`
+and `to_layer` make memories of such layers and back, and `upgrade` gives a trained model a richer rule.
 """
 
 from hecate.errors import install_line
