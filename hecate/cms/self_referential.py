@@ -116,6 +116,8 @@ class SelfReferenceConfig(Config):
                 "memory.readout",
                 f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise",
             )
+        if memory.layer_options is not None:
+            return "memory.layer_options", "boxes make q, k, v and gates themselves, and the layer has none of these"
         if memory.normalizer != "none":
             return "memory.normalizer", (
                 f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "

@@ -4,7 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained(folder)    # one that `hecate export RUN --to hf` wrote
 
 Importing it registers the model type `hecate` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. `graft` puts
-memories into models of other types, and `adopt` runs those whose layers are delta rules on hecate's kernels.
+memories into models of other types, `adopt` runs those whose layers are delta rules on hecate's kernels. `from_layer`
+and `to_layer` make memories of such layers and back, and `upgrade` gives a trained model a richer rule.
 """
 
 from hecate.errors import install_line
@@ -22,8 +23,10 @@ from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
+from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
+from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [
     "Adoption",
@@ -33,13 +36,19 @@ __all__ = [
     "HecateForCausalLM",
     "HecateModel",
     "StateLayer",
+    "Upgrade",
     "adopt",
     "byte_tokenizer",
     "file_tokenizer",
+    "from_cache",
+    "from_layer",
     "graft",
     "load_graft",
     "release",
     "save_graft",
+    "to_cache",
+    "to_layer",
+    "upgrade",
 ]
 
 transformers.AutoConfig.register("hecate", HecateConfig, exist_ok=True)

@@ -18,6 +18,7 @@ from hecate.checks import expect_choice
 from hecate.engine import EngineName, memory_scan
 from hecate.errors import ConfigError
 from hecate.hf.adopted import ENGINE, KERNELS, STARTS, Adopted, adopted, become, document_starts, official, rule_of
+from hecate.hf.hosted import Hosted
 from hecate.hf.kernels import RULES
 from hecate.rule import Gates
 
@@ -101,11 +102,7 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     for module, kind in made:
         become(module, kind)
         setattr(module, ENGINE, engine)
-    leaks = {part: _mixes(part) for part in _models(model)}
-    for part, leak in leaks.items():
-        _unhook(part)
-        if packed == "positions" and (leak is not None or not _inner(part)):
-            part.register_forward_pre_hook(hand_starts, with_kwargs=True)
+    leaks = hook_models(model, packed)
     rules = {name: rule for name, (_, rule) in found.items()}
     return Adoption(rules, left, tuple(leak for leak in leaks.values() if leak is not None))
 
@@ -120,6 +117,7 @@ def release(model: Any) -> int:
     for layer in layers:
         become(layer, official(type(layer)))
         delattr(layer, ENGINE)
+    hook_models(model)  # of layers that were upgraded
     return len(layers)
 
 
@@ -175,9 +173,19 @@ def _check_engine(layer: nn.Module, rule: str, engine: EngineName) -> None:
 
 
 def _models(module: nn.Module) -> list[Any]:
-    """The models of transformers in a module that have adopted layers, the outermost first."""
+    """The models of transformers in a module that have layers of ours, the outermost first."""
     own = [part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)]
-    return [part for part in own if any(isinstance(layer, Adopted) for layer in part.modules())]
+    return [part for part in own if any(isinstance(layer, (Adopted, Hosted)) for layer in part.modules())]
+
+
+def hook_models(model: nn.Module, packed: Packed = "positions") -> dict[Any, str | None]:
+    """Lets the models of transformers in a module tell their layers of documents; why each mixes them, if it does."""
+    leaks = {part: _mixes(part) for part in _models(model)}
+    for part, leak in leaks.items():
+        _unhook(part)
+        if packed == "positions" and (leak is not None or not _inner(part)):
+            part.register_forward_pre_hook(hand_starts, with_kwargs=True)
+    return leaks
 
 
 def _inner(model: nn.Module) -> list[str]:

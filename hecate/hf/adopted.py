@@ -116,7 +116,7 @@ def adopted(kind: Any) -> Any:
         if starts is None:
             starts = document_starts(packing, hidden_states)
         if starts is not None and kwargs.get("cache_params", args[0] if args else None) is not None:
-            raise ConfigError(_CACHED)
+            raise ConfigError(CACHED)
         return core(self, hidden_states, *args, **{STARTS: starts, ENGINE: self.hecate_engine}, **kwargs)
 
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -168,7 +168,7 @@ def become(layer: Any, kind: Any) -> None:
 
 PACKING = ("cu_seq_lens_q", "seq_idx")
 """Keywords that say where documents begin whatever positions are: tokens ahead of each, the number of each token's."""
-_CACHED = (
+CACHED = (
     "a row of several documents cannot fill a cache or go on from one: the next token belongs to the last document "
     "alone; set use_cache=False, or give the documents in rows of their own"
 )
@@ -198,6 +198,6 @@ def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     past = given.get("past_key_values") if numbers is None and borders is None else None
     if past is not None and positions is not None and not torch.compiler.is_compiling():
         if positions.dim() == 2 and bool(torch.diff(positions).le(0).any()):
-            raise ConfigError(_CACHED)
+            raise ConfigError(CACHED)
     how = {"cu_seq_lens_q": borders, "position_ids": positions, "past_key_values": past}
     return starts_of_documents(how, rows, count, tokens.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch import Tensor
 from hecate.checks import MAX_DEPTH, check_shapes, check_size, described, expect_choice, expect_count
 from hecate.engine import EngineName, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.conv import ShortConv
-from hecate.rule import MemoryConfig
+from hecate.nn.conv import QKNorm, ShortConv
+from hecate.rule import LAYER, LayerOptions, MemoryConfig
 from hecate.tape import Autodiff
 
 Mask = Tensor | None  # bool [B, T]; None where it holds for every token, or for none
@@ -36,6 +36,29 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
     key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
     check_shapes({"projection": (d_model, heads * (2 * key + value))}, "lower d_model, heads, d_key or d_value")
     return key, value
+
+
+def check_options(
+    config: MemoryConfig, heads: int, conv_kernel: int, qk_norm: QKNorm, output_gate: bool
+) -> LayerOptions:
+    """The options of a config's layer; refuses those that nothing would read, or that do not fit together."""
+    options = config.layer_options or LAYER
+
+    def refuse(path: str, reason: str) -> NoReturn:
+        raise ConfigError(reason, path=("layer_options", *path.split(".")))
+
+    if options.key_heads is not None and heads % options.key_heads:
+        refuse("key_heads", f"{options.key_heads} does not divide heads={heads}: each serves as many of them")
+    if options.conv != LAYER.conv and not conv_kernel:
+        refuse("conv", "conv_kernel=0 leaves the convolution out; give one, or leave its options out")
+    if options.qk_eps is not None and qk_norm == "none":
+        refuse("qk_eps", f"{options.qk_eps:g} belongs to a norm of queries and keys, and qk_norm is 'none'")
+    if not output_gate:
+        asked = {"gate": "gate" in options.output.model_fields_set and options.output.gate != "none"}
+        for name, needless in (asked | options.output.of_gate()).items():
+            if needless:
+                refuse(f"output.{name}", "output_gate=False leaves the gate out; set it, or leave this out")
+    return options
 
 
 def check_engine(config: MemoryConfig, engine: EngineName, autodiff: Autodiff) -> None:

@@ -171,14 +171,14 @@ def normalised(x: Tensor, norm: str, eps: float | Tensor = EPS, *, looks: bool) 
     return unit if unit.dtype == x.dtype else unit.to(x.dtype)
 
 
-def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str) -> Any:
-    plain: Any = partial(units.__wrapped__, norm=norm)
+def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str, eps: float = EPS) -> Any:
+    plain: Any = partial(units.__wrapped__, norm=norm, eps=eps)
     if cotangents is not None and odd:  # too long to be squared, or no number
         return ByHand("nn.units", plain, plain, plain).by_autograd(tensors, cotangents)
     found = []
     for at, x in enumerate(tensors):
         rows = x.flatten(2, -2) if x.dim() > 3 else x.unsqueeze(-2)  # no copy where tokens alone lie apart
-        form = 1.0 if norm == "l2" else x.shape[-1], EPS * EPS, rows, None, None, x.dtype
+        form = 1.0 if norm == "l2" else x.shape[-1], eps * eps, rows, None, None, x.dtype
         y, odd, *_ = _norm(*form) if cotangents is None else _norm(*form, cotangents[at])
         if cotangents is None and odd:
             return plain(*tensors), (True,)
@@ -187,12 +187,12 @@ def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str) -> Any:
 
 
 @_fused(_units, several=True)
-def units(*tensors: Tensor, norm: str) -> tuple[Tensor, ...]:
+def units(*tensors: Tensor, norm: str, eps: float = EPS) -> tuple[Tensor, ...]:
     """Rows `[B, T, ..., D]` at length 1, "l2", or at root mean square 1, "rms", in float32 or better. Zeros stay zeros,
     with slope 1. [NN-MEM-D2]"""
     looks, found = can_inspect(*tensors, free=True), []
     for x in tensors:
-        found.append(normalised(x, norm, looks=looks))
+        found.append(normalised(x, norm, eps, looks=looks))
     return tuple(found)
 
 
@@ -206,9 +206,9 @@ def _rms(inputs: Any, _: Any, cotangents: Any = None) -> Any:
 
 
 @_fused(_rms)
-def rms_norm(x: Tensor, weight: Tensor | None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
     """`torch.rms_norm` of rows `[..., D]` with eps = 1e-6; where one is 0 its derivative is the weight. [NN-MEM-D2]"""
-    y = torch.rms_norm(x, x.shape[-1:], weight, EPS)
+    y = torch.rms_norm(x, x.shape[-1:], weight, eps)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return y
     with torch.no_grad():
@@ -229,10 +229,10 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight)
 
 
-def _readout(inputs: Any, _: Any, cotangents: Any = None) -> Any:
+def _readout(inputs: Any, _: Any, cotangents: Any = None, *, eps: float = EPS) -> Any:
     y, weight, gate = inputs
     dtype = torch.promote_types(torch.promote_types(y.dtype, weight.dtype), y.dtype if gate is None else gate.dtype)
-    form = y.shape[-1], EPS, y, weight, None if gate is None else gate.view(y.shape), dtype
+    form = y.shape[-1], eps, y, weight, None if gate is None else gate.view(y.shape), dtype
     if cotangents is None:
         return (_norm(*form)[0].flatten(-2),), ()
     gy, gw, ggate = _norm(*form, cotangents[0].view(y.shape))
@@ -240,12 +240,12 @@ def _readout(inputs: Any, _: Any, cotangents: Any = None) -> Any:
 
 
 @_fused(_readout)
-def readout(y: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+def readout(y: Tensor, weight: Tensor, gate: Tensor | None, *, eps: float = EPS) -> Tensor:
     """rms(y) weight silu(gate), heads side by side; without a gate the norm alone.
 
     Shapes: y `[B, T, H, V]`, weight `[H, V]`, gate and result `[B, T, H V]`.
     """
-    unit = (rms_norm.__wrapped__(y, None) * weight).flatten(-2)
+    unit = (rms_norm.__wrapped__(y, None, eps) * weight).flatten(-2)
     return unit if gate is None else unit * silu(gate)
 
 

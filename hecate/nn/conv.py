@@ -26,7 +26,7 @@ IN_ORDER = 4  # rows that its sum on a CPU adds one by one
 class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = silu(sum_j w_j x_(t-j)), j = 0..kernel-1. [NN-CONV-D1]
 
-    Without `activation` the sum as it is.
+    Without `activation` the sum as it is; with `bias` plus b, 0 at first.
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach into
     another document reads zero. A token that is not `written` `[B, T]` sees itself and is zero to the tokens after it;
@@ -41,22 +41,27 @@ class ShortConv(nn.Module):
         kernel: int,
         *,
         activation: bool = True,
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.kernel, self.activation = kernel, activation
         self.weight = nn.Parameter(torch.empty(kernel, channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype)) if bias else None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Starts as the identity plus a small draw, so that a fresh layer sees its own token."""
         own = torch.zeros(self.kernel, 1, dtype=torch.float64, device="cpu")
         own[0] = 1.0
         draw_normal(self.weight, 0.02, source_of(generator), own)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         """The sizes."""
-        return f"{self.weight.shape[1]}, kernel={self.kernel}" + ("" if self.activation else ", activation=False")
+        sizes = f"{self.weight.shape[1]}, kernel={self.kernel}" + ("" if self.activation else ", activation=False")
+        return sizes if self.bias is None else f"{sizes}, bias=True"
 
     def forward(
         self, x: Tensor, state: Tensor | None = None, segment: Tensor | None = None, written: Tensor | None = None
@@ -66,7 +71,10 @@ class ShortConv(nn.Module):
         kept = self.kernel - 1
         if length == 1 and segment is written is None:
             return self.token(x, x.new_zeros(batch, kept, channels) if state is None else state)
-        y = convolution(x, state, self.weight, segment, written, active=self.activation)
+        y = convolution(x, state, self.weight, segment, written, active=self.activation and self.bias is None)
+        if self.bias is not None:
+            y = y + self.bias
+            y = silu(y) if self.activation else y
         last = x[:, (old := max(length - kept, 0)) :]
         if written is not None:
             last = torch.where(written[:, old:].unsqueeze(-1), last, 0.0)
@@ -84,6 +92,7 @@ class ShortConv(nn.Module):
             total, *earlier = terms.split(1, 1)
             for term in earlier:
                 total = total + term
+        total = total if self.bias is None else total + self.bias
         return silu(total) if self.activation else total, torch.cat((*taps[1:], x), 1) if taps else past
 
 
@@ -163,21 +172,23 @@ def of_rule(memory: Any, name: str) -> Any:
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:
     """`"l2"`: unit length; `"rms"`: unit root mean square; evaluated in float32 or better. A zero vector stays zero,
-    with slope 1. Rows of x `[B, T, ..., D]`."""
+    with slope 1. Rows of x `[B, T, ..., D]`; eps stands beside the length."""
     if norm not in QK_NORMS:
         expect_choice(norm, "qk_norm", QK_NORMS)
     if norm == "none":
         return x
-    return units(x, norm=norm)[0] if eps is EPS else normalised(x, norm, eps, looks=can_inspect(x, free=True))
+    if isinstance(eps, float):
+        return units(x, norm=norm, eps=eps)[0]
+    return normalised(x, norm, eps, looks=can_inspect(x, free=True))
 
 
-def token_unit(x: Tensor, norm: QKNorm) -> Tensor:
+def token_unit(x: Tensor, norm: QKNorm, eps: float = EPS) -> Tensor:
     """`normalised` of few rows outside autograd, with the same bits in fewer calls; values are looked at on a CPU."""
     if not x.is_cpu or x.dtype not in EXACT:
-        return normalised(x, norm, looks=x.is_cpu)
+        return normalised(x, norm, eps, looks=x.is_cpu)
     size = (x * x).sum(-1, keepdim=True)
     if norm == "rms":
         size.div_(number(x.shape[-1], x.dtype))
     if not math.isfinite(size.sum().item()):
-        return normalised(x, norm, looks=False)
-    return x * size.add_(number(EPS * EPS, x.dtype)).rsqrt_()
+        return normalised(x, norm, eps, looks=False)
+    return x * size.add_(number(eps * eps, x.dtype)).rsqrt_()

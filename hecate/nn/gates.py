@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.distributed import overwrite
+from hecate.errors import ConfigError
 from hecate.gating.heads import rate_start, spread
 from hecate.nn.blocks import EXACT
 from hecate.nn.parameters import draw_normal, source_of
 from hecate.retention import GateForm
-from hecate.rule import Gates, MemoryConfig
+from hecate.rule import LAYER, Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
 
 ROOT = 16  # GLA's temperature
@@ -39,8 +40,8 @@ def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -
 
 
 class RetainForm(nn.Module):
-    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus, `down` the first map of a head of
-    low rank, shared by all heads. [NN-GATE-D2]
+    """A retain gate from its logits, as `GateForm` says: `rate` is log A of softplus and bounded, `down` the first map
+    of a head of low rank, shared by all heads. [NN-GATE-D2]
 
     Shapes: logits `[..., rows]`, rows H or H P, to gates `[..., H]` or `[..., H, P]`; `down` takes `[..., width]`, and
     what it returns has the width `inputs`.
@@ -53,7 +54,7 @@ class RetainForm(nn.Module):
         self.shape = (heads, d_phi) if form.channels else (heads,)
         self.rows = math.prod(self.shape)
         self.down: Any = None if rank is None else nn.Parameter(torch.empty(rank, width, **place))
-        self.low, self.rated = rank is not None, form.squash == "softplus"  # torch looks parameters up by a call each
+        self.low, self.rated = rank is not None, form.squash in ("softplus", "bounded")  # torch looks up by a call each
         self.rate: Any = nn.Parameter(torch.empty(heads, **place)) if self.rated else None
 
     def seen(self, x: Tensor) -> Tensor:
@@ -66,6 +67,8 @@ class RetainForm(nn.Module):
             logit = logit.unflatten(-1, self.shape)
         if self.rated:
             rate = self.rate.to(logit.dtype).exp().reshape(-1, *[1] * (len(self.shape) - 1))
+            if self.form.squash == "bounded":
+                return torch.exp(self.form.lowest * torch.sigmoid(rate * logit))
             return torch.exp(-rate * softplus(logit))
         if self.form.squash == "root":
             return torch.exp(logsigmoid(logit) / ROOT)
@@ -81,7 +84,11 @@ class RetainForm(nn.Module):
         if self.rate is None:
             fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
             return
-
+        if self.form.squash == "bounded":
+            starts = start if isinstance(start, tuple) else (start,)
+            nn.init.zeros_(self.rate)
+            fill_start(bias, tuple([math.log(max(own, 1e-30)) / self.form.lowest for own in starts]))
+            return
         overwrite(self.rate, spread(tuple(self.rate.shape), source, *RATES))
         overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))
 
@@ -104,12 +111,39 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
     return {name: start for name, start in starts.items() if name not in config.gating.replaces}
 
 
+def _rectified(logit: Tensor) -> Tensor:
+    """max(0, tanh logit), with the derivative of tanh."""
+    risen = torch.tanh(logit)
+    return risen + (risen.clamp(min=0) - risen).detach()
+
+
+def _check_gates(config: MemoryConfig, starts: Starts) -> None:
+    """Refuses options of gates that a rule does not have, and a start that only a bias could give."""
+    options, algorithm = config.layer_options or LAYER, config.algorithm
+    if options.momentum != "sigmoid" and "momentum" not in starts:
+        reason = f"algorithm {algorithm.kind!r} has no momentum gate"
+        raise ConfigError(f"{options.momentum!r}: {reason}", path=("layer_options", "momentum"))
+    if options.later_writes != "sigmoid" and (config.writes == 1 or "lr" not in starts):
+        reason = f"writes={config.writes} with gating {config.gating.kind!r} has no lr gate of later writes"
+        raise ConfigError(f"{options.later_writes!r}: {reason}", path=("layer_options", "later_writes"))
+    if options.lr_bias:
+        return
+    own = ("layer_options", "lr_bias")
+    if "lr" not in starts:
+        raise ConfigError(f"False: gating {config.gating.kind!r} has no lr gate of the layer's", path=own)
+    if starts["lr"] != 0.5:
+        half = f"without a bias lr starts at half its ceiling, and algorithm {algorithm.kind!r} has it start at"
+        raise ConfigError(f"False: {half} {starts['lr']:g} of it (algorithm.lr_start, less momentum)", path=own)
+
+
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
 
 
-def hold_gates(config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, **place: Any) -> HeldGates:
+def hold_gates(
+    config: MemoryConfig, starts: Starts, heads: int, width: int, d_key: int, lr_bias: bool = True, **place: Any
+) -> HeldGates:
     """Room for gates of what is `width` wide: the retain gate's form, every gate's weights `[H, width]` and biases
-    `[H]`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
+    `[H]`, none of lr without `lr_bias`, of more rows where retain has a gate per channel; `draw_gates` fills it."""
     shapes, form = dict.fromkeys(starts, (heads, width)), None
     if "lr" in starts:
         shapes["lr"] = (config.writes * heads, width)
@@ -118,7 +152,8 @@ def hold_gates(config: MemoryConfig, starts: Starts, heads: int, width: int, d_k
         form = RetainForm(config.retention.gate_form, heads, width, d_head=d_key, d_phi=d_phi, **place)
         shapes["retain"] = (form.rows, form.inputs)
     weight = nn.ParameterDict({name: torch.empty(shape, **place) for name, shape in shapes.items()})
-    return form, weight, nn.ParameterDict({name: torch.empty(shape[0], **place) for name, shape in shapes.items()})
+    biased = {name: shape[0] for name, shape in shapes.items() if name != "lr" or lr_bias}
+    return form, weight, nn.ParameterDict({name: torch.empty(rows, **place) for name, rows in biased.items()})
 
 
 def draw_gates(starts: Starts, held: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
@@ -129,7 +164,8 @@ def draw_gates(starts: Starts, held: HeldGates, source: torch.Generator, fill: f
             form.draw(source, weight[name], bias[name], start, fill=fill)
         else:
             nn.init.constant_(weight[name], fill)
-            fill_start(bias[name], start)
+            if name in bias:
+                fill_start(bias[name], start)
 
 
 class GateHeads(nn.Module):
@@ -167,14 +203,21 @@ class GateHeads(nn.Module):
         super().__init__()
         self.lr_max, self.writes = config.algorithm.lr, config.writes
         self.starts = gate_starts(config, heads) | (Starts(firing=0.75) if firing else {})
-        d_key = d_model // heads if d_key is None else d_key
-        held = hold_gates(config, self.starts, heads, d_model, d_key, device=device, dtype=dtype)
+        d_key, options = d_model // heads if d_key is None else d_key, config.layer_options or LAYER
+        self.rectified, self.later = options.momentum == "rectified", options.later_writes == "rectified"
+        _check_gates(config, self.starts)
+        held = hold_gates(config, self.starts, heads, d_model, d_key, options.lr_bias, device=device, dtype=dtype)
         self.retain, self.weight, self.bias = held
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
         (None: torch's default generator)."""
         draw_gates(self.starts, (self.retain, self.weight, self.bias), source_of(generator))
+        if self.later and "lr" in self.bias:
+            nn.init.zeros_(self.bias["lr"].view(self.writes, -1)[1:])
+        if self.rectified:
+            start: Any = self.starts["momentum"]
+            nn.init.constant_(self.bias["momentum"], math.atanh(min(start, 1 - 1e-4)))
 
     def forward(self, x: Tensor) -> Gates:
         """The gates of every token."""
@@ -201,11 +244,17 @@ class GateHeads(nn.Module):
             for name in self.starts:
                 form = retain if name == "retain" else None
                 weight, bias = weights._parameters.get(name), biases._parameters.get(name)
-                if weight is None or bias is None:  # parametrised
-                    weight, bias = getattr(weights, name), getattr(biases, name)
+                if weight is None or bias is None:  # parametrised, or without a bias
+                    weight, bias = getattr(weights, name), getattr(biases, name, None)
                 seen = x if form is None else form.seen(x)
                 if weight.dtype != x.dtype:
-                    weight, bias = weight.to(x.dtype), bias.to(x.dtype)
+                    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
                 logit = linear(seen, weight, bias)
-                found[name] = torch.sigmoid(logit) if form is None else form(logit)
+                if name == "momentum" and self.rectified:
+                    found[name] = _rectified(logit)
+                elif name == "lr" and self.later:
+                    first, *others = logit.chunk(self.writes, -1)
+                    found[name] = torch.cat([torch.sigmoid(first), *map(_rectified, others)], -1)
+                else:
+                    found[name] = torch.sigmoid(logit) if form is None else form(logit)
         return found

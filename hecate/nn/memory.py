@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -17,15 +18,23 @@ from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
 from hecate.gating import Masks, Written
-from hecate.nn.arguments import Firing, check_engine, check_firing, check_sequence, check_sizes, check_state
-from hecate.nn.blocks import EXACT, readout, units
+from hecate.nn.arguments import (
+    Firing,
+    check_engine,
+    check_firing,
+    check_options,
+    check_sequence,
+    check_sizes,
+    check_state,
+)
+from hecate.nn.blocks import EPS, EXACT, readout, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between
 from hecate.phi import Params
-from hecate.rule import Gates, MemoryConfig, MemoryState, Named
+from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
 from hecate.tape import Autodiff, is_traced
 from hecate.tape.bridge import below_autograd
@@ -33,6 +42,7 @@ from hecate.tape.ops import number
 
 Tree = TypeVar("Tree")
 _WEIGHTS = itemgetter("weight", "bias")
+_PARTS = "qkv", "gates", "out", "conv", "output_gate", "gate_down"
 
 
 class _LayerFields(NamedTuple):
@@ -86,20 +96,28 @@ class MemoryLayer(nn.Module):
     conv: ShortConv | None
     feature_memory: FeatureMemory | None
     output_gate: nn.Linear | None
+    gate_down: nn.Linear | None
     norm: nn.Parameter
     out: nn.Linear
     name: str
     engine: EngineName
     qk_norm: QKNorm
+    qk_eps: float = EPS  # beside the length
+    output_options = LAYER.output
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
         """The linear map in, and what holds the memory's own parameters, with the methods of `RuleParameters`."""
         raise NotImplementedError
 
     def hold_output(self, d_model: int, heads: int, width: int, output_gate: bool, **place: Any) -> None:
-        """Makes room for what stands behind the memory."""
-        self.output_gate = blank(nn.Linear, d_model, heads * width, bias=False, **place) if output_gate else None
-        self.norm = nn.Parameter(torch.empty(heads, width, **place))
+        """Makes room for what stands behind the memory, as `output_options` says."""
+        own, self.output_gate, self.gate_down = self.output_options, None, None
+        if output_gate and own.gate != "none":
+            if own.rank is not None:
+                self.gate_down = blank(nn.Linear, d_model, own.rank, bias=False, **place)
+            seen = d_model if own.rank is None else own.rank
+            self.output_gate = blank(nn.Linear, seen, heads * width, bias=own.bias, **place)
+        self.norm = nn.Parameter(torch.empty(*([] if own.norm.weight == "shared" else [heads]), width, **place))
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -109,9 +127,11 @@ class MemoryLayer(nn.Module):
 
     def _draw(self, generator: torch.Generator | None) -> None:
         source, (first, rule) = source_of(generator), self._first_and_rule()
-        for part in (first, self.output_gate, self.out):
+        for part in (first, self.gate_down, self.output_gate, self.out):
             if part is not None:
                 draw_normal(part.weight, part.in_features**-0.5, source)
+                if part.bias is not None:
+                    nn.init.zeros_(part.bias)
         if self.conv is not None:
             self.conv.reset_parameters(source)
         nn.init.ones_(self.norm)
@@ -132,21 +152,38 @@ class MemoryLayer(nn.Module):
             return q, k, None
         own = {"engine": self.engine, "name": f"{self.name} (features)"}
         q, k, state = self.feature_memory(x, q, k, state, **own, **how)
-        return normalise_qk(q, self.qk_norm), normalise_qk(k, self.qk_norm), state
+        return normalise_qk(q, self.qk_norm, self.qk_eps), normalise_qk(k, self.qk_norm, self.qk_eps), state
 
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
-        gate = self.output_gate
-        return self.out(self.gated(y, None if gate is None else gate(x)))
+        gate, seen = self.output_gate, x if self.gate_down is None else self.gate_down(x)
+        return self.out(self.gated(y, None if gate is None else gate(seen)))
 
     def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
         """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
+        own, outer = self.output_options, None
+        weight: Tensor = self.norm
+        if own is not LAYER.output:
+            if own.norm.weight == "shared":
+                weight = weight.expand(y.shape[-2:])
+            if gate is not None and own.norm.place == "after_gate":
+                y, gate = y * _squashed(own.gate, gate).view(y.shape), None
+            elif own.gate == "sigmoid":
+                gate, outer = None, gate
+            if own.norm.over == "all":  # [B, T, H, V] as one row of H V
+                y, weight = y.flatten(-2).unsqueeze(-2), weight.reshape(1, -1)
         if not plain:
-            return readout(y, self.norm, gate)
-        # In operations that a token has just run: code that is not in the cache costs more than a call.
-        size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
-        y = (y * size.add_(number(1e-6, y.dtype)).rsqrt_() * self.norm).flatten(-2)
-        return y if gate is None else y * silu(gate)
+            y = readout(y, weight, gate, eps=own.norm.eps)
+        else:
+            # In operations that a token has just run: code that is not in the cache costs more than a call.
+            size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
+            y = (y * size.add_(number(own.norm.eps, y.dtype)).rsqrt_() * weight).flatten(-2)
+            y = y if gate is None else y * silu(gate)
+        return y if outer is None else y * torch.sigmoid(outer)
+
+
+def _squashed(gate: OutputGate, logit: Tensor) -> Tensor:
+    return torch.sigmoid(logit) if gate == "sigmoid" else silu(logit)
 
 
 @named(*MemoryConfig.model_fields)
@@ -159,7 +196,8 @@ class Memory(RuleParameters, MemoryLayer):
 
     x goes through projections to q, k, v, a short causal convolution with SiLU (`config.layer_activation`), `qk_norm`,
     phi (inside the scan), the memory, an RMS norm per head, an output gate silu(W x) and the output projection. Gates
-    come from x. Parameters live here; the memory's state is explicit, per sequence, never a buffer.
+    come from x. Parameters live here; the memory's state is explicit, per sequence, never a buffer. Other norms, gates
+    and convolutions, and keys that heads share, are `config.layer_options`.
 
     Args:
         d_model: width of x and y.
@@ -230,26 +268,37 @@ class Memory(RuleParameters, MemoryLayer):
         super().__init__(d_model, heads, config, d_key=seen, d_value=d_value, firing=firing == "learned", **how)
         self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
         self.query_projection, self.name = query_projection, name
+        options = check_options(config, heads, conv_kernel, qk_norm, output_gate)
         self.engine, self.autodiff = engine, autodiff
         ready = {"feature_map": "identity", "key_norm": "none", "query_scale": "none"}
         self.projected = config if query_projection == "none" else config.model_copy(update=ready)
         self.feature_memory = None if inner is None else FeatureMemory(d_model, heads, inner, d_key=d_key, **how)
         self.held = {"features": inner is not None, "projection": query_projection != "none"}
-        self.pairs = pairs = config.gating.pairs(config.writes)
+        self.pairs = config.gating.pairs(config.writes)
         if config.writes > 1 and any(self.held.values()):
             both = "feature_memory" if inner is not None else f"query_projection={query_projection!r}"
             raise ConfigError(f"{both} looks at one key per token, and writes={config.writes} makes several")
         self.bare = not any(self.held.values()) and config.writes == 1 and config.gating.plain
-        self.splits = [heads * d_key, pairs * heads * d_key, pairs * heads * d_value]
-        self.qkv = blank(nn.Linear, d_model, sum(self.splits), bias=False, **place)
-        active = config.layer_activation or ("silu" if conv_kernel else "none")
-        self.activation = not conv_kernel and active == "silu"  # behind the projections alone
-        conv: dict[str, Any] = {"activation": active == "silu", **place}
-        self.conv = ShortConv(sum(self.splits), conv_kernel, **conv) if conv_kernel else None
+        self._hold_front(options, conv_kernel, **place)
         self.hold_output(d_model, heads, d_value, output_gate, **place)
         if self.qkv.weight.device.type != "meta":
             self._draw(generator)
             self._warn()
+
+    def _hold_front(self, options: LayerOptions, conv_kernel: int, **place: Any) -> None:
+        """Makes room for what stands before the memory, and keeps the options of what stands behind it."""
+        self.key_heads, self.output_options = options.key_heads or self.heads, options.output
+        self.conv_on_qk = options.conv.on == "qk"  # values pass the convolution by
+        if options.qk_eps is not None:
+            self.qk_eps = math.sqrt(options.qk_eps)
+        keys, values = self.key_heads * self.d_key, self.heads * self.d_value
+        self.splits = [keys, self.pairs * keys, self.pairs * values]
+        self.qkv = blank(nn.Linear, self.d_model, sum(self.splits), bias=False, **place)
+        active = self.config.layer_activation or ("silu" if conv_kernel else "none")
+        self.activation = not conv_kernel and active == "silu"  # behind the projections alone
+        conv: dict[str, Any] = {"activation": active == "silu", "bias": options.conv.bias, **place}
+        mixed = sum(self.splits[:2] if self.conv_on_qk else self.splits)
+        self.conv = ShortConv(mixed, conv_kernel, **conv) if conv_kernel else None
 
     def _first_and_rule(self) -> tuple[nn.Linear, Any]:
         return self.qkv, self
@@ -304,16 +353,22 @@ class Memory(RuleParameters, MemoryLayer):
         """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
-        mixed, past = self.qkv(x), state
+        mixed, past, parts = self.qkv(x), state, self.splits
+        beside: list[Tensor] = []
+        if self.conv_on_qk:
+            parts = self.splits[:2]
+            mixed, *beside = mixed.split([sum(parts), self.splits[2]], -1)
         if self.context is not None and self.conv is not None:
             past = self._past(self.context, self.conv.kernel - 1, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
-        q, k, v = mixed.split(self.splits, dim=-1)
+        q, k, v = list(mixed.split(parts, dim=-1)) + beside
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
-        q, k = q.unflatten(-1, (self.heads, -1)), k.unflatten(-1, several)
+        q, k = q.unflatten(-1, (self.key_heads, -1)), k.unflatten(-1, (*several[:-2], self.key_heads, -1))
         if self.qk_norm != "none":
-            q, k = units(q, k, norm=self.qk_norm)
+            q, k = units(q, k, norm=self.qk_norm, eps=self.qk_eps)
+        if (each := self.heads // self.key_heads) > 1:
+            q, k = q.repeat_interleave(each, -2), k.repeat_interleave(each, -2)
         features = None if state is None else state.features
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
@@ -369,31 +424,36 @@ class Memory(RuleParameters, MemoryLayer):
         if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
             return None
         parts: Any = self._modules  # torch looks attributes up there, by a call each
-        qkv, gates, out, conv, gate = map(parts.get, ("qkv", "gates", "out", "conv", "output_gate"))
-        maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear)
+        qkv, gates, out, conv, gate, down = map(parts.get, _PARTS)
+        maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear), (down, nn.Linear)
         if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
             return None
-        own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.heads
+        own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.key_heads
         batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
         fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
-        kept = None if conv is None else (*batch, conv.kernel - 1, rows)
+        width, apart = self.splits[0] + self.splits[1], self.conv_on_qk
+        kept = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
         fits = fits and state.conv_segment is None is state.features is state.projection
         if not fits or (None if past is None else past.shape) != kept:
             return None
-        width, near, casts = 2 * self.splits[0], device.type == "cpu", torch.is_autocast_enabled(device.type)
+        near, casts = device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():
             mixed = linear(x, weight, own["bias"])
-            opened = None if gate is None else linear(x, *_WEIGHTS(gate._parameters))
-            if conv is not None:
+            seen = x if down is None else linear(x, *_WEIGHTS(down._parameters))
+            opened = None if gate is None else linear(seen, *_WEIGHTS(gate._parameters))
+            if conv is not None and not apart:
                 mixed, past = conv.token(mixed, past, torch.unsafe_split_with_sizes)
             elif self.activation:
                 mixed = silu(mixed)
             qk, v = torch.unsafe_split_with_sizes(mixed, (width, rows - width), -1)
+            if apart:
+                qk, past = conv.token(qk, past, torch.unsafe_split_with_sizes)
             qk, v = (
                 qk.view(*batch, 1, 2, heads, -1),
-                normalise_qk(v.view(*batch, 1, heads, -1), self.config.layer_v_norm),
+                normalise_qk(v.view(*batch, 1, self.heads, -1), self.config.layer_v_norm),
             )
-            q, k = (qk if self.qk_norm == "none" else token_unit(qk, self.qk_norm)).unbind(2)
+            qk = qk if self.qk_norm == "none" else token_unit(qk, self.qk_norm, self.qk_eps)
+            q, k = (qk if heads == self.heads else qk.repeat_interleave(self.heads // heads, 3)).unbind(2)
         made = gates.forward(x)
         params = self.phi_params if self.has_params else None
         start = self.initial.tensors if self.config.retention.anchored else None

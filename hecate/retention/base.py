@@ -16,11 +16,12 @@ LinkAt = Literal["token", "chunk", "linear"]
 
 class GateForm(NamedTuple):
     """Form of a layer's retain gate from a token: one logit per head or per phi channel, of a linear head or of one of
-    low `rank` ("head": as wide as a key), and its squashing function."""
+    low `rank` ("head": as wide as a key), and its squashing function, of `bounded` with the least log retain."""
 
     channels: bool = False
     rank: int | Literal["head"] | None = None
-    squash: Literal["sigmoid", "root", "softplus"] = "sigmoid"
+    squash: Literal["sigmoid", "root", "softplus", "bounded"] = "sigmoid"
+    lowest: float = -5.0
 
 
 class Retention(Variant, family="retention"):

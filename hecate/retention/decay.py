@@ -11,6 +11,7 @@ from hecate.checks import Size
 from hecate.errors import ConfigError, shorten
 from hecate.retention.base import GateForm, Retention
 from hecate.tape.ops import over, sum_to_gate
+from hecate.variant import Conflicts
 
 Towards = Literal["zero", "start"]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -87,7 +88,9 @@ class Decay(Forgetting):
             is wide; None: w as it is.
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in
-            [1e-3, 1e-1], and `retain` but the default of a scan without gates.
+            [1e-3, 1e-1], and `retain` but the default of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
+            per head starting at 1, as in GLM-5 and Ling, at `retain` at first.
+        lowest: of the gate "bounded", the log of the least that is kept.
         towards: what is left when all is forgotten: "zero", or "start", the weights M0 that the memory started at.
             None is "start" where the structure is deep, else "zero". All weights at zero are a point where every
             gradient of a deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), can
@@ -106,12 +109,17 @@ class Decay(Forgetting):
     retain: Annotated[_Share | _Shares | Literal["retnet"], WrapValidator(_in_one_sentence)] = 0.99
     channels: bool = False
     rank: Annotated[Size, Field(ge=1)] | Literal["head"] | None = None
-    gate: Literal["sigmoid", "root", "softplus"] = "sigmoid"
+    gate: Literal["sigmoid", "root", "softplus", "bounded"] = "sigmoid"
+    lowest: float = Field(-5.0, lt=0)
     linear: ClassVar[bool] = True
+
+    def conflicts(self) -> Conflicts:
+        if self.gate != "bounded" and self.lowest != -5.0:
+            yield ("lowest",), f"{self.lowest:g} bounds what gate 'bounded' forgets, and gate is {self.gate!r}"
 
     @property
     def gate_form(self) -> GateForm:
-        return GateForm(self.channels, self.rank, self.gate)
+        return GateForm(self.channels, self.rank, self.gate, self.lowest)
 
     @property
     def default_retain(self) -> float:

@@ -19,12 +19,13 @@ from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind
 from hecate.rule.forms import Forms, acts_of
+from hecate.rule.layer import LayerOptions
 from hecate.rule.rule import MemoryRule
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
 from hecate.variant import Config, Conflicts, briefly
 
-LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation")
+LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer_options")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
 
 Named = str | Mapping[str, Any]
@@ -54,7 +55,9 @@ class MemoryConfig(Config):
         layer_qk_norm, layer_conv_kernel: what `qk_norm` and `conv_kernel` of a layer around the memory are where they
             are left out; None, "l2" and 4.
         layer_activation: what a layer does to q, k and v behind its convolution, or without one; None, "silu" behind
-            one alone. These three are written out only where they are set; a scan takes q, k and v as they come.
+            one alone.
+        layer_options: heads that share keys, convolution, output gate and norm of a layer; see `LayerOptions`. These
+            four are written out only where they are set; a scan takes q, k and v as they come.
         layer_v_norm: what a layer around the memory does to values: "none", "l2" brings them to length 1, "rms" to a
             root of mean squares of 1; a scan takes them as they come. Errors of a deep memory's step grow with theirs.
         writes: pairs of key and value that a token writes, one after the other: k `[B, T, n, H, D]`, v `[B, T, n, H,
@@ -87,6 +90,7 @@ class MemoryConfig(Config):
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
     layer_conv_kernel: Depth | None = Field(None, ge=0)
     layer_activation: Literal["none", "silu"] | None = None
+    layer_options: LayerOptions | None = None
     layer_v_norm: Literal["none", "l2", "rms"] = "none"
     step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = "raw"
     state_dtype: Literal["float32", "float64"] = "float32"
@@ -115,6 +119,7 @@ class MemoryConfig(Config):
             layer_qk_norm: Literal["none", "l2", "rms"] | None = ...,
             layer_conv_kernel: int | None = ...,
             layer_activation: Literal["none", "silu"] | None = ...,
+            layer_options: LayerOptions | Mapping[str, Any] | None = ...,
             layer_v_norm: Literal["none", "l2", "rms"] = ...,
             step: Literal["raw", "normalized", "key_normalized", "implicit", "flow", "weighted"] = ...,
             state_dtype: Literal["float32", "float64"] = ...,

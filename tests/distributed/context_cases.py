@@ -410,6 +410,9 @@ def layer_alone(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)[0]
 
 
+OPTIONS = {"key_heads": 1, "conv": {"bias": True, "on": "qk"}, "output": {"gate": "sigmoid"}, "lr_bias": False}
+
+
 def quick_layers() -> dict[str, Any]:
     """Layers by name, from a generator."""
     place = {"dtype": torch.float64}
@@ -417,6 +420,9 @@ def quick_layers() -> dict[str, Any]:
     return {
         "linear attention": lambda g: LinearAttention(8, 2, generator=g, **place),
         "projected queries": lambda g: Memory(8, 2, delta, query_projection="sum", generator=g, **place),
+        "layer options": lambda g: Memory(
+            8, 2, delta.model_copy(update={"layer_options": OPTIONS}), generator=g, **place
+        ),
         "no convolution": lambda g: Memory(8, 2, delta, conv_kernel=0, generator=g, **place),
     }
 

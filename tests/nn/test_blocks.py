@@ -57,18 +57,18 @@ def convolution(x, past, weight, segment=None, written=None, *, active):
     return torch.stack(rows).view(x.shape) if rows else x
 
 
-def units(*tensors, norm):
+def units(*tensors, norm, eps=1e-6):
     sizes = [(x * x).sum(-1, keepdim=True) / (x.shape[-1] if norm == "rms" else 1) for x in tensors]
-    return tuple(x / torch.sqrt(size + 1e-12) for x, size in zip(tensors, sizes, strict=True))
+    return tuple(x / torch.sqrt(size + eps**2) for x, size in zip(tensors, sizes, strict=True))
 
 
-def rms_norm(x, weight):
-    unit = x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+def rms_norm(x, weight, eps=1e-6):
+    unit = x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
     return unit if weight is None else unit * weight
 
 
-def readout(y, weight, gate):
-    unit = torch.einsum("bthv,hv->bthv", rms_norm(y, None), weight).flatten(-2)
+def readout(y, weight, gate, eps=1e-6):
+    unit = torch.einsum("bthv,hv->bthv", rms_norm(y, None, eps), weight).flatten(-2)
     return unit if gate is None else unit * gate * torch.sigmoid(gate)
 
 
@@ -97,10 +97,12 @@ CASES: dict[str, tuple[Any, Any, list[Any], tuple[Any, ...], dict[str, Any]]] = 
     "conv long": (blocks.convolution, convolution, [(1, 1100, 16), None, (2, 16)], (None, None), {"active": True}),
     "units l2": (blocks.units, units, [(2, LENGTH, 3, 16), (2, LENGTH, 2, 3, 16)], (), {"norm": "l2"}),
     "units rms": (blocks.units, units, [(2, LENGTH, 3, 5), (2, LENGTH, 5)], (), {"norm": "rms"}),
+    "units eps": (blocks.units, units, [(2, LENGTH, 3, 16)], (), {"norm": "l2", "eps": 0.5}),
     "rms": (blocks.rms_norm, rms_norm, [(7, LENGTH, 37), (37,)], (), {}),
     "rms bare": (blocks.rms_norm, rms_norm, [(150, 32), None], (), {}),
     "readout": (blocks.readout, readout, [(2, LENGTH, 3, 21), (3, 21), (2, LENGTH, 63)], (), {}),
     "readout bare": (blocks.readout, readout, [(2, LENGTH, 2, 16), (2, 16), None], (), {}),
+    "readout eps": (blocks.readout, readout, [(2, LENGTH, 3, 21), (3, 21), (2, LENGTH, 63)], (), {"eps": 0.3}),
     "swiglu": (blocks.swiglu, swiglu, [(2, LENGTH, 2 * 37)], (), {}),
 }
 MIXED = {"conv past": (0, 1), "readout": (2,), "readout bare": (0,)}  # inputs in bfloat16 beside others in float32

@@ -1,6 +1,7 @@
 """The default layer of every named rule beside the layer that was published, and what the rule says of both."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,15 @@ def test_what_a_layer_differs_by_is_what_its_rule_says(rule):
     assert {name: f"{by:.2f}" for name, by in found.items()} == {d.name: f"{d.by:.2f}" for d in RULES[rule].differs}
 
 
-FIELDS = {"conv": {"conv_kernel": 0}, "output_gate": {"output_gate": False}}
-"""The fields of a layer that take a difference back."""
+FIELDS: dict[str, dict[str, Any]] = {
+    "conv": {"conv_kernel": 0},
+    "output_gate": {"output_gate": False},
+    "sigmoid_gate": {"output": {"gate": "sigmoid"}},
+    "whole_norm": {"output": {"norm": {"over": "all"}}},
+    "gate_ahead": {"output": {"norm": {"over": "all", "place": "after_gate"}}},
+    "v_conv": {"conv": {"on": "qk"}},
+}
+"""The fields of a layer, or of its config's `layer_options`, that take a difference back."""
 TAKEN_BACK = {
     name: [item.name for item in rule.differs if item.name in FIELDS]
     for name, rule in RULES.items()
@@ -102,13 +110,18 @@ TAKEN_BACK = {
 }
 
 
+@pytest.mark.spec("NN-OPT-D1")
 @pytest.mark.parametrize("rule", TAKEN_BACK)
 def test_the_fields_of_a_layer_take_differences_back(rule):
     names = TAKEN_BACK[rule]
-    layer = drawn(rule)
-    options = {key: value for name in names for key, value in FIELDS[name].items()}
-    plain = Memory(D_MODEL, HEADS, rule, d_key=D_KEY, engine="sequential", dtype=torch.float64, **options)
-    plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
+    layer, options = drawn(rule), {key: own for name in names for key, own in FIELDS[name].items()}
+    own = {key: options.pop(key) for key in ("output", "conv") if key in options}
+    config = RULES[rule].config.model_copy(update={"layer_options": own or None})
+    plain = Memory(D_MODEL, HEADS, config, d_key=D_KEY, engine="sequential", dtype=torch.float64, **options)
+    state = layer.state_dict()
+    if plain.conv is not None:
+        state["conv.weight"] = state["conv.weight"][:, : plain.conv.weight.shape[1]]
+    plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     x = torch.randn(2, 14, D_MODEL, generator=seeded(2), dtype=torch.float64)
     assert apart(plain(x)[0], LAYERS[rule](x, weights_of(layer).as_published(*names))) < 1e-10
 

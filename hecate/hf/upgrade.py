@@ -1,0 +1,294 @@
+"""A trained model of transformers under a richer rule that starts as the same function: `upgrade`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hecate.algorithm import Momentum
+from hecate.checks import expect_choice
+from hecate.errors import ConfigError, not_known, shorten
+from hecate.hf.adopt import hook_models
+from hecate.hf.adopted import official, rule_of
+from hecate.hf.hosted import Hosted
+from hecate.hf.layers import RULES, from_layer
+from hecate.nn import Memory
+from hecate.nn.parameters import draw_normal
+from hecate.phi import MLP
+from hecate.rule import LAYER, MemoryConfig
+from hecate.rule import RULES as NAMED
+
+Train = Literal["new", "all"]
+Start = Callable[[Memory, Memory], None]
+
+
+class Wider(NamedTuple):
+    """A rule that contains others.
+
+    Fields:
+        contains: the rules that it is at some values of its parameters.
+        adds: what it has beyond them.
+        rule: fields of a memory's config that it changes.
+        layer: arguments of `hecate.nn.Memory` that it changes.
+        start: writes into the wider memory, which holds the old parameters whose shapes have stayed, those at which
+            it is the old one.
+        learns: new parameters, by the beginnings of their names.
+        after: a wider rule that comes first.
+    """
+
+    contains: tuple[str, ...]
+    adds: str
+    rule: Callable[[Memory], dict[str, Any]] = lambda _: {}
+    layer: Mapping[str, Any] = MappingProxyType({})
+    start: Start = lambda new, old: None
+    learns: tuple[str, ...] = ()
+    after: str | None = None
+
+
+def _repeat_rows(new: Memory, old: Memory) -> None:
+    """A gate per channel: that of its head in each."""
+    for mine, theirs in ((new.gates.weight, old.gates.weight), (new.gates.bias, old.gates.bias)):
+        mine["retain"].copy_(theirs["retain"].repeat_interleave(len(mine["retain"]) // new.heads, 0))
+
+
+def _zero_gates(new: Any, _: Memory) -> None:
+    """Heads of top 2 and without bias: 2 sigmoid(0) = 1."""
+    for weight in new.gating.params.tensors.values():
+        weight.zero_()
+
+
+def _second_write(new: Any, old: Any) -> None:
+    """A second write of the first one's value to keys of its own; its lr is 0, and has a derivative."""
+    source = torch.Generator().manual_seed(0)
+    for mine, theirs in ((new.qkv.weight, old.qkv.weight), (new.conv.weight.T, old.conv.weight.T)):
+        q, k, v = theirs.split(old.splits)
+        mine.copy_(torch.cat([q, k, k, v, v]))
+    keys = new.qkv.weight.split(new.splits)[1][new.splits[1] // 2 :]
+    draw_normal(keys, new.qkv.weight.float().square().mean().sqrt().item(), source)
+    if old.conv.bias is not None:
+        q, k, v = old.conv.bias.split(old.splits)
+        new.conv.bias.copy_(torch.cat([q, k, k, v, v]))
+    for mine, theirs in ((new.gates.weight, old.gates.weight), (new.gates.bias, old.gates.bias)):
+        if "lr" in theirs:
+            mine["lr"].zero_()[: new.heads].copy_(theirs["lr"])
+
+
+def _two_writes(memory: Memory) -> dict[str, Any]:
+    options = (memory.config.layer_options or LAYER).model_copy(update={"later_writes": "rectified"})
+    return {"writes": 2, "layer_options": options}
+
+
+def _cancelling_pairs(new: Memory, _: Memory) -> None:
+    """Hidden units in pairs of the same input and opposite outputs: together 0, and each learns."""
+    own = new.phi_learned.tensors
+    w_in, w_out = own["w_in"], own["w_out"]  # [H, D, F], [H, F, D]
+    source = torch.Generator().manual_seed(0)
+    draw_normal(w_in, w_in.shape[1] ** -0.5, source)
+    draw_normal(w_out, w_out.shape[1] ** -0.5, source)
+    w_in[..., 1::2] = w_in[..., ::2]
+    w_out[:, 1::2] = -w_out[:, ::2]
+
+
+def _channels(memory: Memory) -> dict[str, Any]:
+    return {"retention": memory.config.retention.model_copy(update={"channels": True})}
+
+
+def _momentum(memory: Memory) -> dict[str, Any]:
+    """A gate that is 0 at 0 and has a derivative there: the end of a sigmoid, at 0, would have none."""
+    config = memory.config
+    options = (config.layer_options or LAYER).model_copy(update={"momentum": "rectified"})
+    return {"algorithm": Momentum(lr=config.algorithm.lr, momentum=0.0), "layer_options": options}
+
+
+_HEAD = {"channels": True, "top": 2.0, "bias": False}
+_BOTH = RULES
+WIDER: dict[str, Wider] = {
+    "kda": Wider(("gated_delta",), "a decay per channel", _channels, start=_repeat_rows, learns=("gates.",)),
+    "gated_delta_2": Wider(
+        _BOTH, "a decay, an erase gate and a value gate per channel",
+        lambda _: {"gating": {"kind": "heads", "erase": _HEAD, "value": _HEAD}},
+        start=_zero_gates, learns=("gating.",), after="kda",
+    ),
+    "delta_product": Wider(
+        _BOTH, "a second write a token, of random keys", _two_writes,
+        start=_second_write, learns=("qkv.", "conv.", "gates."),
+    ),
+    "momentum": Wider(_BOTH, "momentum of the inner step", _momentum, learns=("gates.",)),
+    "mlp_phi": Wider(
+        _BOTH, "a learned feature map x + W_2 gelu(W_1 x)",
+        lambda memory: {"feature_map": MLP(d_hidden=2 * memory.d_key)},
+        start=_cancelling_pairs, learns=("phi_learned.",),
+    ),
+    "learned_initial": Wider(_BOTH, "a learned start", layer={"learned_initial": True}, learns=("initial.",)),
+    "firing": Wider(_BOTH, "a gate that chooses the tokens to write", layer={"firing": "learned"}, learns=("gates.",)),
+}  # fmt: skip
+"""Rules that contain the gated delta rule or KDA."""
+NOT_WIDER = {
+    "comba": "it is the rule only where c = sigmoid(a) ends, at 1, and a gate at its end does not learn",
+    "titans_linear": "its decay does not come before the gradient; 'momentum' has what it adds",
+}
+
+
+class Upgrade(NamedTuple):
+    """The report of `upgrade`: `str` of it is for people.
+
+    Fields:
+        rule: what the layers run from now on.
+        layers: their names.
+        new: names of the model's parameters that are new, or of another shape.
+    """
+
+    rule: str
+    layers: tuple[str, ...]
+    new: tuple[str, ...]
+
+    def __str__(self) -> str:
+        many = f"{self.layers[0]} ... {self.layers[-1]}" if len(self.layers) > 1 else self.layers[0]
+        runs = "layers run" if len(self.layers) > 1 else "layer runs"
+        return f"{len(self.layers)} {runs} {self.rule}, which adds {WIDER[self.rule].adds}: {many}"
+
+
+def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train: Train = "all") -> Upgrade:
+    """Puts memories of a richer rule in the place of a model's linear layers; its function stays. [HF-UPGRADE-D1]
+
+        print(hecate.hf.upgrade(model, "gated_delta_2"))
+        Trainer(model, ...).train()
+
+    Every rule of `WIDER` is, at some values of its new parameters, the rule of the layers: that is where it starts,
+    and every one of these parameters has a gradient there. What was trained stays as it is. An upgraded layer is a
+    `Hosted` memory; it can be upgraded again, by another rule.
+
+    Args:
+        model: of transformers, on its device, adopted or not.
+        rule: a name of `WIDER`.
+        layers: their numbers in the model; None takes every layer of a delta rule.
+        train: "new" freezes all but what is new; "all" leaves the model's parameters as they are.
+
+    Raises:
+        TypeError: `model` is no torch module.
+        ConfigError: a rule that does not contain that of a layer, by name; no such layers; layers that `from_layer`
+            refuses, and those that accelerate dispatches. The model is then as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"upgrade takes a torch module, got a {type(model).__name__}")
+    expect_choice(train, "train", get_args(Train))
+    found = _layers(model, layers)
+    if not isinstance(rule, str) or rule not in WIDER:
+        raise ConfigError(_not_wider(rule, found))
+    made: dict[str, tuple[Hosted, set[str]]] = {}
+    for name, layer in found.items():
+        memory = layer.memory if isinstance(layer, Hosted) else from_layer(layer)
+        wide, new = widened(memory, rule, name)
+        made[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
+    learns = tuple(f"{name}.memory.{own}" for name, (_, new) in made.items() for own in sorted(new))
+    if train == "new":
+        model.requires_grad_(False)
+    for name, (hosted, new) in made.items():
+        if train == "new":
+            hosted.requires_grad_(False)
+            for own in new:
+                hosted.memory.get_parameter(own).requires_grad_()
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, hosted)
+    hook_models(model)
+    return Upgrade(rule, tuple(made), learns)
+
+
+def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
+    """The layers of a delta rule by name: those of some numbers, or all."""
+    every = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, Hosted) or rule_of(official(type(part))) in RULES
+    }
+    known = {part.layer_idx: name for name, part in every.items()}
+    for number in numbers or ():
+        if number not in known:
+            raise ConfigError(
+                f"layers={list(numbers or ())}: layer {number} is none of a delta rule; they are {[*known]}"
+            )
+    found = {name: part for name, part in every.items() if numbers is None or part.layer_idx in numbers}
+    if not found:
+        raise ConfigError(f"the {type(model).__name__} has no layer of {' or '.join(RULES)} to upgrade")
+    for name, part in found.items():
+        if hasattr(part, "_hf_hook"):
+            raise ConfigError(f"accelerate dispatches {name}; upgrade the model first, and dispatch it then")
+    return found
+
+
+def rule_name(config: MemoryConfig) -> str:
+    """The rule of a config that `WIDER` tells of: kda with a decay per channel, else gated_delta."""
+    return "kda" if config.retention.gate_form.channels else "gated_delta"
+
+
+def _not_wider(rule: str, layers: dict[str, Any]) -> str:
+    if not isinstance(rule, str) or rule not in {*NOT_WIDER, *NAMED}:
+        return f"unknown rule {shorten(rule)}{not_known(rule, WIDER)}"
+    if rule in NOT_WIDER:
+        return f"rule {rule!r} cannot take the layers over: {NOT_WIDER[rule]}; there are {', '.join(WIDER)}"
+    name, first = next(iter(layers.items()))
+    has = rule_name((first.memory if isinstance(first, Hosted) else from_layer(first)).config)
+    if rule == has:
+        return f"rule {rule!r} is that of {name} already; there are {', '.join(WIDER)}"
+    own, base = NAMED[rule].config, NAMED[has].config
+    other = [
+        f"{field} {getattr(value, 'kind', value)!r}"
+        for field, value in vars(own).items()
+        if field not in ("key_norm", "query_scale") and not field.startswith("layer_")
+        if getattr(value, "kind", value) != getattr(getattr(base, field), "kind", getattr(base, field))
+    ]
+    differs = ", ".join(other) or "one decay for a head"
+    return (
+        f"rule {rule!r} does not contain {has}, which is that of {name}: it has {differs}; there are {', '.join(WIDER)}"
+    )
+
+
+@torch.no_grad()
+def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, set[str]]:
+    """A memory of a wider rule with the function of another, and the names of its new parameters.
+
+    Raises:
+        ConfigError: a rule that does not contain the memory's, or that it has already.
+    """
+    wider, own = WIDER[rule], rule_name(memory.config)
+    if wider.after is not None and own in WIDER[wider.after].contains:
+        memory, first = widened(memory, wider.after, name)
+    else:
+        first = set[str]()
+    if rule_name(memory.config) not in wider.contains:
+        raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {own} already")
+    options: dict[str, Any] = {
+        "learned_initial": next(memory.initial.parameters(), None) is not None,
+        "firing": "learned" if "firing" in memory.gates.starts else "always",
+    }
+    config = memory.config.model_copy(update=wider.rule(memory))
+    if config == memory.config and wider.layer.items() <= options.items():
+        raise ConfigError(f"{name} has {wider.adds} already: rule {rule!r} adds nothing to it")
+    like = memory.out.weight
+    sizes = {"d_key": memory.d_key, "d_value": memory.d_value, "conv_kernel": memory.conv.kernel if memory.conv else 0}
+    place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": torch.Generator().manual_seed(0)}
+    with warnings.catch_warnings():  # of the draws, which do not stay
+        warnings.simplefilter("ignore")
+        new = Memory(memory.d_model, memory.heads, config, name=name, **{**sizes, **options, **wider.layer, **place})
+    old = memory.state_dict()
+    _take(new, {key: old[key] for key, p in new.state_dict().items() if key in old and old[key].shape == p.shape})
+    wider.start(new, memory)
+    before = {(key, p.shape) for key, p in memory.named_parameters()}
+    learned = {key for key, p in new.named_parameters() if (key, p.shape) not in before}
+    if strange := {key for key in learned if not key.startswith(wider.learns)}:
+        raise ConfigError(f"{name} has {', '.join(sorted(strange))}, of which rule {rule!r} knows no start")
+    new.warn_if_unstable(name, new.qk_norm)
+    return new.train(memory.training), learned | first
+
+
+def _take(memory: Memory, weights: dict[str, Tensor]) -> None:
+    """Weights of another memory, each in its own dtype."""
+    for name, weight in weights.items():
+        owner, _, last = name.rpartition(".")
+        mine = getattr(memory.get_submodule(owner), last)
+        mine.data = weight.detach().clone() if mine.dtype != weight.dtype else mine.data.copy_(weight)

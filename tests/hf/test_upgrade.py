@@ -1,0 +1,238 @@
+"""Trained models under richer rules: the same function at the start, and alive."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers", minversion="5")
+
+from transformers import DynamicCache
+
+from hecate.errors import ConfigError
+from hecate.hf import adopt, from_layer, release, upgrade
+from hecate.hf.hosted import Hosted
+from hecate.hf.upgrade import NOT_WIDER, WIDER, rule_name
+from hecate.rule import RULES
+from studies.families import built
+from tests.hf.test_adopt import greedy, in_pieces, off
+from tests.hf.test_layers import DELTA, linear
+
+SOME = {"qwen3_next": "gated_delta", "kimi_linear": "kda", "bailing_hybrid": "kda"}
+CASES = [(family, rule) for family, own in SOME.items() for rule, wider in WIDER.items() if own in wider.contains]
+IDS = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(3))
+WARNS = pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
+
+
+@cache
+def model_of(family: str) -> Any:
+    """A model for copies, which stays as it is."""
+    return built(family)
+
+
+def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **given).logits
+
+
+def hosted(model: Any) -> Any:
+    """The model with its layers as memories of their own rule."""
+    model = copy.deepcopy(model)
+    for name, layer in [(name, part) for name, part in model.named_modules() if part is linear(model)]:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, Hosted(from_layer(layer), layer.layer_idx))
+    return model
+
+
+def moved(model: Any, names: tuple[str, ...]) -> Any:
+    """The model with its new parameters off their start, so that its rule is the richer one."""
+    source = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name in names:
+            p = model.get_parameter(name)
+            p += 0.5 * p.shape[-1] ** -0.5 * torch.randn(p.shape, generator=source)
+    return model
+
+
+@pytest.mark.spec("HF-UPGRADE-D1")
+@pytest.mark.parametrize(("family", "rule"), CASES)
+def test_the_same_function_and_alive(family, rule):
+    plain, model = hosted(model_of(family)), copy.deepcopy(model_of(family))
+    before, tokens = logits(model), greedy(model, IDS[:1, :20], 16)
+    report = upgrade(model, rule)
+    assert len(report.layers) == 1 and f"1 layer runs {rule}, which adds {WIDER[rule].adds}" in str(report)
+    assert off(logits(model), logits(plain)) < 3e-7
+    assert off(logits(model), before) < 1e-6  # what from_layer's memory is off by itself
+    assert torch.equal(greedy(model, IDS[:1, :20], 16), tokens)
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    sizes = {name: p.grad.abs().mean() for name, p in model.named_parameters() if p.grad is not None}
+    median = torch.stack([*sizes.values()]).median()
+    assert report.new and all(sizes[name] > 1e-3 * median for name in report.new)
+    old = {name: p.shape for name, p in plain.named_parameters()}
+    own = {name for name, p in model.named_parameters() if old.get(name) != p.shape}
+    assert own == set(report.new)
+    assert off(logits(moved(model, report.new)), before) > 1e-4
+
+
+@WARNS
+@pytest.mark.spec("HF-UPGRADE-D1")
+@pytest.mark.parametrize("family", [family for family in DELTA if family not in SOME])
+def test_every_family(family):
+    model = copy.deepcopy(model_of(family))
+    before = logits(model)
+    report = upgrade(model, "gated_delta_2")
+    assert off(logits(model), before) < 1e-6 and report.new
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    assert all(model.get_parameter(name).grad.abs().sum() > 0 for name in report.new)
+
+
+@WARNS
+@pytest.mark.spec("HF-UPGRADE-I1")
+@pytest.mark.parametrize("rule", WIDER)
+def test_caches_padding_beams_and_documents_of_richer_rules(rule):
+    model = copy.deepcopy(model_of("qwen3_next"))
+    moved(model, upgrade(model, rule).new)
+    ids = IDS[:1]
+    whole = logits(model, ids)
+    assert off(in_pieces(model, ids, 20, 1, 2, 17), whole) < 3e-6
+    rows = IDS.clone()
+    rows[0, :11] = 0
+    padded = logits(model, rows, attention_mask=(rows != 0).long())
+    assert off(padded[1], logits(model, rows[1:])[0]) < 3e-6
+    assert off(padded[0, 11:], logits(model, rows[:1, 11:])[0]) < 3e-6
+    cached = greedy(model, rows, 6, attention_mask=(rows != 0).long(), num_beams=2)
+    assert torch.equal(cached, greedy(model, rows, 6, attention_mask=(rows != 0).long(), num_beams=2, use_cache=False))
+    sizes = (13, 1, 2, 24)
+    positions = torch.cat([torch.arange(size) for size in sizes]).unsqueeze(0)
+    alone = torch.cat([logits(model, part) for part in ids.split(sizes, 1)], 1)
+    assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
+    assert off(logits(model, ids, cu_seq_lens_q=torch.tensor([0, 13, 14, 16, 40])), alone) < 3e-6
+    with pytest.raises(ConfigError, match="a row of several documents cannot fill a cache"):
+        model(input_ids=ids, seq_idx=positions.eq(0).cumsum(1), use_cache=True)
+
+
+@pytest.mark.parametrize("train", ["new", "all"])
+def test_it_trains_alone_or_with_the_rest(train):
+    model = copy.deepcopy(model_of("qwen3_next"))
+    report = upgrade(model, "gated_delta_2", train=train)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - (0.01 if train == "new" else 0.5)
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == set(report.new) if train == "new" else changed > set(report.new)
+
+
+@pytest.mark.spec("HF-UPGRADE-D1")
+def test_the_table_of_rules():
+    assert {own for wider in WIDER.values() for own in wider.contains} == {"gated_delta", "kda"}
+    for rule in WIDER:
+        for family, own in (("qwen3_next", "gated_delta"), ("kimi_linear", "kda")):
+            model = copy.deepcopy(model_of(family))
+            assert rule_name(from_layer(linear(model)).config) == own
+            if own in WIDER[rule].contains:
+                upgrade(model, rule)
+                with pytest.raises(ConfigError, match=rf"{rule!r} (adds nothing|contains gated_delta, and)"):
+                    upgrade(model, rule)
+                continue
+            with pytest.raises(ConfigError, match=f"{rule!r} contains gated_delta, and .* is kda already"):
+                upgrade(model, rule)
+    page = (Path(__file__).parents[2] / "docs/pages/adopt.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \| (.+) \| .+ \|$", page, re.M)
+    assert rows == [(rule, ", ".join(wider.contains), wider.adds) for rule, wider in WIDER.items()]
+
+
+@pytest.mark.spec("HF-UPGRADE-E1")
+def test_rules_that_do_not_contain_the_layers_are_refused_by_name():
+    model = copy.deepcopy(model_of("qwen3_next"))
+    before = model.state_dict()
+    for rule in {*RULES, *NOT_WIDER} - WIDER.keys():
+        words = "cannot take the layers over" if rule in NOT_WIDER else "does not contain gated_delta"
+        words = "is that of model.layers.0.linear_attn already" if rule == "gated_delta" else words
+        with pytest.raises(ConfigError, match=f"rule {rule!r} {words}.* there are kda, gated_delta_2"):
+            upgrade(model, rule)
+    with pytest.raises(ConfigError, match="model.layers.0.linear_attn: it has gating 'rwkv7', writes 2, decay_order"):
+        upgrade(model, "rwkv7")
+    with pytest.raises(ConfigError, match="'gated_delta' does not contain kda, .*: it has one decay for a head"):
+        upgrade(model_of("kimi_linear"), "gated_delta")
+    with pytest.raises(ConfigError, match="unknown rule 'gated_delta2'. Did you mean 'gated_delta_2'"):
+        upgrade(model, "gated_delta2")
+    with pytest.raises(ConfigError, match="unknown rule .*'kind': 'kda'.*Known: kda"):
+        upgrade(model, {"kind": "kda"})
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_what_else_is_refused_leaves_the_model_as_it_was():
+    model = copy.deepcopy(model_of("qwen3_next"))
+    modules = [*model.modules()]
+    with pytest.raises(TypeError, match="takes a torch module, got a str"):
+        upgrade("model", "kda")
+    with pytest.raises(ConfigError, match="the Linear has no layer of gated_delta or kda"):
+        upgrade(nn.Linear(2, 2), "kda")
+    with pytest.raises(ConfigError, match=r"layer 1 is none of a delta rule; they are \[0\]"):
+        upgrade(model, "kda", layers=[0, 1])
+    with pytest.raises(ConfigError, match=r"the Qwen3NextForCausalLM has no layer"):
+        upgrade(model, "kda", layers=[])
+    with pytest.raises(ConfigError, match="train must be"):
+        upgrade(model, "kda", train="some")
+    linear(model).activation = "relu"
+    with pytest.raises(ConfigError, match="hidden_act='relu'"):
+        upgrade(model, "kda")
+    linear(model).activation, linear(model)._hf_hook = "silu", object()
+    with pytest.raises(ConfigError, match="accelerate dispatches model.layers.0.linear_attn"):
+        upgrade(model, "kda")
+    assert [*model.modules()] == modules
+    cache = DynamicCache(config=model.config)
+    del linear(model)._hf_hook
+    model(input_ids=IDS, past_key_values=cache)
+    upgrade(model, "kda")
+    with pytest.raises(ConfigError, match="filled by the model before its upgrade"):
+        model(input_ids=IDS[:, :1], past_key_values=cache)
+
+
+@WARNS
+def test_some_layers_again_adopted_and_from_a_file(tmp_path):
+    over = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+    model = built("qwen3_next", **over)
+    before = logits(model)
+    adopt(model)
+    assert upgrade(model, "momentum", layers=[1]).layers == ("model.layers.1.linear_attn",)
+    report = upgrade(model, "kda", layers=[1])
+    assert report.new == tuple(f"model.layers.1.linear_attn.memory.gates.{own}.retain" for own in ("bias", "weight"))
+    assert off(logits(model), before) < 1e-6
+    ids, positions = IDS[:1, :9], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    moved(model, report.new)
+    alone = torch.cat([logits(model, part) for part in ids.split((4, 5), 1)], 1)
+    assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
+    assert release(model) == 1
+    assert any(part._forward_pre_hooks for part in model.modules())  # the upgraded one goes on hearing of documents
+    upgrade(model, "kda", layers=[0])
+    assert off(logits(model, ids, position_ids=positions), alone) < 3e-6
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    again = built("qwen3_next", **over)
+    for rule, layers in (("kda", None), ("momentum", [1])):
+        upgrade(again, rule, layers=layers)
+    again.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert torch.equal(logits(again), logits(model))
+    twin = copy.deepcopy(again)
+    assert torch.equal(logits(twin), logits(model))
+
+
+def test_a_model_in_bfloat16():
+    model = copy.deepcopy(model_of("kimi_linear")).bfloat16()
+    before, exact = logits(model), logits(copy.deepcopy(model).float())
+    upgrade(model, "gated_delta_2")
+    assert model.dtype == torch.bfloat16 and off(logits(model), exact) < 1.5 * off(before, exact)
