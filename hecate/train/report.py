@@ -1,4 +1,4 @@
-"""report.md and report.html: how a run ended beside its baselines, with figures (by matplotlib), on the first screen;
+"""report.md and report.html: a run's result beside its baselines, with figures (by matplotlib), on the first screen;
 then levels, sizes, settings, data, and how to repeat it."""
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def html_page(text: str, folder: Path) -> str:
 
 
 def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> str:
-    """How a run ended, and when, from which commit and by which command it was started."""
+    """The end of a run, and when, from which commit and by which command it was started."""
     budget, seed = trainer.config.budget, trainer.config.seed
     commit = f" at commit {environment['commit'][:12]}" if environment.get("commit") else ""
     program, *rest = environment.get("command") or [""]
