@@ -1,0 +1,227 @@
+"""whole: language models as a user trains and runs them, beside a plain transformer and other people's models."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from hecate.microscope.style import COLOURS
+from hecate.models import LanguageModel
+from studies import families
+from studies.study import Cell, Progress, Result, Study
+from studies.timing import cpu_times
+
+WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
+TRANSFORMER = "transformer (SDPA)"
+SLOW = {"memory": {"kind": "delta", "algorithm": {"kind": "gd", "lr": 0.3}}, "period": 64, "name": "slow"}
+OURS: dict[str, dict[str, Any]] = {
+    "delta": {"memory": "delta"},
+    "gated_delta": {"memory": "gated_delta"},
+    "kda": {"memory": "kda"},
+    "titans_linear": {"memory": "titans_linear"},
+    "mesa": {"memory": "mesa"},
+    "two levels of delta": {"levels": [{"memory": "delta", "name": "fast"}, SLOW]},
+    "titans, chunks of 64": {"memory": {"kind": "titans", "chunk": 64}},
+}
+PEERS = ("Llama (transformers)", "Qwen3-Next (transformers)", "Mamba-2 (transformers)")
+
+
+class Attention(nn.Module):
+    """Causal attention of HEADS heads with rotary positions, over a cache of keys and values if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: list[Tensor] | None) -> Tensor:
+        """x `[B, T, WIDTH]`; the cache `[k, v]` of `[B, HEADS, T, WIDTH / HEADS]` grows in place."""
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        q, k = rotated(q, *turn), rotated(k, *turn)
+        if cache is not None:
+            k, v = (torch.cat((old, new), 2) for old, new in zip(cache, (k, v), strict=True)) if cache else (k, v)
+            cache[:] = k, v
+        y = scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        return self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of a head's channels turned by their position."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Transformer(nn.Module):
+    """LAYERS blocks of attention and a gated MLP, both behind RMS norms; the output shares the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH)
+        self.attention = nn.ModuleList(Attention() for _ in range(LAYERS))
+        up = [[nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * HIDDEN, bias=False)] for _ in range(LAYERS)]
+        self.up = nn.ModuleList(nn.Sequential(*parts) for parts in up)
+        self.down = nn.ModuleList(nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
+        """Logits `[B, T, VOCABULARY]`."""
+        x, width = self.embedding(tokens), WIDTH // HEADS
+        seen = caches[0][0].shape[2] if caches and caches[0] else 0
+        speeds = 10000.0 ** (-torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(seen, seen + tokens.shape[1]).float(), speeds)
+        turn = angles.cos(), angles.sin()
+        for at, (attention, up, down) in enumerate(zip(self.attention, self.up, self.down, strict=True)):
+            x = x + attention(x, turn, None if caches is None else caches[at])
+            a, b = up(x).chunk(2, -1)
+            x = x + down(silu(a) * b)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[Tensor], Callable[[], object]]]:
+    """A model, its logits, and what reads a prompt `[1, T]` and returns a function that decodes the next token."""
+    torch.manual_seed(0)
+    if name == TRANSFORMER:
+        plain = Transformer()
+        return plain, plain, partial(_cached, plain)
+    if name in OURS:
+        sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "layers": LAYERS, "heads": HEADS}
+        own = LanguageModel({**sizes, **OURS[name]}, generator=torch.Generator().manual_seed(0))
+        return own, lambda tokens: own(tokens)[0], partial(_stated, own)
+    model = peer(name)
+    return model, lambda tokens: model(input_ids=tokens, use_cache=False).logits, partial(_hosted, model)
+
+
+def _cached(model: Transformer, prompt: Tensor) -> Callable[[], object]:
+    caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+    model(prompt, caches)
+    start = [list(cache) for cache in caches]
+    return lambda: model(prompt[:, :1], [list(cache) for cache in start])
+
+
+def _stated(model: LanguageModel, prompt: Tensor) -> Callable[[], object]:
+    state = model(prompt)[1]
+    return lambda: model(prompt[:, :1], state)
+
+
+def _hosted(model: Any, prompt: Tensor) -> Callable[[], object]:
+    """The cache grows by a token a call, which over some hundred of them is less than its first thousand."""
+    from transformers import DynamicCache
+
+    kept: dict[str, Any] = {"use_cache": True}
+    kept["cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"] = DynamicCache(config=model.config)
+    model(input_ids=prompt, **kept)
+    return lambda: model(input_ids=prompt[:, :1], **kept)
+
+
+def peer(name: str) -> Any:
+    """A model of transformers of the same width and depth, in plain torch."""
+    each = WIDTH // HEADS
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": each, "intermediate_size": HIDDEN}
+    if name.startswith("Mamba-2"):
+        return families.built("mamba2", **sizes, state_size=64, head_dim=64, num_heads=8, n_groups=1, chunk_size=64)
+    if name.startswith("Qwen3-Next"):
+        linear = {"linear_num_value_heads": HEADS, "linear_num_key_heads": HEADS, "num_experts": 0}
+        linear |= {"linear_key_head_dim": each, "linear_value_head_dim": each}
+        kinds = ["linear_attention"] * (LAYERS - 1) + ["full_attention"]
+        return families.built("qwen3_next", **sizes, **heads, **linear, layer_types=kinds)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ends = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, tie_word_embeddings=True))
+
+
+def kept(logits: Callable[[Tensor], Tensor], model: nn.Module, tokens: Tensor) -> float:
+    """Kilobytes that the forward pass keeps for the backward, per token and layer, parameters aside."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    held: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits(tokens)
+    return sum(size for place, (size, _) in held.items() if place not in own) / (tokens.numel() * LAYERS * 1024)
+
+
+class Whole(Study):
+    """A training step, memory, and a decoded token of whole models."""
+
+    name: ClassVar[str] = "whole"
+    about: ClassVar[str] = "What does a whole language model cost on a CPU, to train and to decode?"
+    count: ClassVar[int] = 1
+    timed: ClassVar[bool] = True
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Steps in turn, then tokens in turn."""
+        length, rounds, contexts = (64, 1, (16,)) if quick else (512, 9, (64, 1024))
+        names = [TRANSFORMER, *(["gated_delta"] if quick else [*OURS, *PEERS])]
+        draw = torch.Generator().manual_seed(seeds[0])
+        tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=draw)
+        prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=draw)
+        steps: dict[str, Callable[[], object]] = {}
+        decodes: dict[int, dict[str, Callable[[], object]]] = {context: {} for context in contexts}
+        sizes = {}
+        for name in progress(names, "models"):
+            model, logits, reads = built(name)
+            sizes[name] = sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])
+            steps[name] = trained(model, logits, tokens)
+            with torch.no_grad():
+                for context in contexts:
+                    decodes[context][name] = torch.no_grad()(reads(prompt[:, :context]))
+        taken = {name: times.tolist() for name, times in cpu_times(steps, rounds).items()}
+        gc.collect()
+        decoded = {context: cpu_times(runs, 5 * rounds) for context, runs in decodes.items()}
+        base = taken[TRANSFORMER]
+        ratios = {name: median(a / b for a, b in zip(own, base, strict=True)) for name, own in taken.items()}
+        rows: list[list[Cell]] = [
+            [name, *sizes[name], median(taken[name]), ratios[name],
+             *(median(times[name].tolist()) for times in decoded.values())]
+            for name in names
+        ]  # fmt: skip
+        columns = [
+            "model",
+            "parameters (M)",
+            "kept for the backward (kB a token and layer)",
+            "step (ms)",
+            "step / transformer",
+        ]
+        columns += [f"a token after {context} (ms)" for context in contexts]
+        notes = [
+            f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
+            f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
+            "step / transformer: the median of ratios within a round; a token: batch 1, without gradients",
+            "models of transformers in plain torch, which is all that they have on a CPU",
+        ]
+        return Result(columns, rows, notes, lambda figure: drawn(figure, ratios), data=ratios)
+
+
+def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], object]:
+    """A step of training on these tokens."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        found = logits(tokens[:, :-1])
+        cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+def drawn(figure: Any, ratios: dict[str, float]) -> None:
+    """A bar a model."""
+    axes = figure.subplots()
+    names = list(ratios)[::-1]
+    colours = [COLOURS[0] if name in OURS else COLOURS[1] if name == TRANSFORMER else COLOURS[2] for name in names]
+    axes.barh(names, [ratios[name] for name in names], color=colours)
+    axes.axvline(1, color="0.5", lw=0.8)
+    axes.set(title="a training step of a whole model", xlabel="CPU time over that of a plain transformer")
