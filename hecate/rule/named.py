@@ -31,6 +31,7 @@ from hecate.gating import (
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, Difference, MemoryConfig, NamedRule
+from hecate.rule.equations import EQUATIONS
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 _UNGATED = Heads(lr=False)  # every token is written with lr 1
@@ -513,4 +514,4 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
     ),
 }
 for _name, _made in _LITERATURE.items():
-    RULES[_name] = _made
+    RULES[_name] = lambda name=_name, made=_made: made()._replace(equation=EQUATIONS[name])
