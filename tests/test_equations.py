@@ -33,6 +33,7 @@ def lines(text: str, *numbers: int) -> str:
     return "\n".join(found[number] for number in numbers or range(len(found)))
 
 
+@pytest.mark.spec("VAR-EQUATION-D1")
 @pytest.mark.parametrize(
     "text",
     [*map(equation, VARIANTS), *(rule.equation for rule in RULES.values())],
@@ -45,6 +46,7 @@ def test_an_equation_can_be_typeset(text: str):
         MathTextParser("path").parse(line)
 
 
+@pytest.mark.spec("VAR-EQUATION-D1")
 def test_a_variant_has_the_equation_of_its_own_docstring_alone():
     class Above(phi.Linear.__base__):  # type: ignore[name-defined, misc]
         r"""above: nothing.
@@ -66,6 +68,7 @@ COMPONENTWISE = [cls for cls in FeatureMap.variants().values() if r"\phi(x)_i = 
 COMPONENTWISE = [cls for cls in COMPONENTWISE if cls.__name__ != "RandomMaclaurin"]
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize("cls", COMPONENTWISE, ids=lambda cls: cls.__name__)
 def test_the_equation_of_a_componentwise_map_is_its_value(cls: type[FeatureMap]):
     made = cls(**{name: 0.3 for name in ("shift", "slope", "beta") if name in cls.model_fields})
@@ -76,6 +79,7 @@ def test_the_equation_of_a_componentwise_map_is_its_value(cls: type[FeatureMap])
     np.testing.assert_allclose(np.array(found), made(x).numpy(), rtol=1e-12)
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize("cls", Activation.variants().values(), ids=Activation.variants())
 def test_the_equation_of_an_activation_is_its_value(cls: type[Activation]):
     x = torch.linspace(-3, 3, 13, dtype=torch.float64)
@@ -103,6 +107,7 @@ BIASES: list[tuple[Any, str, dict[str, float]]] = [
 ]
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize(("made", "text", "fields"), BIASES, ids=lambda x: getattr(x, "kind", ""))
 def test_the_equation_of_a_bias_is_its_gradient(made: Any, text: str, fields: dict[str, float]):
     v = np.array([0.5, 1.0, -0.2, 0.1])
@@ -128,6 +133,7 @@ RETENTIONS: list[tuple[Any, tuple[int, ...], dict[str, float]]] = [
 ]
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize(("made", "which", "fields"), RETENTIONS, ids=lambda x: getattr(x, "kind", ""))
 def test_the_equation_of_a_retention_is_its_step(made: Any, which: tuple[int, ...], fields: dict[str, float]):
     old, step = RNG.normal(size=(2, 3, 4))
@@ -152,6 +158,7 @@ ALGORITHMS: list[tuple[Any, tuple[int, ...], dict[str, float]]] = [
 ]
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize(("made", "which", "fields"), ALGORITHMS, ids=lambda x: getattr(x, "kind", ""))
 def test_the_equation_of_an_algorithm_is_its_direction(made: Any, which: tuple[int, ...], fields: dict[str, float]):
     grad, slot = RNG.normal(size=(2, 3, 4))
@@ -188,6 +195,7 @@ RECURRENCES = [
 ]
 
 
+@pytest.mark.spec("VAR-EQUATION-I1")
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_the_equation_of_a_rule_is_the_transcription_of_its_paper(name: str):
     config = named_rule(name)

@@ -30,7 +30,7 @@ class RandomMaclaurin(RandomMap):
     + x.y)^degree, or given by the coefficients a_0, a_1, ... themselves.
 
     Formula: $\phi(x)_i = \sqrt{\frac{a_n}{p_n P}} \prod_{j=1}^{n} w_{ij}^\top x,\quad n = n_i \sim p_n \propto
-    2^{-n},\quad w_{ij} \in \{-1, 1\}^d$
+    2^{-n},\quad w_{ij,l} = \pm 1$
     $\mathrm{E}[\phi(x)^\top \phi(y)] = \sum_n a_n (x^\top y)^n$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); frozen w `[H, D, degree d_phi]` with columns of
     0 where n_i < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1, and scale `[H, d_phi]`.

@@ -19,7 +19,7 @@ class Softmax(FeatureMap):
     `half_space` appends softmax(-x / temperature), which sees the smallest components as sharply as the largest.
 
     Formula: $\phi(x) = \mathrm{softmax}(x / \tau),\quad \tau = \mathrm{temperature}$
-    $\phi(x) = [\mathrm{softmax}(x / \tau),\ \mathrm{softmax}(-x / \tau)] \quad \text{if half\_space}$
+    $\phi(x) = [\mathrm{softmax}(x / \tau),\ \mathrm{softmax}(-x / \tau)] \quad \text{with half space}$
     Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
     VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
     Traits: non_negative, kernel_non_negative, norm_bound 1 (half_space 2).

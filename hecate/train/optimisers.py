@@ -138,7 +138,7 @@ class M3(MatrixKind, optim.M3.Options):
     `hecate.optim.M3`, which says what its options mean, for what `MatrixKind` trains.
 
     Formula: $m_t = \mu m_{t-1} + (1 - \mu) g_t,\quad n_T = \mu_s n_{T-1} + (1 - \mu_s)\, \mathrm{mean}(g) \ \text{once
-    a slow\_period}$
+    a slow period}$
     $w_t = (1 - \eta \lambda) w_{t-1} - \eta\, a \left(\mathrm{NS}(m_t) + \mathrm{slow}\, \mathrm{NS}(n_T)\right)$
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [TRAIN-OPTIM-D3]
     """
