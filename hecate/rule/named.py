@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hecate import readout, retention
 from hecate.activation import Tanh
@@ -513,5 +514,11 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         "descent; the printed objective ignores the gradient's sign",
     ),
 }
-for _name, _made in _LITERATURE.items():
-    RULES[_name] = lambda name=_name, made=_made: made()._replace(equation=EQUATIONS[name])
+
+
+def _with_equation(name: str) -> NamedRule:
+    return _LITERATURE[name]()._replace(equation=EQUATIONS[name])
+
+
+for _name in _LITERATURE:
+    RULES[_name] = partial(_with_equation, _name)
