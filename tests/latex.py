@@ -147,6 +147,8 @@ class Reader:
             return float(token)
         if token == "(":
             return self._inside(")")
+        if token == "[":
+            return np.concatenate(self._listed("]"))
         if token == "|":
             return np.abs(self._inside("|"))
         if token == r"\Vert":
@@ -175,12 +177,17 @@ class Reader:
         if not callable(found):
             return found
         self.take("(")
-        arguments = [self.sum()]
+        return found(*self._listed(")"))
+
+    def _listed(self, end: str) -> list[Any]:
+        outer, self.closing = self.closing, False
+        found = [self.sum()]
         while self.next == ",":
             self.take()
-            arguments.append(self.sum())
-        self.take(")")
-        return found(*arguments)
+            found.append(self.sum())
+        self.closing = outer
+        self.take(end)
+        return found
 
     def _until(self, end: str) -> str:
         parts = []

@@ -17,7 +17,7 @@ from hecate.phi import FeatureMap
 from hecate.rule import RULES
 from hecate.train.loggers import LoggerKind
 from hecate.variant import Variant, equation
-from tests.latex import Equations
+from tests.latex import FUNCTIONS, Equations
 from tests.rule.trials import TRIALS, unit
 from tests.test_docstrings import shipped
 
@@ -77,6 +77,48 @@ def test_the_equation_of_a_componentwise_map_is_its_value(cls: type[FeatureMap])
     del given["kind"]
     found = [Equations(equation(cls), x_i=value, **given)["phi(x)_i"] for value in x.tolist()]
     np.testing.assert_allclose(np.array(found), made(x).numpy(), rtol=1e-12)
+
+
+MAPS: list[tuple[FeatureMap, int, dict[str, str]]] = [  # the line of an equation, and names of parameters by letter
+    (phi.Identity(), 0, {}),
+    (phi.CReLU(), 0, {}),
+    (phi.Softmax(temperature=0.7), 0, {}),
+    (phi.Softmax(temperature=0.7, half_space=True), 1, {}),
+    (phi.Normalise(inner="identity", eps=0.1), 0, {}),
+    (phi.Linear(d_phi=3), 0, {"W": "weight"}),
+    (phi.T2R(d_phi=5), 0, {"W": "weight", "b": "bias"}),
+    (phi.Hadamard(d_phi=5), 0, {"W_1": "w_1", "W_2": "w_2"}),
+    (phi.GLU(d_hidden=5), 0, {"W_g": "w_gate", "W_u": "w_up"}),
+    (phi.Hedgehog(), 0, {"W": "weight", "b": "bias"}),
+    (phi.Hedgehog(joint=True), 1, {"W": "weight", "b": "bias"}),
+    (phi.MLP(activation="silu"), 0, {"W_in": "w_in", "W_out": "w_out"}),
+    (phi.MLP(activation="silu", residual=False), 1, {"W_in": "w_in", "W_out": "w_out"}),
+    (phi.ArcCosine(num_features=6, order=2), 0, {"W": "w"}),
+    (phi.PerformerReLU(num_features=6, kernel_epsilon=0.1), 0, {"W": "w"}),
+    (phi.Favor(num_features=6), 0, {"W": "w"}),
+    (phi.Favor(num_features=6, variant="hyperbolic"), 1, {"W": "w"}),
+    (phi.Favor(num_features=6, variant="trigonometric"), 2, {"W": "w"}),
+    (phi.RandomFourier(d_phi=6), 0, {"W": "w", "b": "b"}),
+    (phi.RandomFourier(d_phi=6, form="paired"), 1, {"W": "w"}),
+]
+
+
+@pytest.mark.spec("VAR-EQUATION-I1")
+@pytest.mark.parametrize(("made", "line", "names"), MAPS, ids=lambda x: getattr(x, "kind", ""))
+def test_the_equation_of_a_map_is_its_value(made: FeatureMap, line: int, names: dict[str, str]):
+    x = np.array([0.4, -0.6, 1.1, 0.2])
+    params = made.init(4, dtype=torch.float64)
+    own = {name: value[0].numpy() for group in ("learned", "frozen") for name, value in params[group].items()}
+    letters: dict[str, Any] = {letter: own[name] for letter, name in names.items()}
+    letters |= {letter: own[:, None] for letter, own in letters.items() if own.ndim == 1}
+    columns = letters["W"].shape[1] if "W" in letters else None  # of which pairs make two features each
+    letters |= {"x": x[:, None], "d": 4.0, "m": columns, "P": columns, "n": 2.0, "tau": 0.7, "varepsilon": 0.1}
+    letters |= {"inner": lambda x: x, "act": FUNCTIONS["silu"], "tildex": x[:, None] / 4**0.25}
+    found = Equations(lines(equation(type(made)), line), **letters)
+    if made.kind == "hedgehog":
+        found["z"] = letters["W"].T @ found["x"] + letters["b"]
+    expected = made(torch.as_tensor(x)[None, None], params)[0, 0].numpy()
+    np.testing.assert_allclose(found["phi(x)"][:, 0], expected, rtol=1e-12)
 
 
 @pytest.mark.spec("VAR-EQUATION-I1")
@@ -191,7 +233,7 @@ RECURRENCES = [
         "comba",
     ),
     *("efla", "momentum_delta", "pgdn", "pkda", "osdn", "oja", "mlstm", "hgrn2", "longhorn", "dgd", "titans_linear"),
-    *("gated_mesa", "delta_momentum", "gsa", "abc", "raven"),
+    *("gated_mesa", "delta_momentum", "gsa", "abc", "raven", "ttt_linear"),
 ]
 
 
@@ -199,13 +241,14 @@ RECURRENCES = [
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_the_equation_of_a_rule_is_the_transcription_of_its_paper(name: str):
     config = named_rule(name)
-    trial = TRIALS[name](config, 12)
+    trial = TRIALS[name](config, 20)
     q, k = (unit(x) if config.key_norm == "l2" else x for x in (trial.inputs.q, trial.inputs.k))
     width, letters = q.shape[1], {"lr": "eta", "retain": "alpha", "retain_value": "alpha", "momentum": "mu"}
     weight = np.zeros(trial.state["weight"].shape)
     before = {"M_before": weight, "S_before": weight, "z_before": np.zeros((width, 1)), "H_before": 0 * np.eye(width)}
     before |= {"K_before": 0 * np.eye(width), "V_before": weight}
-    for t in range(12):
+    for t in range(20):
+        before["M_C"] = before["M_C"] if t % config.chunk else before["M_before"]
         gates = {
             f"{letters.get(gate, gate)}_t": own if np.ndim(own) == 0 else own[t] for gate, own in trial.gates.items()
         }

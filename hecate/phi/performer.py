@@ -132,8 +132,8 @@ class ArcCosine(Projected):
     feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"` gives every row of W the length sqrt(D):
     lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at order 2.
 
-    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \max(W^\top x, 0)^n \quad \text{if } n = \mathrm{order} > 0$
-    $\phi(x) = \frac{1}{\sqrt{m}} \mathbf{1}[W^\top x > 0] \quad \text{if } n = 0$
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \max(W^\top x, 0)^n,\quad n = \mathrm{order} \quad \text{above 0}$
+    $\phi(x) = \frac{1}{\sqrt{m}} \mathbf{1}[W^\top x > 0] \quad \text{at order 0}$
     $W_{ij} \sim \mathcal{N}(0, 1)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.
