@@ -198,7 +198,7 @@ _LINES: dict[str, tuple[str, ...]] = {
         r"V_t = \alpha_t V_{t-1} - \eta_t (V_{t-1} a_t - v_t) a_t^\top",
         r"y_t = V_t\, \psi(K_t w_{q,t}),\quad w_t = \frac{k_t}{\Vert k_t \Vert},\quad "
         r"a_t = \frac{W^\top k_t}{\Vert W^\top k_t \Vert},\quad "
-        r"\psi(z) = \frac{\mathrm{silu}(z)}{\Vert \mathrm{silu}(z) \Vert}",
+        r"\psi(z) = \frac{\mathrm{silu}(z)}{\sqrt{\Vert \mathrm{silu}(z) \Vert^2 + 10^{-6}}}",
     ),
     "delta_momentum": (
         r"S_t = S_{t-1} (\mu_t I - c_t G_t^\top G_t) - \eta_t G_t,\quad G_t = (M_{t-1} k_t - v_t) k_t^\top",

@@ -133,8 +133,8 @@ class TwoPass(Structure):
     token; those of phi(q) are not looked at. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the
     bias at W_v a.
 
-    Formula: $y = W_v\, \psi(W_k w_q),\quad \phi(k) = [w, a],\quad \psi(z) = \frac{\mathrm{silu}(z)}{\Vert
-    \mathrm{silu}(z) \Vert} \ \text{by default}$
+    Formula: $y = W_v\, \psi(W_k w_q),\quad \phi(k) = [w, a],\quad \psi(z) = \frac{\mathrm{silu}(z)}{\sqrt{\Vert
+    \mathrm{silu}(z) \Vert^2 + 10^{-6}}} \ \text{by default}$
     $G_k = J^\top (\psi(W_k w) - a)\, w^\top,\quad G_v = u\, a^\top,\quad J = \frac{\partial \psi}{\partial z},\quad
     \hat v = W_v a$
     Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
