@@ -19,6 +19,7 @@ def add_mathml(app: Any) -> None:
 INDEXED = re.compile(
     r"<munderover>\s*(<mi>[^<]*</mi>)(.*?)(<mo stretchy=\"false\">[\u02c6~\u02c9]</mo>)\s*</munderover>", re.DOTALL
 )
+BOTH = re.compile(r"<msup>\s*<msub>(<mover(?:(?!</?msub>).)*)</msub>\s*(<mi>[^<]*</mi>)\s*</msup>", re.DOTALL)
 BAR = re.compile(r"<mo[^>]*>([|‖])</mo>")
 WORD = re.compile(r"(</m(?!o|row)\w+>\s*)?<m[io][^>]*>([a-zA-Z]{2}[a-zA-Z_]*)</m[io]>")
 
@@ -26,7 +27,7 @@ WORD = re.compile(r"(</m(?!o|row)\w+>\s*)?<m[io][^>]*>([a-zA-Z]{2}[a-zA-Z_]*)</m
 def mathml(text: str, **how: bool) -> str:
     """A formula in LaTeX as MathML."""
     found = INDEXED.sub(r'<msub><mover accent="true">\1\3</mover>\2</msub>', tex2mathml(text, **how))
-    found = WORD.sub(_apart, found)
+    found = WORD.sub(_apart, BOTH.sub(r"<msubsup>\1\2</msubsup>", found))
     return BAR.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', found)
 
 
