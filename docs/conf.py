@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from docstrings import as_rst  # noqa: E402
-from reference import write_reference  # noqa: E402
+from mathematics import add_mathml  # noqa: E402
+from reference import equations_of_rules, write_reference  # noqa: E402
 
 project, author, copyright = "hecate", "the hecate authors", "the hecate authors, Apache-2.0"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
@@ -42,7 +43,8 @@ templates_path: list[str] = []
 
 nb_execution_mode = "off"  # the tests run them; the site shows what they stored
 myst_heading_anchors = 3
-myst_enable_extensions: list[str] = []
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"  # what browsers read by themselves: no script and nothing to fetch
 suppress_warnings = ["ref.python"]  # `bytes` in a signature is also the name of a state's property
 
 default_role = "code"
@@ -65,7 +67,7 @@ LEARN = [
 ]  # fmt: skip
 USE = ["guide", "recurrences", "memories", "text", "runs", "scale", "extend"]
 MEASURED = ["speed", "quality", "rules", "optimisers", "studies", "others"]
-THEORY = ["exact", "errata"]
+THEORY = ["notation", "exact", "errata"]
 ERRATUM = re.compile(r"^- \*\*([A-Z0-9-]+-E\d+)\*\*(.*?)(?=^- |^\s*$)", re.MULTILINE | re.DOTALL)
 
 
@@ -113,6 +115,8 @@ def complete(app: Any, name: str, content: list[str]) -> None:
     if name == root_doc:
         content[0] += "\n\n" + contents()
     content[0] = content[0].replace("<!-- errata of the specs -->", errata())
+    if "<!-- equations of the rules -->" in content[0]:
+        content[0] = content[0].replace("<!-- equations of the rules -->", equations_of_rules())
 
 
 def rendered(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -146,6 +150,7 @@ def elsewhere(app: Any, what: str, name: str, thing: Any, skip: bool, options: A
 def setup(app: Any) -> None:
     """Joins the build."""
     write_reference(ROOT)
+    add_mathml(app)
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", rendered)
     app.connect("autodoc-process-signature", fields)

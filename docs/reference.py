@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hecate.train.catalogue import FAMILIES, catalogue
+from hecate.rule import RULES
+from hecate.train.catalogue import FAMILIES, VARIANTS, catalogue
 from hecate.train.settings import tables
+from hecate.variant import equation
 
 
 def write_reference(root: Path) -> None:
@@ -56,11 +58,28 @@ def toctree(names: list[str], *, hidden: bool = True) -> str:
 
 
 def variants() -> str:
-    """Every family as `hecate list` prints it."""
-    parts = ["# Variants\n\nWhat `hecate list` prints: formula, traits, gradient and paper.\n"]
+    """Every family as `hecate list` prints it, and the equations of its variants."""
+    about = "What `hecate list` prints, formula, traits, gradient and paper, and equations in [one notation]({}).\n"
+    parts = ["# Variants\n\n" + about.format("../pages/notation.md")]
     for family in FAMILIES:
         parts.append(f"## {family}\n\n" + lines(*catalogue(family)))
+        kinds = VARIANTS[family].variants() if family in VARIANTS else {}
+        found = {kind: equation(cls) for kind, cls in kinds.items()}
+        if any(found.values()):
+            parts.append(equations("kind", found))
     return "\n".join(parts)
+
+
+def equations_of_rules() -> str:
+    """The equations of every named rule."""
+    return equations("rule", {name: rule.equation for name, rule in RULES.items()})
+
+
+def equations(head: str, found: dict[str, str]) -> str:
+    """A table of equations by name; a bar in one is none between cells."""
+    shown = {cell(name): text.replace("|", r"\|").replace("\n", "<br>") for name, text in found.items()}
+    rows = [f"| {name} | {text} |" for name, text in shown.items()]
+    return f"| {head} | equations |\n|---|---|\n" + "\n".join(rows) + "\n"
 
 
 def settings() -> str:

@@ -58,8 +58,9 @@ ActivationKind = Activation
 
 
 class GELU(Activation):
-    """gelu: act(x) = x (1 + erf(x / sqrt(2))) / 2.
+    r"""gelu: act(x) = x (1 + erf(x / sqrt(2))) / 2.
 
+    Formula: $\mathrm{act}(x) = \frac{1}{2} x \left(1 + \mathrm{erf}\left(\frac{x}{\sqrt{2}}\right)\right)$
     VJP: act' = Phi(x) + x density(x), act'' = density(x) (2 - x^2).
     References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415). [STR-MLP-D1]
     """
@@ -78,8 +79,9 @@ class GELU(Activation):
 
 
 class SiLU(Activation):
-    """silu: act(x) = x sigmoid(x).
+    r"""silu: act(x) = x sigmoid(x).
 
+    Formula: $\mathrm{act}(x) = \frac{x}{1 + \exp(-x)}$
     VJP: with s = sigmoid(x), act' = s + x s (1 - s), act'' = s (1 - s) (2 + x - 2 x s).
     References: Gaussian Error Linear Units (Hendrycks and Gimpel, 2016, arXiv 1606.08415). [STR-MLP-D1]
     """
@@ -99,8 +101,9 @@ class SiLU(Activation):
 
 
 class Tanh(Activation):
-    """tanh: act(x) = tanh(x).
+    r"""tanh: act(x) = tanh(x).
 
+    Formula: $\mathrm{act}(x) = \tanh(x)$
     VJP: act' = 1 - y^2, act'' = -2 y act'.
     Origin: the classical activation; Titans learn odd maps best with it. [STR-MLP-D1]
     """
@@ -119,8 +122,9 @@ class Tanh(Activation):
 
 
 class ReLU(Activation):
-    """relu: act(x) = max(x, 0).
+    r"""relu: act(x) = max(x, 0).
 
+    Formula: $\mathrm{act}(x) = \max(x, 0)$
     VJP: act' = 1[x > 0], 0 at the kink; act'' = 0.
     References: Rectified Linear Units Improve Restricted Boltzmann Machines (Nair and Hinton, 2010, ICML).
     [STR-MLP-I1]

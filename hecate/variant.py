@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from itertools import chain
+from itertools import chain, takewhile
 from types import MappingProxyType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -361,6 +361,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
 _BLOCK = re.compile(r"\n\s*\n|\n(?= {0,4}\w+(?:, \w+)*:\s)")
 _ENTRY = re.compile(r" {0,4}(\w+(?:, \w+)*): ")
+_EQUATION = re.compile(r"\$[^$]+\$")
 _CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
 
 
@@ -554,6 +555,15 @@ def still_declared(value: object, trait: str, formulas: tuple[str, ...]) -> bool
         if not vars(cls).keys().isdisjoint(formulas):
             return False
     return False
+
+
+def equation(cls: type) -> str:
+    """The equations of a variant in LaTeX, one a line, each between dollars: the section `Formula:` of its docstring,
+    in the letters of `docs/pages/notation.md`. Empty where its own docstring has none: a class below another may
+    compute something else."""
+    lines = inspect.cleandoc(cls.__doc__ or "").split("\n")
+    start = next((i for i, line in enumerate(lines) if line.startswith("Formula: ")), len(lines))
+    return "\n".join(_EQUATION.findall(" ".join(takewhile(str.strip, lines[start:]))))
 
 
 def delegating(field: str, *names: str) -> Callable[[Class], Class]:

@@ -99,6 +99,15 @@ def test_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):
     ]  # fmt: skip
 
 
+def test_equations_of_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from docstrings import as_rst
+
+    given = ["A map.", "", r"Formula: $a_1 = \frac{1}", "{2}$", "$b = |a|$", "Cost: O(n)"]
+    found = [line for line in as_rst(given) if line]
+    assert found == ["A map.", r".. math:: a_1 = \frac{1} {2}", ".. math:: b = |a|", "**Cost.** O(n)"]
+
+
 def test_pages_name_existing_studies_and_variants():
     from hecate import phi
     from studies import find_study

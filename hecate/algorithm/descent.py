@@ -26,10 +26,11 @@ class Descent(Algorithm):
 
 
 class GD(Descent):
-    """gd: D = -lr G.
+    r"""gd: D = -lr G.
 
     One step of plain gradient descent per write.
 
+    Formula: $D_t = -\eta_t G_t$
     Shapes: G `[N, ...]`, lr `[N]`.
     VJP: g_G = -lr g, g_lr = -<G, g>.
     Traits: no slots; contracts while lr |phi|^2 curvature < 2.
@@ -43,13 +44,16 @@ class GD(Descent):
 
 
 class Momentum(Carrying):
-    """momentum: S' = momentum S - lr G, D = S', or with nesterov D = momentum S' - lr G.
+    r"""momentum: S' = momentum S - lr G, D = S', or with nesterov D = momentum S' - lr G.
 
     The momentum of Titans: past surprise carries over, without bias correction. `nesterov` looks one step ahead along
     S'. Retention acts on the memory alone; S decays by `momentum` only. (Titans writes eta for momentum and theta for
     lr.) S adds up 1 / (1 - momentum) gradients; with `dampening` lr is lr (1 - momentum) token by token, so that it is
     the length of a whole step whatever the gate of momentum. [ALG-MOM-D2]
 
+    Formula: $S_t = \mu_t S_{t-1} - \eta_t G_t,\quad D_t = S_t$
+    $D_t = \mu_t S_t - \eta_t G_t \quad \text{if nesterov}$
+    $\eta_t \leftarrow (1 - \mu_t)\, \eta_t \quad \text{if dampening}$
     Shapes: G, S `[N, ...]`; lr, momentum `[N]`.
     VJP: with d = g_D + g_S': g_G = -lr d, g_lr = -<G, d>, g_momentum = <S, d>, g_S = momentum d.
     nesterov: d = momentum g_D + g_S', g_G -= lr g_D, g_lr -= <G, g_D>, g_momentum += <S', g_D>.
@@ -119,12 +123,15 @@ class Momentum(Carrying):
 
 
 class Adaptive(Carrying):
-    """adaptive: D = -lr S' / sqrt(E' + eps^2), S' and E' running means of G and G^2.
+    r"""adaptive: D = -lr S' / sqrt(E' + eps^2), S' and E' running means of G and G^2.
 
     S' = momentum S + (1 - momentum) G and E' = decay E + (1 - decay) G^2: Adam's diagonal scaling as an inner
     algorithm, without bias correction: an early step is shortened in S and lengthened through E, and the state needs no
     step counter. momentum = 0 is RMSProp.
 
+    Formula: $S_t = \mu_t S_{t-1} + (1 - \mu_t) G_t,\quad E_t = \lambda E_{t-1} + (1 - \lambda) G_t^2,\quad \lambda =
+    \mathrm{decay}$
+    $D_t = -\eta_t \frac{S_t}{\sqrt{E_t + \varepsilon^2}}$
     Shapes: G, S, E `[N, ...]`; lr, momentum `[N]`.
     VJP: with r = 1/sqrt(E' + eps^2), h = -lr g_D, s = g_S' + h r and e = g_E' - h S' r^3 / 2: g_G = (1 - momentum) s +
     2 (1 - decay) G e, g_S = momentum s, g_E = decay e, g_lr = -<S' r, g_D>, g_momentum = <S - G, s>.
@@ -172,13 +179,15 @@ class Adaptive(Carrying):
 
 
 class FTRL(Algorithm):
-    """ftrl: A' = A - lr G, D = W(A') - W(A), W(A) = soft(A, l1) / (1 + l2).
+    r"""ftrl: A' = A - lr G, D = W(A') - W(A), W(A) = soft(A, l1) / (1 + l2).
 
     All steps so far are summed in A and the regulariser |W|^2 / 2 + l2 |W|^2 / 2 + l1 |W|_1 is applied to the sum:
     under retention `none` the memory is its start plus W(A), the minimiser of <-A, W> plus the regulariser. Lazy, where
     retention `elastic_net` thresholds at every token: small steps in one direction add up here and are cut off there.
     l1 = l2 = 0 is gd.
 
+    Formula: $A_t = A_{t-1} - \eta_t G_t,\quad D_t = W(A_t) - W(A_{t-1})$
+    $W(A) = \frac{\mathrm{sign}(A) \odot \max(|A| - l_1, 0)}{1 + l_2}$
     Shapes: G, A `[N, ...]`; lr `[N]`.
     VJP: with m = 1[|A| > l1] / (1 + l2), m' that of A', and a = g_A' + m' g_D: g_G = -lr a, g_lr = -<G, a>, g_A = a - m
     g_D. At the threshold |A| = l1 the slope is 0.

@@ -18,13 +18,14 @@ from hecate.variant import Conflicts, delegating, still_declared
 
 
 class Implicit(Descent):
-    """implicit: D = -lr / (1 + lr c |phi|^2) G, c the bias' curvature.
+    r"""implicit: D = -lr / (1 + lr c |phi|^2) G, c the bias' curvature.
 
     For l2 (c = 1) the exact proximal step argmin |M' - M|^2 / 2 + lr ell(M'): the error shrinks by 1 / (1 + lr
     |phi|^2), so no lr diverges. For dot (c = 0) the proximal step is that of gd. For another bias it minimises the
     quadratic of curvature c that bounds the loss from above. In a diagonal memory every coordinate has its own phi_j^2.
     The same numbers as `step="implicit"` where c = 1 for a matrix.
 
+    Formula: $D_t = -\frac{\eta_t}{1 + \eta_t c \Vert p_t \Vert^2} G_t$
     Shapes: G `[N, V, P]`, lr `[N]`, phi_k `[N, P]`.
     VJP: with s = c |phi|^2 and f = 1 / (1 + lr s), G' = f G: g_G = f g, g_lr = -s f^2 <G, g>,
     g_phi = -2 c lr f^2 <G, g> phi; then as gd.
@@ -73,12 +74,15 @@ def _shortened(curvature: float, diagonal: bool) -> Block:
 
 
 class RLS(Descent):
-    """rls: D = -lr u (C' phi)^T, C' the inverse of sum_i discount^(t-i) phi_i phi_i^T + ridge.
+    r"""rls: D = -lr u (C' phi)^T, C' the inverse of sum_i discount^(t-i) phi_i phi_i^T + ridge.
 
     With l2, lr = 1, retention none and a memory that starts at zero, M is the minimiser of sum_i discount^(t-i) |M
     phi_i - v_i|^2 + discount^t ridge |M|^2 after every token: what Mesa layers solve for. C' = (C - C phi (C phi)^T /
     (discount + phi.C phi)) / discount. With another bias u is its gradient and C a preconditioner.
 
+    Formula: $D_t = -\eta_t u_t (C_t p_t)^\top$
+    $C_t = \frac{1}{\gamma} \left(C_{t-1} - \frac{C_{t-1} p_t p_t^\top C_{t-1}}{\gamma + p_t^\top C_{t-1}
+    p_t}\right),\quad C_0 = \frac{I}{\mathrm{ridge}},\quad \gamma = \mathrm{discount}$
     Shapes: context `inverse` `[N, P, P]`, C minus its start I / ridge.
     VJP: through C' by the reverse of the rank-one update, written out in the code.
     Traits: no slots; stable for lr < 2 with l2. Needs a structure linear in its weights: phi is their only input.
@@ -143,12 +147,15 @@ class RLS(Descent):
 @delegating("inner", "slots", "uses_momentum", "weighted_sum", "default_momentum", "refusal", "slot_shapes")
 @delegating("inner", "direction", "direction_vjp")
 class Omega(Algorithm):
-    """omega: G = sum_(a < window) decay^a grad ell(M; phi_(t-a), v_(t-a)), then `inner`'s step.
+    r"""omega: G = sum_(a < window) decay^a grad ell(M; phi_(t-a), v_(t-a)), then `inner`'s step.
 
     Every write descends the loss of the last `window` tokens at the present memory, the token a steps back weighted by
     decay^a, instead of the loss of its own token: the Omega rule of ATLAS. Any algorithm may follow (`inner`); window =
     1 is that algorithm itself. The step size is this algorithm's lr.
 
+    Formula: $G_t = \sum_{a=0}^{n-1} \lambda^a\, \nabla_M \ell(f(M, p_{t-a}), v_{t-a}),\quad n = \mathrm{window},\quad
+    \lambda = \mathrm{decay}$
+    $D_t = \mathrm{inner}(G_t)$
     Shapes: context `keys` `[N, window, P]`, `values` `[N, window, V]`, `filled` `[N, window]` (0 where no token has
     been), oldest first.
     VJP: that of each token's gradient; the window passes cotangents on to the tokens it holds,

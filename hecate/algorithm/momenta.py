@@ -45,7 +45,7 @@ def too_many_steps(name: str, steps: int) -> str | None:
 
 
 class NewtonSchulz(Carrying):
-    """newton_schulz: S' = momentum S + G, D = -lr NS(S').
+    r"""newton_schulz: S' = momentum S + G, D = -lr NS(S').
 
     NS pushes every singular value of S' towards 1: X_0 = S' / sqrt(|S'|_F^2 + eps^2), then `steps` times X <- a X + (b
     A + c A^2) X with A = X X^T. `quintic` (Muon's coefficients) is fast and ends with singular values in about [0.68,
@@ -54,6 +54,9 @@ class NewtonSchulz(Carrying):
     |S'|_F / sqrt(min(V, P)): the step then has about the length of the momentum. A weight that is a vector counts as
     one row.
 
+    Formula: $S_t = \mu_t S_{t-1} + G_t,\quad D_t = -\eta_t \mathrm{NS}(S_t)$
+    $X_0 = \frac{S_t}{\sqrt{\Vert S_t \Vert_F^2 + \varepsilon^2}},\quad X_{j+1} = a X_j + (b A_j + c A_j^2) X_j,\quad
+    A_j = X_j X_j^\top,\quad \mathrm{NS}(S_t) = X_n,\quad n = \mathrm{steps}$
     Shapes: G, S `[N, ..., P]`; lr, momentum `[N]`.
     VJP: the iterations backwards; with B = b A + c A^2 and Y = a X + B X: g_B = g X^T,
     g_A = b g_B + c (A g_B + g_B A), g_X = a g + B g + (g_A + g_A^T) X. At S' = 0, where NS is 0, its slope of up to
@@ -223,12 +226,14 @@ def _through(p: Tensor, x: Tensor, q: Tensor | None = None, y: Tensor | None = N
 
 
 class DeltaMomentum(Carrying):
-    """delta_momentum: S' = S (momentum I - c G^T G) - lr G, D = S'.
+    r"""delta_momentum: S' = S (momentum I - c G^T G) - lr G, D = S'.
 
     The momentum as a delta-rule memory of gradients: along the rows of G the old content is erased before the new one
     is added. `form="stable"` takes c = erase / (1 + erase |G|_F^2), for which the bracket never has an eigenvalue
     outside [momentum - 1, momentum]; `form="paper"` takes c = 1 as printed, which diverges while |G|^2 > 1 + momentum.
 
+    Formula: $S_t = S_{t-1} (\mu_t I - c_t G_t^\top G_t) - \eta_t G_t,\quad D_t = S_t$
+    $c_t = \frac{\mathrm{erase}}{1 + \mathrm{erase}\, \Vert G_t \Vert_F^2},\quad c_t = 1 \ \text{if form is paper}$
     Shapes: G, S `[N, ..., P]`, a vector counts as one row; lr, momentum `[N]`.
     VJP: with d = g_D + g_S', W = S G^T, H = d G^T: g_S = momentum d - c H G, g_G = -lr d -
     c (W^T d + H^T S) + 2 c^2 <d, W G> G (the last term for `stable` only), g_momentum = <S, d>, g_lr = -<G, d>.
@@ -278,7 +283,7 @@ class DeltaMomentum(Carrying):
 
 
 class DeepMomentum(Carrying):
-    """deep_momentum: D = lr m'(G), m' = momentum m - c grad_m ell(m; G), m(g) = W_2 tanh(W_1 g).
+    r"""deep_momentum: D = lr m'(G), m' = momentum m - c grad_m ell(m; G), m(g) = W_2 tanh(W_1 g).
 
     The momentum is a memory of gradients: a network that maps the rows of G to the rows of a step and is itself trained
     at every write. `objective="descent"` teaches it the step of gradient descent, ell = |m(g) + g|^2 / 2, which past
@@ -288,6 +293,11 @@ class DeepMomentum(Carrying):
     of g, with c = rate. One network per weight, shared by its rows. It starts at a fixed draw for W_1 and at W_2 = 0,
     and `momentum` decays its distance from that start.
 
+    Formula: $D_t = \eta_t\, m_t(G_t),\quad m(g) = W_2 \tanh(W_1 g),\quad \ell(m; g) = \frac{1}{2} \Vert m(g) + g
+    \Vert^2$
+    $W_{i,t} = W_{i,0} + \mu_t (W_{i,t-1} - W_{i,0}) - c_t \nabla_{W_i} \ell(m_{t-1}; G_t)$
+    $c_t = \frac{\mathrm{rate}}{1 + \mathrm{rate} \left(\Vert H \Vert_F^2 + \Vert W_2 \Vert_F^2 \Vert G_t
+    \Vert_F^2\right)},\quad H = \tanh(G_t W_1^\top)$
     Shapes: G `[N, ..., P]`, a vector counts as one row; slots W_1 minus its start `[N, width, P]`, W_2 `[N, P, width]`;
     lr, momentum `[N]`.
     VJP: by torch.func through the network and its gradient.

@@ -15,10 +15,11 @@ from hecate.variant import Conflicts
 
 
 class Dot(Bias):
-    """dot: ell = -<pred, v>.
+    r"""dot: ell = -<pred, v>.
 
     The Hebbian bias of linear attention: every write adds `lr v phi(k)^T`, whatever the memory holds.
 
+    Formula: $\ell = -\hat v^\top v,\quad u = -v$
     Shapes: pred, v `[..., V]`.
     VJP: u = -v, so g_pred = 0 and g_v = -g.
     Traits: curvature 0; unbounded below, so only retention bounds the memory.
@@ -42,12 +43,15 @@ class Dot(Bias):
 
 
 class KL(Bias):
-    """kl: ell = log sum exp(pred) - <pred, t> + sum t log t, t = softmax(v/temperature) or t = v.
+    r"""kl: ell = log sum exp(pred) - <pred, t> + sum t log t, t = softmax(v/temperature) or t = v.
 
     The memory predicts logits and is told a distribution: KL(t || softmax(pred)) whenever t sums to 1.
     `target="softmax"` makes one of any value; `"distribution"` takes v as it is, one-hot included, for memories of
     classes or tokens. A v that sums to something else is not rescaled.
 
+    Formula: $\ell = \log \sum_i \exp \hat v_i - \hat v^\top \pi + \sum_i \pi_i \log \pi_i,\quad \pi =
+    \mathrm{softmax}(v / \tau) \ \text{or } v$
+    $u = \mathrm{softmax}(\hat v) - \pi$
     Shapes: pred, v `[..., V]`.
     VJP: u = s - t with s = softmax(pred); J g = s (g - s.g), g_v = -t (g - t.g)/temperature for softmax and -g for a
     distribution.
@@ -120,11 +124,12 @@ class ErrorBias(Bias):
 
 
 class L2(ErrorBias):
-    """l2: ell = 1/2 |e|^2, e = pred - v.
+    r"""l2: ell = 1/2 |e|^2, e = pred - v.
 
     The delta rule's bias: a write corrects what the memory already predicts. The factor 1/2 is kept, so that one step
     with lr |phi|^2 = 1 stores v exactly; papers that write |e|^2 print the same gradient.
 
+    Formula: $\ell = \frac{1}{2} \Vert e \Vert^2,\quad e = \hat v - v,\quad u = e$
     Shapes: e `[..., V]`.
     VJP: u = e, g_pred = g, g_v = -g.
     Traits: curvature 1.
@@ -148,12 +153,13 @@ class L2(ErrorBias):
 
 
 class L1(ErrorBias):
-    """l1: ell = sum_i (r_i - eps) with r = sqrt(e^2 + eps^2).
+    r"""l1: ell = sum_i (r_i - eps) with r = sqrt(e^2 + eps^2).
 
     Every coordinate pulls with force at most 1, however far off it is: an outlier weighs no more than any other error,
     and a write says little more than on which side of v the memory was. It is the limit p = 1 of `lp`, smoothed alike;
     a tanh in place of e/r is another function.
 
+    Formula: $\ell = \sum_i (r_i - \varepsilon),\quad r_i = \sqrt{e_i^2 + \varepsilon^2},\quad u_i = \frac{e_i}{r_i}$
     Shapes: e `[..., V]`.
     VJP: u = e/r, J = diag(eps^2 / r^3); at e = 0 both are 0, as of a sign: 1/eps, which J is nearby, would grow by
     lr |phi|^2 / eps at every token that a memory answers exactly.
@@ -178,12 +184,15 @@ class L1(ErrorBias):
 
 
 class Lp(ErrorBias):
-    """lp: ell = 1/p sum_i s_i^p with s = |e| for p >= 2 and s = sqrt(e^2 + eps^2) - eps for p < 2.
+    r"""lp: ell = 1/p sum_i s_i^p with s = |e| for p >= 2 and s = sqrt(e^2 + eps^2) - eps for p < 2.
 
     p > 2 stresses large errors (Moneta uses 3), p < 2 resists outliers. p = 2 is `l2` exactly. Below 2 the derivative
     of |e|^p is singular at 0, hence the smoothing; what is computed is the exact derivative of the smoothed loss. A
     tanh-smoothed sign, as some write, is another function.
 
+    Formula: $\ell = \frac{1}{p} \sum_i s_i^p,\quad u_i = s_i^{p-1} \frac{e_i}{r_i}$
+    $s_i = r_i = |e_i| \quad \text{if } p \geq 2$
+    $s_i = r_i - \varepsilon,\quad r_i = \sqrt{e_i^2 + \varepsilon^2} \quad \text{if } p < 2$
     Shapes: e `[..., V]`.
     VJP: u = s^(p-1) e/r with r = sqrt(e^2 + eps^2) (r = |e| for p >= 2); J = diag((p-1) s^(p-2) (e/r)^2 + s^(p-1) eps^2
     / r^3). At e = 0 both are 0, save J = 1 for p = 2.
@@ -232,11 +241,14 @@ class Lp(ErrorBias):
 
 
 class Huber(ErrorBias):
-    """huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the norm.
+    r"""huber: ell = 1/2 e^2 for |e| <= delta, delta |e| - delta^2/2 beyond, per coordinate or of the norm.
 
     Quadratic near zero and linear far out: a single outlier moves the memory by a bounded amount. `norm=True` applies
     the same function to |e|_2, which keeps the direction of the error.
 
+    Formula: $\ell = \sum_i h(e_i),\quad u_i = \max(-\delta, \min(\delta, e_i))$
+    $h(e) = \frac{1}{2} e^2 \ \text{if } |e| \leq \delta,\quad h(e) = \delta |e| - \frac{1}{2} \delta^2 \ \text{beyond}$
+    $\ell = h(\Vert e \Vert),\quad u = e \min\left(1, \frac{\delta}{\Vert e \Vert}\right) \quad \text{if norm}$
     Shapes: e `[..., V]`.
     VJP: coordinate u = clip(e, -delta, delta), J = 1[|e| <= delta]; norm u = e min(1, delta/|e|),
     J g = g inside, (delta/|e|)(g - e (e.g)/|e|^2) outside. The threshold itself counts as inside.
@@ -268,12 +280,15 @@ class Huber(ErrorBias):
 
 
 class Yaad(ErrorBias):
-    """yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r = sqrt(e^2 + eps^2).
+    r"""yaad: ell = 1/2 |e|^2 for |e|_2 <= delta, delta (sum_i (r_i - eps) - delta/2) beyond, r = sqrt(e^2 + eps^2).
 
     The write that MIRAS prints for Yaad: l2's while the error is inside a ball, delta times l1's beyond it. The whole
     vector decides, each coordinate is then followed by its sign. With several coordinates this is no Huber loss: see
     the warning.
 
+    Formula: $\ell = \frac{1}{2} \Vert e \Vert^2,\quad u = e \quad \text{if } \Vert e \Vert \leq \delta$
+    $\ell = \delta \left(\sum_i (r_i - \varepsilon) - \frac{\delta}{2}\right),\quad u_i = \delta \frac{e_i}{r_i},\quad
+    r_i = \sqrt{e_i^2 + \varepsilon^2} \quad \text{beyond}$
     Shapes: e `[..., V]`.
     VJP: u = e, J = 1 inside; u = delta e/r, J = diag(delta eps^2 / r^3) outside, 0 at a coordinate e = 0. The threshold
     counts as inside.
@@ -305,12 +320,15 @@ class Yaad(ErrorBias):
 
 
 class Robust(ErrorBias):
-    """robust: ell = 1/2 |e|^2 + radius (r - eps) + 1/2 radius^2 with r = sqrt(|e|^2 + eps^2).
+    r"""robust: ell = 1/2 |e|^2 + radius (r - eps) + 1/2 radius^2 with r = sqrt(|e|^2 + eps^2).
 
     The squared error against the worst value within a ball of the given radius around v, max over |d|_2 <= radius of
     1/2 |pred - v - d|^2 = 1/2 (|e| + radius)^2, whose kink at e = 0 is smoothed by eps. Values that are only known up
     to the radius are written harder than l2 would, by a constant pull towards v.
 
+    Formula: $\ell = \frac{1}{2} \Vert e \Vert^2 + \rho (r - \varepsilon) + \frac{1}{2} \rho^2,\quad r = \sqrt{\Vert e
+    \Vert^2 + \varepsilon^2},\quad \rho = \mathrm{radius}$
+    $u = e + \rho \frac{e}{r}$
     Shapes: e `[..., V]`.
     VJP: u = e + radius e/r, J g = g + radius (g - e (e.g)/r^2)/r; at e = 0: J g = g.
     Traits: curvature 1 + radius/eps near e = 0, which bounds no useful step: declared unbounded unless radius is 0,

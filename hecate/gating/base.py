@@ -107,8 +107,9 @@ class Gating(Variant, family="gating"):
 
 
 class Plain(Gating):
-    """none: what the layer has made, as it is.
+    r"""none: what the layer has made, as it is.
 
+    Formula: $q_t,\ k_t,\ v_t,\ \eta_t,\ \alpha_t,\ \mu_t \ \text{as the layer has made them of } x_t$
     Shapes: no parameters, no state.
     Origin: a gate of each kind from x, as Titans and gated DeltaNet have them. [GATE-NONE-D1]
     """

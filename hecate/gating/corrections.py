@@ -19,13 +19,14 @@ from hecate.variant import Conflicts
 
 
 class Comba(Gating):
-    """comba: the memory is asked at c k, and read at q - d c k.
+    r"""comba: the memory is asked at c k, and read at q - d c k.
 
     c = sigmoid(a) per head closes the loop at the state (`erase`), d per head at the read, of q and k as the layer
     leaves them: with `key_norm="l2"` and the layer's qk_norm "none" both are brought to unit length behind the
     correction, as in the released layer, with "l2" ahead of it. phi is to be the identity. Released kernels normalise c
     k as well, which cancels c in what is erased; the paper does not.
 
+    Formula: $\mathrm{erase}_t = c = \mathrm{sigmoid}(a),\quad q_t \leftarrow q_t - d\, c\, k_t$
     Shapes: a and d `[H]`.
     References: Comba (Hu et al., 2025, arXiv 2506.02475). [GATE-COMBA-D1]
     """
@@ -56,12 +57,13 @@ class Comba(Gating):
 
 
 class Complement(Gating):
-    """complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
+    r"""complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
 
     The layer's key is the forget gate's logit, as in the released layer, which leaves it its length
     (`layer_qk_norm="none"`) and has neither an activation of it nor lr. a starts at 1, b at retain 0.9 for k = 0: ours,
     for the paper's lower bounds. With `keys` keys stay and retain has a head of its own.
 
+    Formula: $\alpha_t = \mathrm{sigmoid}(a \odot k_t + b),\quad \mathrm{write}_t = 1 - \alpha_t,\quad k_t \leftarrow 1$
     Shapes: a and b `[H, D]`; phi keeps the width D of keys.
     References: HGRN2 (Qin et al., 2024, arXiv 2404.07904). [GATE-TIED-D1]
     """
@@ -103,7 +105,7 @@ class Complement(Gating):
 
 
 class Curvature(Gating):
-    """curvature: the written key is the key times base^(-r / (1 + |r|)), r = log(A + eps) - c, per channel.
+    r"""curvature: the written key is the key times base^(-r / (1 + |r|)), r = log(A + eps) - c, per channel.
 
     A_t = decay_t A_{t-1} + rate_t k_t * k_t runs over the squares of the keys so far, the token's own among them: a
     diagonal of their curvature. Channels that were written often are written more cautiously. The factor lies in
@@ -112,6 +114,8 @@ class Curvature(Gating):
     `gate` is what makes decay of W x + b: "sigmoid", which starts at `decay`, or "softplus", exp(-A softplus(W x + b)),
     as released, A per head starting in U(1, 16), softplus(b) log-uniform in [1e-3, 1e-1].
 
+    Formula: $A_t = \mathrm{decay}_t A_{t-1} + \mathrm{rate}_t\, k_t \odot k_t,\quad r_t = \log(A_t + \varepsilon) - c$
+    $\mathrm{write}_t = \mathrm{base}^{-r_t / (1 + |r_t|)}$
     Shapes: decay and rate `[B, T, H]`, rate = sigmoid(W x + b), c `[H]`, A `[B, H, D]`.
     References: Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100). [GATE-CURV-D1]
     """
@@ -177,12 +181,14 @@ class Curvature(Gating):
 
 
 class Hypergradient(Gating):
-    """hypergradient: the written key is d * k; then d becomes forget d + eta (1 - d.s) s, s = k * k, per channel.
+    r"""hypergradient: the written key is d * k; then d becomes forget d + eta (1 - d.s) s, s = k * k, per channel.
 
     k is of unit length. (1 - d.s) s is minus the gradient in d of |e'|^2 / (2 |e|^2), e the token's error and e' what a
     write with lr = 1 leaves of it; lr itself is not in it. d, its learned start too, is kept within `low` and `high`;
     without `high` nothing holds d.s under 2 / lr, where writes grow, though d.s = 1 is where each step heads.
 
+    Formula: $\mathrm{write}_t = d_t,\quad d_{t+1} = \mathrm{forget}_t\, d_t + \mathrm{eta}\, (1 - d_t^\top s_t)\,
+    s_t,\quad s_t = k_t \odot k_t$
     Shapes: s and d `[B, T, H, D]`; forget `[B, T, H]` = sigmoid(W x + b), or 1 for None; the start of d `[H, D]`.
     Cost: a triangular system per 64 tokens where d stays within; else, and compiled, they go token by token.
     References: OSDN (Zhou et al., 2026, arXiv 2605.13473), read in its authors' programs (Lhongpei/OSLA), not in the

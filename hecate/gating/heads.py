@@ -36,12 +36,14 @@ class Head(Config):
 
 
 class Heads(Gating):
-    """heads: a head each for erase, write, retain_value and the value: v becomes value * v.
+    r"""heads: a head each for erase, write, retain_value and the value: v becomes value * v.
 
     Where a token has n writes, each has gates of its own; retain_value, which acts once, has not. Weights start at
     N(0, 0.02^2). With lr or retain off, that gate is the rule's number at every token, as linear attention and RetNet
     have it.
 
+    Formula: $\mathrm{gate}_t = \mathrm{top}\; \mathrm{sigmoid}(W x_t + b)$
+    $v_t \leftarrow \mathrm{value}_t \odot v_t$
     Shapes: per head `[B, T, (n,) H]`, per channel `[B, T, (n,) H, D or V]`; retain_value is per channel always.
     References: `erase` and `value` per channel are the gates b and w of Gated DeltaNet-2 (2026, arXiv 2605.22791),
     `erase` up to 2 its reflections; `unit_values` is for memories that learn keys from values. [GATE-HEADS-D1]

@@ -16,11 +16,13 @@ from hecate.gating.heads import head, normal, rate_start, spread
 
 
 class Mamba2(Gating):
-    """mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
+    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
 
     dt = softplus(W x + b) per head is how long a token lasts: lr, and what decides retain. A and d per head; d starts
     at 0, in the released layer at 1, beside which what a fresh memory answers is hardly heard.
 
+    Formula: $\eta_t = \mathrm{softplus}(W x_t + b),\quad \alpha_t = \exp(-A \eta_t)$
+    $M_t = \alpha_t M_{t-1} + \eta_t v_t k_t^\top,\quad y_t = M_t q_t + d v_t$
     Shapes: dt `[B, T, H]`; W `[H, d_model]`, b, log A (`rate`) and d `[H]`.
     References: Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060). [GATE-MAMBA2-D1]
     """
@@ -52,12 +54,18 @@ class Mamba2(Gating):
 
 
 class Mamba3(Gating):
-    """mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
+    r"""mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
 
     dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
     tanh(W x) modulo 2 pi; pairs (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of
     them. The token's own key and the one before are two writes of one token; d v is added to what is read.
 
+    Formula: $M_t = \alpha_t M_{t-1} + (1 - \lambda_t) \Delta_t \alpha_t v_{t-1} k_{t-1}^\top + \lambda_t \Delta_t v_t
+    k_t^\top,\quad y_t = M_t q_t + d \odot v_t$
+    $\Delta_t = \mathrm{softplus}(W_\Delta x_t + b),\quad \alpha_t = \exp(-\Delta_t \max(\mathrm{softplus}(W_\alpha
+    x_t), 10^{-4})),\quad \lambda_t = \mathrm{sigmoid}(W_\lambda x_t)$
+    $\theta_t = \theta_{t-1} + \pi \Delta_t \tanh(W_\theta x_t),\quad q_t \leftarrow R(\theta_t) (\mathrm{norm}(q_t) +
+    b_q),\quad k_t \leftarrow R(\theta_t) (\mathrm{norm}(k_t) + b_k)$
     Shapes: dt, l `[B, T, H]`, angles `[B, T, H, A]`; state: the turned key, the value and the angle of the last token.
     References: Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output. [GATE-MAMBA-D1]
     """

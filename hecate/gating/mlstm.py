@@ -14,13 +14,17 @@ from hecate.gating.heads import head, normal
 
 
 class MLSTM(Gating):
-    """mlstm: lr = exp(i) and retain = sigmoid(f), read over max(|z.q|, 1), with numbers that stay in range.
+    r"""mlstm: lr = exp(i) and retain = sigmoid(f), read over max(|z.q|, 1), with numbers that stay in range.
 
     With m_t = max(log retain + m_{t-1}, i), memory and z hold exp(-m) of themselves: lr' = exp(i - m_t), retain' =
     exp(log retain + m_{t-1} - m_t), both in [0, 1], and the divisor is max(|z.q|, exp(-m_t)), the gate `floor` of
     `normalizer="max"`. What is read does not depend on m, so no gradient flows through it. A state carries m, which is
     0 at the start and after a reset.
 
+    Formula: $m_t = \max(\log\, \mathrm{sigmoid}(f_t) + m_{t-1},\ i_t),\quad i_t = w_i^\top x_t + b_i,\quad f_t =
+    w_f^\top x_t + b_f$
+    $\eta_t = \exp(i_t - m_t),\quad \alpha_t = \exp(\log\, \mathrm{sigmoid}(f_t) + m_{t-1} - m_t),\quad \mathrm{floor}_t
+    = \exp(-m_t)$
     Shapes: i and f `[B, T, H]`; state m `[B, H]`.
     References: xLSTM (Beck et al., 2024, arXiv 2405.04517). [GATE-MLSTM-D1]
     """

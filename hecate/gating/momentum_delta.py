@@ -17,13 +17,18 @@ LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one
 
 
 class MomentumDeltaGates(Gating):
-    """momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
+    r"""momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
 
     eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
     exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b, 1e-16 at least, goes into the slot:
     lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k,
     of q and k as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
 
+    Formula: $\hat\eta_t = 1 + \tanh\left(\frac{w_\eta^\top x_t}{\sqrt{d_{model}}}\right),\quad \theta_t = \arctan(f\,
+    \hat\eta_t),\quad b_t = \sin^2 \theta_t\, \mathrm{sigmoid}(w_b^\top x_t)$
+    $\alpha_t = \cos^2 \theta_t\, \exp(-A\, \mathrm{softplus}(w_\alpha^\top x_t + c)),\quad \log \hat\mu_t = \max(-\hat
+    A\, \mathrm{softplus}(w_\mu^\top x_t + \hat c), -2)$
+    $\eta_t = b_t \hat\eta_t,\quad \mu_t = \hat\mu_t \frac{b_t}{b_{t-1}}$
     Shapes: f, A, A', c and d `[H]`, f, A, A' and d as logarithms; state b `[B, H]`.
     References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]
     """

@@ -19,13 +19,17 @@ _TOP = 32
 
 
 class Raven(Gating):
-    """raven: retain = exp(g c_i) in slot i, write = 1 - retain, c the largest sigmoid(W x), brought to the sum 1.
+    r"""raven: retain = exp(g c_i) in slot i, write = 1 - retain, c the largest sigmoid(W x), brought to the sum 1.
 
     g = -A softplus(a x + b) per head is how much a token replaces, c how that is shared out: the product of retain over
     slots is exp(g). A slot that is not chosen has c = 0, keeps all (retain is 1) and is given nothing (write is 0), to
     the last bit. Of equal scores the first slots are chosen. A, a and b start as Mamba-2 starts them, W at
     N(0, 1/d_model), ours. The choice itself has no derivative.
 
+    Formula: $\alpha_t = \exp(g_t c_t),\quad \mathrm{write}_t = 1 - \alpha_t,\quad g_t = -A\, \mathrm{softplus}(a^\top
+    x_t + b)$
+    $c_{t,i} = \frac{\mathrm{sigmoid}(W x_t)_i}{\sum_{j \in T} \mathrm{sigmoid}(W x_t)_j} \ \text{if } i \in
+    T,\ \text{else } 0,\quad T \ \text{the largest of them}$
     Shapes: retain and write `[B, T, H, D]`; W `[H, D, d_model]`, a `[H, d_model]`, A and b `[H]`.
     References: Raven (Afzal, Bick et al., goombalab, 2026) by its authors' pages and its layer in
     flash-linear-attention; a paper could not be read. Left out: Gumbel noise on W x while training, SiLU of values,

@@ -20,10 +20,11 @@ def _needed(config: Any, gate: str, readout: str) -> str | None:
 
 
 class Mesa(Gating):
-    """mesa: ridge = least + softplus(r), per head and channel.
+    r"""mesa: ridge = least + softplus(r), per head and channel.
 
     The gates lr and retain are those of the layer.
 
+    Formula: $\mathrm{ridge} = \mathrm{least} + \mathrm{softplus}(r)$
     Shapes: r `[H, D]`, the same for every token; phi keeps the width D of keys.
     References: MesaNet (von Oswald et al., 2025, arXiv 2506.05233). [GATE-MESA-D1]
     """
@@ -53,11 +54,12 @@ class Mesa(Gating):
 
 
 class KalmaNet(Gating):
-    """kalmanet: lr = (b + 1e-6)^2, b the layer's own lr; mix = sigmoid(W x + c).
+    r"""kalmanet: lr = (b + 1e-6)^2, b the layer's own lr; mix = sigmoid(W x + c).
 
     The released code scales keys and values by b both, so that a token weighs b^2. Where mix starts is ours: while few
     tokens are written the solution is up to 1 / (relative |H|_F) times as long as the query.
 
+    Formula: $\eta_t \leftarrow (\eta_t + 10^{-6})^2,\quad \mathrm{mix}_t = \mathrm{sigmoid}(w^\top x_t + c)$
     Shapes: mix `[B, T, H]`, c `[H]`.
     References: Gated KalmaNet (2025, arXiv 2511.21016). [GATE-KALMA-D1]
     """
@@ -105,8 +107,10 @@ def _scores(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 
 class GSA(_Slotted):
-    """gsa: retain = sigmoid(W x)^(1/temperature) for each slot, write = 1 - retain.
+    r"""gsa: retain = sigmoid(W x)^(1/temperature) for each slot, write = 1 - retain.
 
+    Formula: $\alpha_t = \mathrm{sigmoid}(W x_t)^{1 / \tau},\quad \mathrm{write}_t = 1 - \alpha_t,\quad \tau =
+    \mathrm{temperature}$
     Shapes: retain and write `[B, T, H, D]`.
     References: Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146). [GATE-GSA-D1]
     """
@@ -122,12 +126,14 @@ class GSA(_Slotted):
 
 
 class ABC(_Slotted):
-    """abc: every slot holds a mean weighed by exp(s), s = W x within [-limit, limit].
+    r"""abc: every slot holds a mean weighed by exp(s), s = W x within [-limit, limit].
 
     With Z_t the log of the sum of exp(s) so far, retain = exp(Z_{t-1} - Z_t) and write = exp(s - Z_t), and retain is 1
     at the first token. What is carried is exp(-m) of the sum, m its running maximum, so that numbers stay in range; no
     gradient flows through m, on which nothing depends.
 
+    Formula: $\alpha_t = \exp(Z_{t-1} - Z_t),\quad \mathrm{write}_t = \exp(s_t - Z_t)$
+    $Z_t = \log \sum_{i \leq t} \exp(s_i),\quad s_t = \max(-\mathrm{limit}, \min(\mathrm{limit}, W x_t))$
     Shapes: retain and write `[B, T, H, D]`; state m and the sum `[B, H, D]`.
     References: ABC (Peng et al., 2021, arXiv 2110.02488). [GATE-ABC-D1]
     """

@@ -18,7 +18,7 @@ from hecate.tape.ops import unit
 
 
 class RWKV7(Gating):
-    """rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
+    r"""rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
 
     kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
     is written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
@@ -26,6 +26,10 @@ class RWKV7(Gating):
     layers and the bonus behind the norm are not here; W_1 and A_1 start at N(0, 0.02^2), not at 0, from where W_2 would
     learn nothing.
 
+    Formula: $M_t = M_{t-1} \mathrm{diag}(w_t) - (M_{t-1} \kappa_t) (a_t \odot \kappa_t)^\top + v_t \tilde k_t^\top$
+    $\kappa_t = \frac{k_t \odot \xi}{\Vert k_t \odot \xi \Vert},\quad \tilde k_t = k_t \odot (1 + (a_t - 1) \odot
+    \zeta)$
+    $w_t = \exp(-e^{-1/2}\, \mathrm{sigmoid}(w_0 + W_2 \tanh(W_1 x_t))),\quad a_t = \mathrm{sigmoid}(a_0 + A_2 A_1 x_t)$
     Shapes: w and alpha `[B, T, H, D]`, xi and zeta `[H, D]`, ranks shared by all heads.
     References: RWKV-7 (Peng et al., 2025, arXiv 2503.14456). [GATE-RWKV-D1]
     """

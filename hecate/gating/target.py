@@ -18,7 +18,7 @@ from hecate.variant import Conflicts
 
 
 class TargetConv(Gating):
-    """target_conv: v_t becomes sum_o c_o * v_(t+o), o from -(taps - 1 - ahead) to ahead, inside the chunk.
+    r"""target_conv: v_t becomes sum_o c_o * v_(t+o), o from -(taps - 1 - ahead) to ahead, inside the chunk.
 
     A depthwise convolution with `ahead` taps over tokens to come, zeros beyond the chunk. It is causal because writes
     of a chunk act from the next one on, and exact token by token because a Hebbian sum knows no order: the product of
@@ -26,6 +26,8 @@ class TargetConv(Gating):
     of c_o v_(t+o)) and (k_(t-o), c_o v_t) for each o > 0. Any split of a sequence gives the same; a chunk that is not
     full has not stepped. lr is the algorithm's own for all tokens.
 
+    Formula: $v_t \leftarrow \sum_{o=-(\mathrm{taps}-1-\mathrm{ahead})}^{\mathrm{ahead}} c_o \odot v_{t+o} \quad
+    \text{within the chunk}$
     Shapes: c `[taps, H, V]`, from 0 but for the token's own tap; state: the last keys and values written, `[B, H, D]`
     and `[B, H, V]`, and how many tokens of the chunk have come.
     Cost: 1 + ahead times the features of keys and the writes.
@@ -107,11 +109,14 @@ class TargetConv(Gating):
 
 
 class LargeChunk(Gating):
-    """large_chunk: lr = softplus(W x + b), momentum the mean of sigmoid(W x + b) over the chunk so far, retain 1.
+    r"""large_chunk: lr = softplus(W x + b), momentum the mean of sigmoid(W x + b) over the chunk so far, retain 1.
 
     Every weight of a memory has an lr of its own, which weighs the tokens of a chunk against each other; no ceiling
     bounds it. The step that closes a chunk takes the momentum of its last written token: the mean over the chunk.
 
+    Formula: $\eta_{t,i} = \mathrm{softplus}(w_i^\top x_t + b_i) \ \text{for weight } i,\quad \alpha_t = 1$
+    $\mu_t = \frac{1}{t - s + 1} \sum_{j=s}^{t} \mathrm{sigmoid}(w^\top x_j + b),\quad s \ \text{the first token of the
+    chunk}$
     Shapes: lr `[B, T, H, W]`, W in `[W, H, d_model]` for each of W weights, momentum `[B, T, H]`; state: the sum of the
     chunk's gates `[B, H]` and how many tokens of it have come.
     References: Test-Time Training Done Right (Zhang et al., 2025, arXiv 2505.23884), released code. [GATE-LARGE-D1]

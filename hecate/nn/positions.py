@@ -93,10 +93,11 @@ PositionKind = Position
 
 
 class NoPosition(Position):
-    """none: weights phi(q_i).phi(k_j), whatever the distance.
+    r"""none: weights phi(q_i).phi(k_j), whatever the distance.
 
     The feature map itself may depend on positions (`cosformer`).
 
+    Formula: $w_{ij} = \phi(q_i)^\top \phi(k_j)$
     References: Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236). [ATT-POS-D1]"""
 
     kind: Literal["none"] = "none"
@@ -148,11 +149,15 @@ class Rotation(Position):
 
 
 class Rotary(Rotation):
-    """rotary: R_i turns channels (c, c + P) of P = floor(width / 2) pairs by i base^(-c / P).
+    r"""rotary: R_i turns channels (c, c + P) of P = floor(width / 2) pairs by i base^(-c / P).
 
     (R_i x).(R_j y) depends on i - j alone; of an odd width the last channel stays. With `where` = "numerator" this is
     the rotary form of the linear transformer: y_t = sum_s (R_t phi(q_t)).(R_s phi(k_s)) v_s / sum_s phi(q_t).phi(k_s).
 
+    Formula: $w_{ij} = \phi(R_i q_i)^\top \phi(R_j k_j)$
+    $w_{ij} = (R_i \phi(q_i))^\top (R_j \phi(k_j)) \quad \text{on the numerator}$
+    $R_i \ \text{turns channels } (c, c + n) \ \text{by the angle } i\, \mathrm{base}^{-c / n},\quad n = \lfloor
+    \mathrm{width} / 2 \rfloor$
     Shapes: x `[B, T, G, width]`, positions `[B, T]`.
     Cost: O(width) per token; angles in float64.
     Warning: "before" a nonlinear phi the weight is no function of i - j; on the "numerator" it may be negative, and a
@@ -172,12 +177,13 @@ class Rotary(Rotation):
 
 
 class CirculantString(Rotation):
-    """circulant_string: R_i = exp(i (C - C^T)), C the circulant matrix of a learned column c.
+    r"""circulant_string: R_i = exp(i (C - C^T)), C the circulant matrix of a learned column c.
 
     Circulant matrices share their eigenvectors, those of the Fourier transform, so R_i x = irfft(e^(j i s) rfft(x))
     with the speeds s = 2 Im rfft(c), and (R_i x).(R_j y) depends on i - j alone. The speeds of every head are learned;
     they start as those of `rotary`.
 
+    Formula: $w_{ij} = \phi(R_i q_i)^\top \phi(R_j k_j),\quad R_i = \exp\left(i\, (C - C^\top)\right)$
     Shapes: x `[B, T, G, width]`, positions `[B, T]`; c `[G, width]`.
     Cost: O(width log width) per token; angles in float64.
     Warning: as for `rotary`. Of an even width two frequencies, of an odd width one, stay.
@@ -209,13 +215,14 @@ class CirculantString(Rotation):
 
 
 class Polar(Position):
-    """polar: weights sum_c phi(q_i)_c phi(k_j)_c cos((i - j) base^(-c / P) - b_c) in the sum of values, P channels.
+    r"""polar: weights sum_c phi(q_i)_c phi(k_j)_c cos((i - j) base^(-c / P) - b_c) in the sum of values, P channels.
 
     Features are lengths, positions angles: R_i f = [f cos(i s), f sin(i s)] with s_c = base^(-c / P), and a key's angle
     is greater by b, learned per head and channel, 0 at the start. What a token is (phi) and where it stands no longer
     mix, as where `rotary` turns pairs of channels. PoPE is this with feature_map "softplus". A sum of weights is that
     of phi(q).phi(k), as for `rotary` with `where` = "numerator".
 
+    Formula: $w_{ij} = \sum_c \phi(q_i)_c\, \phi(k_j)_c \cos\left((i - j)\, \mathrm{base}^{-c / P} - b_c\right)$
     Shapes: phi(x) `[B, T, G, P]` to `[B, T, G, 2 P]`, positions `[B, T]`; b `[G, P]`.
     Cost: O(P) per token and twice the state; angles in float64.
     Warning: the weight of two tokens may be negative. A released program clamps b to [-2 pi, 0], where a b that starts
@@ -253,7 +260,7 @@ class Polar(Position):
 
 
 class Relative(Position):
-    """relative: weights exp(b_(i-j)) phi(q_i).phi(k_j), in the sum of values and that of weights.
+    r"""relative: weights exp(b_(i-j)) phi(q_i).phi(k_j), in the sum of values and that of weights.
 
     What adding b_(i-j) to the scores is to softmax. `form` = "table": b is learned for every distance up to
     `max_distance` either way and constant beyond, 0 at the start. The weights are a Toeplitz matrix times a product of
@@ -262,6 +269,8 @@ class Relative(Position):
     sigmoid(logit); then causal sums decay, as a `retain` gate does, with a state and documents as ever. Slopes start at
     2^(-8 g / G) for head g of 1..G.
 
+    Formula: $w_{ij} = \exp(b_{i-j})\, \phi(q_i)^\top \phi(k_j)$
+    $b_{i-j} = -\mathrm{slope}\, |i - j| \quad \text{if form is linear}$
     Shapes: b `[G, K + 1]` for distances 0..K, `[G, 2 K + 1]` for -K..K if not causal; logit `[G]`.
     Cost: table O(T log T P V) and T P V numbers in float64; linear as without positions, twice if not causal.
     Warning: an FFT mixes rounding errors of all tokens: a later token that changes moves the table form's earlier

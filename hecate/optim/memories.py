@@ -27,7 +27,7 @@ CHUNK = 256  # samples whose order is resolved by one triangular system
 
 
 class DeltaMomentum(MatrixOptimizer):
-    """delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
+    r"""delta_momentum: m <- m (momentum I - c g^T g) + g, w <- (1 - lr weight_decay) w - lr m.
 
     The momentum as a delta-rule memory of gradients: what it holds along the present gradient is erased before that is
     added. Eq. 49 puts -lr g into m and adds m to w: the same while lr is constant. Its g^T g lacks the factor that
@@ -41,6 +41,9 @@ class DeltaMomentum(MatrixOptimizer):
     (`beyond="raise"`) or warned of (`"warn"`) at a gradient with erase |g|_2^2 > 1 + momentum, where m grows.
     orthogonalize: Newton-Schulz on m before it moves the weights; True, or fields of its algorithm.
 
+    Formula: $m_t = m_{t-1} (\mu I - c_t g_t^\top g_t) + g_t,\quad c_t = \frac{\mathrm{erase}}{1 + \mathrm{erase}\,
+    \Vert g_t \Vert_F^2}$
+    $w_t = (1 - \eta \lambda) w_{t-1} - \eta m_t$
     Shapes: see `MatrixOptimizer`; momentum like the parameter.
     Cost: `matrix` two products of min(r, c)^2 max(r, c); others memory-bound. Sharded parameters are gathered.
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eqs. 48 and 49. [OPT-DELTA-D1]
@@ -126,7 +129,7 @@ def _erase(group: Group) -> Any:
 
 
 class DeepMomentum(MatrixOptimizer):
-    """deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
+    r"""deep_momentum: w <- (1 - lr weight_decay) w + lr NS m(g), m <- momentum m - c grad ell(m; g).
 
     The momentum is the network m(u) = W_2 tanh(W_1 u) of the memories' `deep_momentum`, on rows of the gradient,
     trained by one explicit step before it is read: `objective="descent"` teaches it -g with c = rate / (1 + rate B), B
@@ -145,6 +148,9 @@ class DeepMomentum(MatrixOptimizer):
     that width keeps a copy, also without a gradient. Else one each.
     width: hidden units, and the most directions that an answer has. rate: step size of the network.
 
+    Formula: $\theta_t = \theta_0 + \mu (\theta_{t-1} - \theta_0) - c_t \nabla_\theta \ell(m_{t-1}; g_t),\quad m(u) =
+    W_2 \tanh(W_1 u),\quad \ell(m; g) = \frac{1}{2} \Vert m(g) + g \Vert^2$
+    $w_t = (1 - \eta \lambda) w_{t-1} + \eta\, \mathrm{NS}(m_t(g_t))$
     Shapes: gradient `[r, c]`; state W_1 minus its start `[width, c]`, W_2 `[c, width]`.
     Cost: 10 r c width. Sharded parameters are gathered.
     Warning: eq. 50 alone, `objective="paper"`, or `descent` with `input_scale="none"` and `orthogonalize=False`, trains

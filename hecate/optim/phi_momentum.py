@@ -40,7 +40,7 @@ PRECONDITIONED = ("precondition", ("diagonal", "kronecker"))
 
 
 class PhiMomentum(PhiOptimizer):
-    """phi_momentum: m <- momentum m + P phi~(g), w <- (1 - lr weight_decay) w - lr m.
+    r"""phi_momentum: m <- momentum m + P phi~(g), w <- (1 - lr weight_decay) w - lr m.
 
     Momentum that remembers features of gradients instead of gradients. phi is any feature map of the memories, applied
     to the rows of the gradient's matrix; phi~ is phi centred, phi(g) - phi(0), or odd-lifted, (phi(g) - phi(-g)) / 2,
@@ -72,6 +72,9 @@ class PhiMomentum(PhiOptimizer):
     decoupled: weight_decay shrinks weights by lr weight_decay; False adds it to gradients, as SGD.
     dampening: factor 1 - dampening on what is written, from the first step on.
 
+    Formula: $m_t = \mu m_{t-1} + P \tilde\phi(g_t),\quad \tilde\phi(g) = \phi(g) - \phi(0) \ \text{or } \frac{1}{2}
+    (\phi(g) - \phi(-g))$
+    $w_t = (1 - \eta \lambda) w_{t-1} - \eta m_t$
     Shapes: see `MatrixOptimizer`; state per parameter: momentum like it (or `[rows, d_phi]`).
     Cost: identity and componentwise maps are memory-bound; others O(numel d_phi) a step. Sharded parameters are
     gathered only where rows are cut, or phi_lr, a learned lift, kronecker or orthogonalize need all of them.
@@ -370,13 +373,15 @@ def root(factor: Tensor, eps: float) -> Tensor:
 
 
 class KernelMomentum(PhiOptimizer):
-    """kernel_momentum: S <- momentum S + sum_j g_j phi~(g_j)^T, w_j <- w_j - lr S phi~(g_j).
+    r"""kernel_momentum: S <- momentum S + sum_j g_j phi~(g_j)^T, w_j <- w_j - lr S phi~(g_j).
 
     The accumulator is a matrix memory whose keys and values are the columns g_j of the gradient (`keys="rows"`: its
     rows). Each step writes the gradient, then reads with it: u_j = sum_(s, i) momentum^(t-s) k(g_i^s, g_j) g_i^s, so
     that past gradients count by their similarity to the present one, k(x, y) = phi~(x).phi~(y). phi~ is centred or
     odd-lifted as in `PhiMomentum`, of the key scaled by `input_scale`; values keep their length.
 
+    Formula: $S_t = \mu S_{t-1} + \sum_j g_j \tilde\phi(g_j)^\top,\quad w_{j,t} = (1 - \eta \lambda) w_{j,t-1} - \eta
+    S_t \tilde\phi(g_j)$
     Shapes: gradient `[r, c]`, S `[r, d_phi]` (`keys="rows"`: `[c, d_phi]`).
     Traits: the first step descends, <g, u> >= 0, for every phi: it is the sum of the product of
     two positive semi-definite matrices. A gradient of zero reads nothing.

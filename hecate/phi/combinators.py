@@ -81,10 +81,11 @@ class Several(FeatureMap):
 
 
 class Compose(Several):
-    """compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
+    r"""compose: phi(x) = phi_n(... phi_2(phi_1(x))), the maps applied from left to right.
 
     For instance a narrowing `linear` before `taylor`. Parameters are named by position: `0.weight`.
 
+    Formula: $\phi(x) = (\phi_n \circ \cdots \circ \phi_2 \circ \phi_1)(x)$
     Shapes: x `[..., D]` -> `[..., width of the last map]`; each map's width is the next one's D.
     VJP: the maps' VJPs from right to left.
     Traits: non_negative, kernel_non_negative and norm_bound of the last map; odd if all are odd, even if the first one
@@ -143,10 +144,12 @@ class Compose(Several):
 
 
 class Concat(Several):
-    """concat: phi(x) = [phi_1(x), ..., phi_n(x)].
+    r"""concat: phi(x) = [phi_1(x), ..., phi_n(x)].
 
     The kernel of the result is the sum of the kernels. Parameters are named by position: `0.weight`.
 
+    Formula: $\phi(x) = [\phi_1(x),\, \ldots,\, \phi_n(x)]$
+    $\phi(x)^\top \phi(y) = \sum_{i=1}^n \phi_i(x)^\top \phi_i(y)$
     Shapes: x `[..., D]` -> `[..., sum of the widths]`.
     VJP: g is cut at the widths; gx = sum of the maps' gx.
     Traits: non_negative, kernel_non_negative if all are; parity and degree if all agree; norm_bound the sum; is_random,
@@ -183,11 +186,13 @@ class Concat(Several):
 
 
 class TensorProduct(Several):
-    """tensor_product: phi(x) = phi_1(x) (x) ... (x) phi_n(x), all products of one feature each.
+    r"""tensor_product: phi(x) = phi_1(x) (x) ... (x) phi_n(x), all products of one feature each.
 
     The kernel of the result is the product of the kernels: two keys are alike where every map finds them alike. The
     last map's index runs fastest. Parameters are named by position: `0.weight`.
 
+    Formula: $\phi(x) = \phi_1(x) \otimes \cdots \otimes \phi_n(x)$
+    $\phi(x)^\top \phi(y) = \prod_{i=1}^n \phi_i(x)^\top \phi_i(y)$
     Shapes: x `[..., D]` -> `[..., product of the widths]`.
     VJP: from the last map to the first, with G the cotangent as a matrix [features so far, width of the map]: g_map =
     G^T features so far, G = G features of the map; gx = sum of the maps' gx.
@@ -256,13 +261,15 @@ class Wrapper(FeatureMap):
 
 
 class Normalise(Wrapper):
-    """normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
+    r"""normalise: phi(x) = f / sqrt(|f|^2 + eps^2), or f / (sum f + eps), with f = inner(x).
 
     Bounds |phi(x)|^2 by 1, so that a delta-type rule is stable for every lr < 2. `norm="l2"` divides by the length,
     `"sum"`, as fast weight programmers do, by the sum of features, which must then be non-negative. eps keeps the map
     smooth near 0; features that are all 0 stay 0, and s counts as 1. Parameters are the inner map's, under their own
     names.
 
+    Formula: $\phi(x) = \frac{z}{\sqrt{\Vert z \Vert^2 + \varepsilon^2}},\quad z = \mathrm{inner}(x)$
+    $\phi(x) = \frac{z}{\sum_i z_i + \varepsilon} \quad \text{if norm is sum}$
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: with n = phi(x) and s the divisor: gf = (g - n (n.g)) / s for l2, (g - n.g) / s for sum; then inner's VJP of
     gf.
@@ -323,11 +330,12 @@ class Normalise(Wrapper):
 
 
 class OddLift(Wrapper):
-    """odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
+    r"""odd_lift: phi(x) = (inner(x) - inner(-x)) / 2.
 
     For gradients in an optimiser, where momentum through a map that is not odd drifts. Parameters are the inner map's,
     under their own names.
 
+    Formula: $\phi(x) = \frac{1}{2} \left(\mathrm{inner}(x) - \mathrm{inner}(-x)\right)$
     Shapes: x `[..., D]` -> `[..., width of inner]`.
     VJP: gx = (inner^T(x) g + inner^T(-x) g) / 2, parameters (their cotangent at x - at -x) / 2.
     Traits: odd; degree and norm_bound of inner; is_random, needs_position of inner.

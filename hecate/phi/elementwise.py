@@ -42,10 +42,11 @@ _SAME = Block("phi.identity", lambda x: ((x.view_as(x),), None), lambda _, g: (g
 
 
 class Identity(FeatureMap):
-    """identity: phi(x) = x.
+    r"""identity: phi(x) = x.
 
     The plain key space of DeltaNet, Titans and their relatives; copy-free.
 
+    Formula: $\phi(x) = x$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g.
     Traits: odd, degree 1.
@@ -72,11 +73,12 @@ class Identity(FeatureMap):
 
 
 class ELU(FeatureMap):
-    """elu: phi(x) = x + 1 for x > 0, exp(x) otherwise.
+    r"""elu: phi(x) = x + 1 for x > 0, exp(x) otherwise.
 
     The map of the linear transformer, strictly positive down to the underflow of exp: `elu(x) + 1` cancels to 0 below
     about x = -17 in float32 and -6.25 in bfloat16. Near zero it is almost constant: small inputs are all alike.
 
+    Formula: $\phi(x)_i = \max(x_i, 0) + \exp(\min(x_i, 0))$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, g exp(x) otherwise; the derivative at 0 is 1 from both sides, the second is not continuous
     there.
@@ -98,7 +100,7 @@ class ELU(FeatureMap):
 
 
 class Exp(Elementwise):
-    """exp: phi(x) = exp(x - shift), componentwise.
+    r"""exp: phi(x) = exp(x - shift), componentwise.
 
     Strictly positive and sharp. Its kernel is sum_i exp(x_i + y_i - 2 shift), which is not exp(x.y): for an
     approximation of softmax use `taylor` or `favor`. The shift, one for all keys and queries, leaves normalised weights
@@ -106,6 +108,7 @@ class Exp(Elementwise):
     float16, shift + 709.7 in float64. Beyond it they are infinite, visibly so: a clamp would change values and stop
     gradients, a maximum per key would change attention weights. To bound inputs compose with `normalise`.
 
+    Formula: $\phi(x)_i = \exp(x_i - \mathrm{shift})$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = exp(x - shift) g.
     Traits: non_negative, kernel_non_negative.
@@ -129,11 +132,12 @@ class Exp(Elementwise):
 
 
 class ReLU(Elementwise):
-    """relu: phi(x) = max(x, 0) + shift.
+    r"""relu: phi(x) = max(x, 0) + shift.
 
     Sparse non-negative features. Without a shift a query may have all-zero features, and a read divided by phi(q).z is
     then 0/0; a small one (1e-3 is usual) makes every feature positive, but revives no gradient for x < 0.
 
+    Formula: $\phi(x)_i = \max(x_i, 0) + \mathrm{shift}$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, else 0; the derivative at 0 is taken as 0.
     Traits: non_negative, kernel_non_negative; degree 1 when shift = 0.
@@ -160,10 +164,11 @@ class ReLU(Elementwise):
 
 
 class SquaredReLU(Elementwise):
-    """squared_relu: phi(x) = max(x, 0)^2.
+    r"""squared_relu: phi(x) = max(x, 0)^2.
 
     Sharper than relu, and no approximation of softmax. Half of the features are exactly 0 for symmetric inputs.
 
+    Formula: $\phi(x)_i = \max(x_i, 0)^2$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = 2 max(x, 0) g; continuous at 0, the second derivative is not.
     Traits: non_negative, kernel_non_negative, degree 2.
@@ -185,11 +190,12 @@ class SquaredReLU(Elementwise):
 
 
 class LeakyReLU(Elementwise):
-    """leaky_relu: phi(x) = x for x > 0, slope x otherwise.
+    r"""leaky_relu: phi(x) = x for x > 0, slope x otherwise.
 
     A relu that keeps the sign and a gradient of every component, and with them x itself: nothing is lost. What is lost
     is relu's promise: kernels of either sign, one in eight of them negative for Gaussian keys of width 8.
 
+    Formula: $\phi(x)_i = \max(x_i, 0) + \mathrm{slope}\, \min(x_i, 0)$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = g for x > 0, slope g otherwise; the derivative at 0 is taken as slope.
     Traits: degree 1; non_negative, kernel_non_negative when slope = 0, where it is `relu`.
@@ -221,10 +227,11 @@ class LeakyReLU(Elementwise):
 
 
 class LeakyReLUSquared(Elementwise):
-    """leaky_relu_squared: phi(x) = (x + shift)^2 for x > 0, (slope x + shift)^2 otherwise.
+    r"""leaky_relu_squared: phi(x) = (x + shift)^2 for x > 0, (slope x + shift)^2 otherwise.
 
     A sharp non-negative map that keeps a gradient for negative inputs.
 
+    Formula: $\phi(x)_i = \left(\max(x_i, 0) + \mathrm{slope}\, \min(x_i, 0) + \mathrm{shift}\right)^2$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = 2 (x + shift) g for x > 0, 2 slope (slope x + shift) g otherwise; at 0 the second holds.
     Traits: non_negative, kernel_non_negative; degree 2 when shift = 0.
@@ -256,11 +263,13 @@ _DEPTH = 0.1699712075  # -min of x Phi(x) = 0.16997120747990..., at x = -0.75179
 
 
 class GELUShifted(Elementwise):
-    """gelu_shifted: phi(x) = x Phi(x) + shift, Phi the standard normal distribution function.
+    r"""gelu_shifted: phi(x) = x Phi(x) + shift, Phi the standard normal distribution function.
 
     GELU in its exact erf form, lifted by a constant. Its minimum is shift - 0.16997 at x = -0.7518, so the default
     shift keeps every feature positive; a smaller one than 0.16997 is allowed and declares no sign.
 
+    Formula: $\phi(x)_i = \frac{1}{2} x_i \left(1 + \mathrm{erf}\left(\frac{x_i}{\sqrt{2}}\right)\right) +
+    \mathrm{shift}$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = (Phi(x) + x density(x)) g.
     Traits: non_negative and kernel_non_negative when shift >= 0.16997121.
@@ -286,11 +295,12 @@ class GELUShifted(Elementwise):
 
 
 class Softplus(Elementwise):
-    """softplus: phi(x) = log(1 + exp(beta x)) / beta.
+    r"""softplus: phi(x) = log(1 + exp(beta x)) / beta.
 
     A smooth, strictly positive relu; beta sets how sharp the bend is. Evaluated without a threshold, so it is positive
     down to the underflow of exp(beta x) and has all derivatives everywhere.
 
+    Formula: $\phi(x)_i = \frac{1}{\beta} \log(1 + \exp(\beta x_i))$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = sigmoid(beta x) g.
     Traits: non_negative, kernel_non_negative.
@@ -311,10 +321,11 @@ class Softplus(Elementwise):
 
 
 class Sigmoid(Elementwise):
-    """sigmoid: phi(x) = 1 / (1 + exp(-x)), componentwise.
+    r"""sigmoid: phi(x) = 1 / (1 + exp(-x)), componentwise.
 
     Strictly positive and bounded: a sum normaliser is safe, and |phi(x)|^2 < D.
 
+    Formula: $\phi(x)_i = \frac{1}{1 + \exp(-x_i)}$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = sigmoid(x) sigmoid(-x) g.
     Traits: non_negative, kernel_non_negative.
@@ -336,10 +347,11 @@ class Sigmoid(Elementwise):
 
 
 class Tanh(Elementwise):
-    """tanh: phi(x) = tanh(x), componentwise.
+    r"""tanh: phi(x) = tanh(x), componentwise.
 
     Bounded and odd: signs survive, outliers do not, and |phi(x)|^2 < D keeps a delta rule stable for lr < 2 / D.
 
+    Formula: $\phi(x)_i = \tanh(x_i)$
     Shapes: x `[..., D]` -> `[..., D]`.
     VJP: gx = (1 - tanh(x)^2) g.
     Traits: odd.

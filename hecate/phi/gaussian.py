@@ -19,13 +19,17 @@ from hecate.variant import Conflicts
 
 
 class RandomFourier(RandomMap):
-    """random_fourier: phi(x) = sqrt(2/d_phi) cos(Wx + b), W ~ N(0, 1/sigma^2), b ~ U[0, 2 pi).
+    r"""random_fourier: phi(x) = sqrt(2/d_phi) cos(Wx + b), W ~ N(0, 1/sigma^2), b ~ U[0, 2 pi).
 
     The Gaussian kernel exp(-|x - y|^2 / (2 sigma^2)) in expectation: sigma is the distance within which two keys count
     as alike. `form="paired"` is [cos(Wx), sin(Wx)] / sqrt(m) with d_phi = 2m and no b; at equal width it never has the
     larger variance, and |phi(x)| = 1. `orthogonal` draws W in Haar blocks with chi norms, which lowers the variance
     where the kernel is large. Bounded features keep a delta rule stable for every lr < 1.
 
+    Formula: $\phi(x) = \sqrt{\frac{2}{P}} \cos(W^\top x + b),\quad W_{ij} \sim \mathcal{N}(0, \sigma^{-2}),\quad b_i
+    \sim \mathcal{U}[0, 2 \pi)$
+    $\phi(x) = \frac{1}{\sqrt{m}} [\cos(W^\top x),\ \sin(W^\top x)] \quad \text{if paired}$
+    $\mathrm{E}[\phi(x)^\top \phi(y)] = \exp\left(-\frac{\Vert x - y \Vert^2}{2 \sigma^2}\right)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); frozen w `[H, D, d_phi]` and b `[H, d_phi]`, or
     w `[H, D, d_phi / 2]` alone when paired.
     VJP: gx = W^T (-sqrt(2/d_phi) sin(Wx + b) g); paired: gx = W^T (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m).
@@ -101,7 +105,7 @@ def _paired_vjp(phase: Tensor, g: Tensor) -> Tensor:
 
 
 class SORF(RandomMap):
-    """sorf: phi(x) = [cos(Wx), sin(Wx)] / sqrt(m), W = sqrt(P) / sigma H S_3 H S_2 H S_1, m rows.
+    r"""sorf: phi(x) = [cos(Wx), sin(Wx)] / sqrt(m), W = sqrt(P) / sigma H S_3 H S_2 H S_1, m rows.
 
     `random_fourier` (paired) with a product of random signs S and Walsh-Hadamard matrices H in place of a Gaussian
     matrix: D log D operations instead of D^2, 3 bits per row instead of D numbers. P is the smallest power of two from
@@ -109,6 +113,8 @@ class SORF(RandomMap):
     stacked. The kernel approximates exp(-|x - y|^2 / (2 sigma^2)), not without bias, as rows are only nearly uniform on
     the sphere: `exact_kernel` is None.
 
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} [\cos(W x),\ \sin(W x)],\quad W = \frac{\sqrt{n}}{\sigma} H S_3 H S_2 H
+    S_1,\quad n = 2^{\lceil \log_2 d \rceil}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = 2 m (None: 4 D); frozen w `[H, D, blocks]` (S_1,
     padding needs no sign) and signs `[H, blocks, 2, P]`.
     VJP: gz = (cos(Wx) g_sin - sin(Wx) g_cos) / sqrt(m); gx = W^T gz, the same steps backwards.
@@ -189,13 +195,15 @@ def _small(size: int, like: Tensor) -> Tensor:
 
 
 class Nystrom(RandomMap):
-    """nystrom: phi(x) = k(x, C) R, R R^T = (K_CC + eps I)^(-1), k Gaussian of bandwidth sigma.
+    r"""nystrom: phi(x) = k(x, C) R, R R^T = (K_CC + eps I)^(-1), k Gaussian of bandwidth sigma.
 
     C holds num_centres points, and K_CC their kernel values. phi(x).phi(y) is the best approximation of k(x, y) =
     exp(-|x - y|^2 / (2 sigma^2)) that the centres allow: nearly exact where x or y is a centre, too small elsewhere,
     close to 0 far from all of them. Few centres in the right place beat many random features. R is triangular, from
     Cholesky. Centres are drawn from N(0, spread^2) once, or learned from there on.
 
+    Formula: $\phi(x) = R^\top \kappa(C, x),\quad R R^\top = (\kappa(C, C) + \varepsilon I)^{-1}$
+    $\kappa(c, x) = \exp\left(-\frac{\Vert x - c \Vert^2}{2 \sigma^2}\right)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_centres]` (None: 4 D); w `[H, D, num_centres]`, a centre per
     column, frozen or learned.
     VJP: with k = k(x, C): gk = g R^T, gR = k^T g; ga = gk k / sigma^2, gx = ga W^T - x sum(ga), gW = x^T ga - W

@@ -39,11 +39,12 @@ _SILU = SiLU()
 
 
 class Linear(FeatureMap):
-    """linear: phi(x) = x W, W learned per head.
+    r"""linear: phi(x) = x W, W learned per head.
 
     Mixes and resizes key space. A d_phi below d saves state; a d_phi above d costs state and buys no capacity, because
     the kernel x W W^T y has rank at most d.
 
+    Formula: $\phi(x) = W^\top x$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: D); learned weight `[H, D, d_phi]` from N(0, 1/D).
     VJP: gx = g W^T, gW = x^T g summed over tokens.
     Traits: odd, degree 1.
@@ -69,10 +70,11 @@ class Linear(FeatureMap):
 
 
 class T2R(FeatureMap):
-    """t2r: phi(x) = max(x W + b, 0), W and b learned per head.
+    r"""t2r: phi(x) = max(x W + b, 0), W and b learned per head.
 
     One layer of a network as the map: how pretrained transformers are turned into recurrent ones with few features.
 
+    Formula: $\phi(x) = \max(W^\top x + b, 0)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); learned weight `[H, D, d_phi]` from N(0, 1/D),
     bias `[H, d_phi]` from 0.
     VJP: with z = x W + b: gz = g for z > 0, else 0; gx = gz W^T, gW = x^T gz and gb = gz summed over tokens.
@@ -101,11 +103,12 @@ class T2R(FeatureMap):
 
 
 class Hadamard(FeatureMap):
-    """hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
+    r"""hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
     A polynomial map of degree 2 that chooses d_phi features instead of keeping all D (D + 1) / 2; unlike those of
     `linear`, their rank is not bounded by D.
 
+    Formula: $\phi(x) = (W_1^\top x) \odot (W_2^\top x)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); learned w_1, w_2 `[H, D, d_phi]`, from N(0,
     1/D).
     VJP: with a = x W_1, b = x W_2: ga = g b, gb = g a; gx = ga W_1^T + gb W_2^T, gW_1 = x^T ga, gW_2 = x^T gb summed
@@ -138,11 +141,12 @@ class Hadamard(FeatureMap):
 
 
 class GLU(FeatureMap):
-    """glu: phi(x) = silu(x W_g) * (x W_u), both matrices learned per head.
+    r"""glu: phi(x) = silu(x W_g) * (x W_u), both matrices learned per head.
 
     The hidden layer of a gated MLP as the map: a matrix memory behind it is that MLP's last layer, written at test
     time.
 
+    Formula: $\phi(x) = \mathrm{silu}(W_g^\top x) \odot (W_u^\top x)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_hidden]` (None: 4 D); learned w_gate, w_up `[H, D, d_hidden]`,
     both from N(0, 1/D).
     VJP: with a = x W_g, b = x W_u: ga = g b silu'(a), gb = g silu(a); gx = ga W_g^T + gb W_u^T, gW_g = x^T ga, gW_u =
@@ -178,10 +182,12 @@ class GLU(FeatureMap):
 
 
 class MLP(FeatureMap):
-    """mlp: phi(x) = x + s(x W_in) W_out, both matrices learned per head; without x if not residual.
+    r"""mlp: phi(x) = x + s(x W_in) W_out, both matrices learned per head; without x if not residual.
 
     A learned non-linear key space. The residual form keeps the width; the plain one has any d_phi.
 
+    Formula: $\phi(x) = x + W_{out}^\top\, \mathrm{act}(W_{in}^\top x)$
+    $\phi(x) = W_{out}^\top\, \mathrm{act}(W_{in}^\top x) \quad \text{if not residual}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]`, d_phi = D unless given; learned w_in `[H, D, d_hidden]`
     (None: 4 D) from N(0, 1/D) and w_out `[H, d_hidden, d_phi]` from N(0, 1/d_hidden).
     VJP: with a = x W_in: ga = (g W_out^T) s'(a), gx = ga W_in^T (+ g), gW_in = x^T ga,

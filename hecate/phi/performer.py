@@ -18,7 +18,7 @@ Order = Literal[0, 1, 2]
 
 
 class Favor(Projected):
-    """favor: phi(x) = exp(Wx' - |x'|^2/2) / sqrt(m), W ~ N(0, I), x' = x d^(-1/4).
+    r"""favor: phi(x) = exp(Wx' - |x'|^2/2) / sqrt(m), W ~ N(0, I), x' = x d^(-1/4).
 
     The softmax kernel exp(q.k / sqrt(d)) in expectation. `scale="none"` uses x' = x and estimates exp(q.k), for keys
     that are l2-normalised. m is num_features. `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')] exp(-|x'|^2/2) /
@@ -27,6 +27,12 @@ class Favor(Projected):
     gives every row of W the length sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then
     returns. No maximum over tokens is subtracted, which would make a causal memory see the future.
 
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \exp\left(W^\top \tilde x - \frac{1}{2} \Vert \tilde x \Vert^2\right),\quad
+    \tilde x = d^{-1/4} x,\quad W_{ij} \sim \mathcal{N}(0, 1)$
+    $\phi(x) = \frac{1}{\sqrt{2 m}} [\exp(W^\top \tilde x),\ \exp(-W^\top \tilde x)] \exp\left(-\frac{1}{2} \Vert \tilde
+    x \Vert^2\right) \quad \text{if hyperbolic}$
+    $\phi(x) = \frac{1}{\sqrt{m}} [\cos(W^\top \tilde x),\ \sin(W^\top \tilde x)] \exp\left(\frac{1}{2} \Vert \tilde x
+    \Vert^2\right) \quad \text{if trigonometric}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
     made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.
     VJP: for x' and positive: gx' = W^T (g phi) - x' sum(g phi); hyperbolic: W^T (g+ phi+ - g-
@@ -118,7 +124,7 @@ def sphere_mean(square: Tensor, d: int) -> Tensor:
 
 
 class ArcCosine(Projected):
-    """arc_cosine: phi(x) = max(Wx, 0)^order / sqrt(num_features), a step 1[Wx > 0] at order 0.
+    r"""arc_cosine: phi(x) = max(Wx, 0)^order / sqrt(num_features), a step 1[Wx > 0] at order 0.
 
     With W ~ N(0, I) and the angle t, the arc-cosine kernels in expectation: |x|^n |y|^n J_n(t) / (2 pi) with J_0 = pi -
     t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2 cos^2 t), half of the paper's. The higher the
@@ -126,6 +132,9 @@ class ArcCosine(Projected):
     feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"` gives every row of W the length sqrt(D):
     lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at order 2.
 
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \max(W^\top x, 0)^n,\quad n = \mathrm{order} \quad \text{above 0}$
+    $\phi(x) = \frac{1}{\sqrt{m}} \mathbf{1}[W^\top x > 0] \quad \text{at order 0}$
+    $W_{ij} \sim \mathcal{N}(0, 1)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.
     VJP: gx = W^T (order max(Wx, 0)^(order - 1) g) / sqrt(m), 0 at the kink Wx = 0.
@@ -186,7 +195,7 @@ def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:
 
 
 class PerformerReLU(Projected):
-    """performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
+    r"""performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
 
     With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1 (`arc_cosine` has the others), |x| |y| (sin
     t + (pi - t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a
@@ -194,6 +203,8 @@ class PerformerReLU(Projected):
     the reference code, makes the kernel independent of m. Both norms are unbiased up to kernel_epsilon; `"sqrt"` (all
     rows of length sqrt(d)) varies less. The reference scales x by d^(-1/4), which is kernel_epsilon * d^(1/4) here.
 
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \left(\max(W^\top x, 0) + \varepsilon\right),\quad W_{ij} \sim \mathcal{N}(0,
+    1)$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
     num_features]`.
     VJP: gx = W^T (g 1[Wx > 0]) / sqrt(m); the derivative at the kink Wx = 0 is 0.

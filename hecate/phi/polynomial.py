@@ -31,13 +31,17 @@ Degree = Annotated[int, Field(le=64)]
 
 
 class Polynomial(FeatureMap):
-    """polynomial: phi(x) = [sqrt(a_i multinomial(b)) x^b for |b| = i] for i = 0 .. degree.
+    r"""polynomial: phi(x) = [sqrt(a_i multinomial(b)) x^b for |b| = i] for i = 0 .. degree.
 
     Every monomial up to a degree, so scaled that the kernel is exactly sum_i a_i (x.y)^i: capacity of order d^degree.
     The coefficients are 1/i! (the exponential's series), ones, or learned: softplus of one number per degree and head,
     which keeps them positive, starting at 1/i!. `form="raw"` is [x, vec(x x^T)], of degree 2 without a constant, kernel
     x.y + (x.y)^2.
 
+    Formula: $\phi(x) = \left[\sqrt{a_{|b|} \frac{|b|!}{b_1! \cdots b_d!}}\; x_1^{b_1} \cdots x_d^{b_d}\right]_{|b| \leq
+    n},\quad n = \mathrm{degree},\quad a_i = \frac{1}{i!}$
+    $\phi(x)^\top \phi(y) = \sum_{i=0}^n a_i (x^\top y)^i$
+    $\phi(x) = [x,\ \mathrm{vec}(x x^\top)] \quad \text{if raw}$
     Shapes: x `[..., D]` (`[..., H, D]` when learned) -> `[..., C(D + degree, degree)]`; raw `[..., D + D^2]`; learned
     coefficients `[H, degree + 1]`.
     VJP: from degree to degree, g_(i-1) += x.G_i and gx += G_i m_(i-1), G_i the cotangent of all products of m_(i-1)
@@ -139,12 +143,15 @@ class Polynomial(FeatureMap):
 
 
 class Taylor(FeatureMap):
-    """taylor: phi(x) = [1, x', vec(x' x'^T) / sqrt(2), ...] up to order, x' = x / d^(1/4).
+    r"""taylor: phi(x) = [1, x', vec(x' x'^T) / sqrt(2), ...] up to order, x' = x / d^(1/4).
 
     The series of softmax's kernel: phi(x).phi(y) = 1 + z + z^2/2 + ... with z = x.y / sqrt(d). Close to exp(z) while
     |z| is small, which keys of unit norm guarantee. `compact` merges equal products, which nearly halves the width at
     order 2 and leaves the kernel as it is.
 
+    Formula: $\phi(x) = \left[\frac{1}{\sqrt{i!}}\, \tilde x^{\otimes i}\right]_{i=0}^{n},\quad \tilde x = d^{-1/4}
+    x,\quad n = \mathrm{order}$
+    $\phi(x)^\top \phi(y) = \sum_{i=0}^n \frac{1}{i!} \left(\frac{x^\top y}{\sqrt{d}}\right)^i$
     Shapes: x `[..., D]` -> `[..., C(D + order, order)]`; not compact: `[..., 1 + D + ... + D^order]`.
     VJP: that of `polynomial` at x', with gx = gx' / d^(1/4).
     Traits: kernel_non_negative for even order (at order 2 the kernel is at least 1/2; single features are signed).
@@ -210,11 +217,13 @@ def _root(i: int) -> float:
 
 
 class Rebased(FeatureMap):
-    """rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
+    r"""rebased: phi(x) = [z_i^2, sqrt(2) z_i z_j for i < j] / sqrt(D), z = scale * LN(x) + shift.
 
     The kernel is (z_q.z_k)^2 / D: `taylor` cannot go below 1/2, this map can ignore a key altogether. LN(x) is x minus
     its mean over its standard deviation, sqrt(variance + eps); scale and shift are learned and start at 1 and 0.
 
+    Formula: $\phi(x) = \frac{1}{\sqrt{d}} \left[z_i^2,\ \sqrt{2}\, z_i z_j\right]_{i < j},\quad z = \mathrm{scale}
+    \odot \frac{x - \mathrm{mean}(x)}{\sqrt{\mathrm{var}(x) + \varepsilon}} + \mathrm{shift}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., D (D + 1) / 2]`; learned scale, shift `[H, D]`.
     VJP: gz that of `polynomial` at degree 2; with n = LN(x): gscale = gz n and gshift = gz summed over tokens, gn = gz
     scale, gx = (gn - mean(gn) - n mean(gn n)) / sqrt(variance + eps).

@@ -22,13 +22,16 @@ from hecate.variant import Conflicts
 
 
 class RandomMaclaurin(RandomMap):
-    """random_maclaurin: phi_i(x) = sqrt(a_n / (p_n d_phi)) prod_(j <= n) w_ij.x, n = n_i random.
+    r"""random_maclaurin: phi_i(x) = sqrt(a_n / (p_n d_phi)) prod_(j <= n) w_ij.x, n = n_i random.
 
     Any kernel sum_n a_n (x.y)^n with a_n >= 0 in expectation: rows w_ij are random signs, and feature i is a product of
     n_i of them, n_i drawn with probability p_n in proportion to 2^-n among the n with a_n > 0. The series is
     `"exponential"`, a_n = 1 / n! up to degree (it is cut there, and the kernel is the cut series), `"binomial"` for (1
     + x.y)^degree, or given by the coefficients a_0, a_1, ... themselves.
 
+    Formula: $\phi(x)_i = \sqrt{\frac{a_n}{p_n P}} \prod_{j=1}^{n} w_{ij}^\top x,\quad n = n_i \sim p_n \propto
+    2^{-n},\quad w_{ij,l} = \pm 1$
+    $\mathrm{E}[\phi(x)^\top \phi(y)] = \sum_n a_n (x^\top y)^n$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., d_phi]` (None: 4 D); frozen w `[H, D, degree d_phi]` with columns of
     0 where n_i < j, offset `[H, degree d_phi]` with 1 there, so that the factor is 1, and scale `[H, d_phi]`.
     VJP: with the factors z_ij: gz_ij = scale_i g_i prod_(l != j) z_il, gx = W^T gz.
@@ -121,13 +124,17 @@ class RandomMaclaurin(RandomMap):
 
 
 class Polysketch(RandomMap):
-    """polysketch: phi(x) = s (x) s with equal products merged, s a sketch of x to the degree / 2.
+    r"""polysketch: phi(x) = s (x) s with equal products merged, s a sketch of x to the degree / 2.
 
     (x.y)^degree for a high degree in few features. The sketch multiplies pairs of random projections, and pairs of
     projections of those, s = (a V) * (b V') / sqrt(sketch) at each of log2(degree) - 1 levels with fresh Gaussian V
     everywhere, so that E s(x).s(y) = (x.y)^(degree / 2) without bias. The outer product makes the kernel (s(x).s(y))^2
     >= 0; its mean is larger than (x.y)^degree by the variance of the sketch, and `exact_kernel` is that mean.
 
+    Formula: $\phi(x) = \mathrm{sym}(s \otimes s),\quad \phi(x)^\top \phi(y) = (s(x)^\top s(y))^2$
+    $z_j^{(0)} = W_j^\top x,\quad z_j^{(l+1)} = V_{l+1,j}^\top \frac{z_{2j}^{(l)} \odot z_{2j+1}^{(l)}}{\sqrt{r}},\quad
+    s = \frac{z_0^{(L)} \odot z_1^{(L)}}{\sqrt{r}}$
+    $\mathrm{E}[s(x)^\top s(y)] = (x^\top y)^{n/2},\quad n = \mathrm{degree},\quad r = \mathrm{sketch}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., sketch (sketch + 1) / 2]` (None: the least of 4 D or more); frozen w
     `[H, D, (degree / 2) sketch]` and for each level above v1, v2, ... `[H, nodes, sketch, sketch]`.
     VJP: gs that of `polynomial` at degree 2; down the levels ga = g b / sqrt(sketch), gb = g a / sqrt(sketch), each

@@ -17,10 +17,11 @@ from hecate.tape.bridge import can_inspect, is_traced, waits
 
 
 class CReLU(FeatureMap):
-    """crelu: phi(x) = [max(x, 0), max(-x, 0)].
+    r"""crelu: phi(x) = [max(x, 0), max(-x, 0)].
 
     Non-negative without losing anything: x is the difference of the halves, and unit keys stay unit keys.
 
+    Formula: $\phi(x) = [\max(x, 0),\ \max(-x, 0)]$
     Shapes: x `[..., D]` -> `[..., 2 D]`.
     VJP: gx = g_up for x > 0, -g_down for x < 0, 0 at x = 0.
     Traits: non_negative, kernel_non_negative, degree 1.
@@ -54,10 +55,12 @@ def halves_vjp(y: Tensor, g: Tensor) -> Tensor:
 
 
 class DPFP(FeatureMap):
-    """dpfp: phi(x) = [y * roll(y, 1), ..., y * roll(y, nu)], y = [relu(x), relu(-x)].
+    r"""dpfp: phi(x) = [y * roll(y, 1), ..., y * roll(y, nu)], y = [relu(x), relu(-x)].
 
     Sparse products of rectified components: orthants of key space get features of their own, without any parameter.
 
+    Formula: $\phi(x) = [y \odot \mathrm{roll}(y, 1),\, \ldots,\, y \odot \mathrm{roll}(y, \nu)]$
+    $y = [\max(x, 0),\ \max(-x, 0)],\quad \mathrm{roll}(y, j)_i = y_{i-j}$
     Shapes: x `[..., D]` -> `[..., 2 D nu]`; `roll(y, j)[i] = y[i - j]`.
     VJP: gy = sum_j (g_j roll(y, j) + roll(g_j y, -j)), gx = gy[:D] for x > 0, -gy[D:] for x < 0, 0 at x = 0.
     Traits: non_negative, kernel_non_negative, degree 2.
@@ -101,11 +104,13 @@ class DPFP(FeatureMap):
 
 
 class CosFormer(FeatureMap):
-    """cosformer: phi(x, i) = [max(x, 0) cos(pi i / 2M), max(x, 0) sin(pi i / 2M)], M = max_length.
+    r"""cosformer: phi(x, i) = [max(x, 0) cos(pi i / 2M), max(x, 0) sin(pi i / 2M)], M = max_length.
 
     The kernel relu(q).relu(k) cos(pi (i - j) / 2M) prefers recent keys: it falls from 1 to 0 as the distance i - j goes
     from 0 to M. Positions 0..M are taken, beyond it the kernel would turn negative; every reset starts again from 0.
 
+    Formula: $\phi(x, i) = \left[\max(x, 0) \cos\frac{\pi i}{2 L},\ \max(x, 0) \sin\frac{\pi i}{2 L}\right],\quad L =
+    \mathrm{max\_length}$
     Shapes: x `[..., D]` -> `[..., 2 D]`; position `[...]` or what broadcasts to it.
     VJP: gx = g_cos cos(pi i / 2M) + g_sin sin(pi i / 2M) for x > 0, else 0.
     Traits: non_negative, kernel_non_negative, degree 1, needs_position.

@@ -13,11 +13,13 @@ from hecate.phi.learned import affine, affine_vjp
 
 
 class Softmax(FeatureMap):
-    """softmax: phi(x) = softmax(x / temperature) over the components of x.
+    r"""softmax: phi(x) = softmax(x / temperature) over the components of x.
 
     Positive features that sum to 1: a soft choice of a slot, not the softmax of attention, which runs over keys.
     `half_space` appends softmax(-x / temperature), which sees the smallest components as sharply as the largest.
 
+    Formula: $\phi(x) = \mathrm{softmax}(x / \tau),\quad \tau = \mathrm{temperature}$
+    $\phi(x) = [\mathrm{softmax}(x / \tau),\ \mathrm{softmax}(-x / \tau)] \quad \text{with half space}$
     Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
     VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
     Traits: non_negative, kernel_non_negative, norm_bound 1 (half_space 2).
@@ -77,13 +79,16 @@ def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
 
 
 class Hedgehog(FeatureMap):
-    """hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head; joint: softmax([2 z, -2 z]).
+    r"""hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head; joint: softmax([2 z,
+    -2 z]).
 
     Spiky, positive features that can be trained until linear attention mimics softmax attention. W starts as the
     identity and b at 0, where phi is `softmax` with half_space. `joint` is one softmax over both halves, as the library
     flash-linear-attention has it: another kernel, in which the half with the largest component takes what the other
     loses.
 
+    Formula: $\phi(x) = [\mathrm{softmax}(z),\ \mathrm{softmax}(-z)],\quad z = W^\top x + b$
+    $\phi(x) = \mathrm{softmax}([2 z,\ -2 z]) \quad \text{if joint}$
     Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H, D]`.
     VJP: gz = f (g - f.g) of the first half minus that of the second, joint twice that with f.g over both; gx = gz W^T,
     gW = x^T gz and gb = gz summed over tokens.

@@ -102,8 +102,9 @@ class Readout(Variant, family="readout"):
 
 
 class Direct(Readout):
-    """direct: y = M phi(q).
+    r"""direct: y = M phi(q).
 
+    Formula: $y_t = f(M_t, \phi(q_t))$
     Shapes: no state.
     Origin: what a memory is. [ENG-READ-D1]
     """

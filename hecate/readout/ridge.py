@@ -15,7 +15,7 @@ from hecate.tape import Block, Run, Tensors, by_hand, can_inspect, checkpoint, f
 
 
 class Ridge(Readout):
-    """ridge: y = G (q + mix (x - q)), (H + diag(ridge + relative |H|_F)) x = q.
+    r"""ridge: y = G (q + mix (x - q)), (H + diag(ridge + relative |H|_F)) x = q.
 
     H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is what
     the least squares W of sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2 answers to q, c_i the lr of a token times
@@ -26,6 +26,9 @@ class Ridge(Readout):
     many of Chebyshev's iteration for a spectrum in [least ridge, largest ridge + |H|_F]: relative errors of 0.07 and
     2.5e-4 after 10 and 30 where the ridge is 0.02 |H|_F.
 
+    Formula: $y_t = M_t \left(q_t + \mathrm{mix}_t (x_t - q_t)\right),\quad \left(H_t + \mathrm{diag}(\mathrm{ridge}_t +
+    \mathrm{relative}\, \Vert H_t \Vert_F)\right) x_t = q_t$
+    $H_t = \alpha_t H_{t-1} + \eta_t k_t k_t^\top,\quad M_t = \alpha_t M_{t-1} + \eta_t v_t k_t^\top$
     Shapes: q, k, x `[B, T, H, P]`; H `[B, H, P, P]`, held as `keys`.
     VJP: by the implicit function theorem, g_q = A^-1 g and g_A = -g_q x^T, with the same solver: as near to the
     derivative as the solver comes to the solution. Spans of 16 tokens are made again, so that no matrix is kept but

@@ -13,13 +13,16 @@ from hecate.tape import formula_block, one
 
 
 class Slots(Readout):
-    """slots: y = V softmax(K q), P slots with K' = diag(r) K + s k^T and V' = V diag(r) + v s^T.
+    r"""slots: y = V softmax(K q), P slots with K' = diag(r) K + s k^T and V' = V diag(r) + v s^T.
 
     Each slot holds a key and a value, both means of those that were written to it: a token goes to the slots by its
     code s, the gate `write`, and slot i keeps the share r_i of what it had, the gate retain per phi channel. Where no
     write is given s = 1 - r. There are as many slots as phi(k) has channels, and phi(k) itself is what K holds; the
     memory V is written with the code in its place. lr scales s in both.
 
+    Formula: $y_t = V_t\, \mathrm{softmax}(K_t q_t)$
+    $K_t = \mathrm{diag}(\alpha_t) K_{t-1} + \eta_t s_t k_t^\top,\quad V_t = V_{t-1} \mathrm{diag}(\alpha_t) + \eta_t
+    v_t s_t^\top,\quad s_t = \mathrm{write}_t \ \text{or } 1 - \alpha_t$
     Shapes: q, k `[B, T, H, P]`, s and r `[B, T, H, P]`; K `[B, H, P, P]`, its slots last, held as `keys`.
     VJP: that of two linear memories and a softmax.
     Cost: that of two memories, each with a retain per channel.

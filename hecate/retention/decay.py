@@ -31,6 +31,7 @@ class NoRetention(Retention):
 
     Nothing is forgotten except by being overwritten: linear attention, DeltaNet, TTT.
 
+    Formula: $M_t = M_{t-1} + D_t$
     Shapes: M, D `[N, ...]`.
     VJP: g_M = g_D = g.
     Traits: linear; takes no retain gate.
@@ -75,7 +76,7 @@ class Forgetting(Decaying):
 
 
 class Decay(Forgetting):
-    """decay: M' = retain M + D, or M0 + retain (M - M0) + D towards the start M0; retain in [0, 1] the kept fraction.
+    r"""decay: M' = retain M + D, or M0 + retain (M - M0) + D towards the start M0; retain in [0, 1] the kept fraction.
 
     A stored item halves every log(1/2)/log(retain) tokens. Per token and head as in Titans and gated DeltaNet (whose
     papers write 1 - alpha and alpha for it), or per phi channel as in GLA. `memory_scan` takes whatever gate it is
@@ -96,6 +97,8 @@ class Decay(Forgetting):
             gradient of a deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), can
             not be written after some 300 tokens at retain .99. [RET-START-D2]
 
+    Formula: $M_t = \alpha_t M_{t-1} + D_t$
+    $M_t = M_0 + \alpha_t (M_{t-1} - M_0) + D_t \quad \text{if towards the start}$
     Shapes: M, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
     VJP: g_M = retain g, g_D = g, g_retain = <g, M>; towards the start also g_M0 = (1 - retain) g, g_retain -= <g, M0>.
     Traits: linear.
@@ -143,12 +146,14 @@ class Decay(Forgetting):
 
 
 class L2(Forgetting):
-    """l2: M' = retain (M + D), or retain M + D if decoupled, with retain = 1/(1 + penalty).
+    r"""l2: M' = retain (M + D), or retain M + D if decoupled, with retain = 1/(1 + penalty).
 
     A local penalty holds the memory near the last one, a global one near 0; `penalty` is their ratio. The minimiser of
     both shrinks the write with the memory: coupled. Yaad shrinks the past alone, as decoupled weight decay does, which
     is `decay` by another parameter. A retain gate overrides the penalty token by token. `towards` is that of `decay`.
 
+    Formula: $M_t = \alpha_t (M_{t-1} + D_t),\quad \alpha_t = \frac{1}{1 + \mathrm{penalty}}$
+    $M_t = \alpha_t M_{t-1} + D_t \quad \text{if decoupled}$
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: coupled: g_M = g_D = retain g, g_retain = <g, M + D>; decoupled: as `decay`.
     Traits: linear if decoupled; coupled it scales D too, which the parallel form does not know; a weighted sum either
@@ -183,12 +188,14 @@ class L2(Forgetting):
 
 
 class ElasticNet(Decaying):
-    """elastic_net: M' = sign(X) max(|X| - threshold, 0) with X = retain M + D.
+    r"""elastic_net: M' = sign(X) max(|X| - threshold, 0) with X = retain M + D.
 
     Decay shrinks weights in proportion, the threshold by a constant: what is not written again becomes exactly 0 after
     finitely many tokens, and a write below the threshold leaves no trace on an empty memory. The exact minimiser of the
     linearised loss under both penalties.
 
+    Formula: $M_t = \mathrm{sign}(X) \odot \max(|X| - \lambda, 0),\quad X = \alpha_t M_{t-1} + D_t,\quad \lambda =
+    \mathrm{threshold}$
     Shapes: M, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: with L = 1[|X| > threshold]: g_D = L g, g_M = retain L g, g_retain = <L g, M>. At the threshold itself the
     weight is 0 and so is its derivative.

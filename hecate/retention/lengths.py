@@ -16,7 +16,7 @@ from hecate.variant import delegating, still_declared
 
 
 class Sphere(Decaying):
-    """sphere: M' = X / |X| with X = retain M + D - M (M.D), slot by slot.
+    r"""sphere: M' = X / |X| with X = retain M + D - M (M.D), slot by slot.
 
     A step along the sphere on which each slot lives: the part of D that would only lengthen it is dropped, and the rest
     turns it. Directions are kept, lengths are not: this is Lattice's update, where slots compete by angle.
@@ -24,6 +24,10 @@ class Sphere(Decaying):
     with, as large-chunk TTT's weights do. A slot is a column of a weight (one phi channel, as Lattice has it) or a row
     (one output); a weight with a single axis is one slot. The smaller retain, the further a step turns.
 
+    Formula: $m_{i,t} = \frac{x_i}{\Vert x_i \Vert},\quad x_i = \alpha_t m_i + d_i - m_i (m_i^\top d_i),\quad m_i =
+    m_{i,t-1}$
+    $m_{i,t} = \Vert m_i \Vert \frac{x_i}{\Vert x_i \Vert},\quad x_i = \alpha_t m_i + d_i \quad \text{if form is
+    divide}$
     Shapes: M, D `[N, V, P]`; retain `[N]` or `[N, P]`.
     VJP: with U = X/|X| and h = (g - U (U.g)) s/|X|, s = 1 or |M|: `tangent`: g_D = h - M (M.h), g_M = retain h - h
     (M.D) - D (M.h); `divide`: g_D = h, g_M = retain h + M (U.g)/|M|; g_retain = <h, M>.
@@ -105,13 +109,15 @@ class Sphere(Decaying):
 @delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
 @delegating("retention", "needs_weights", "centring")
 class NormCap(Retention):
-    """norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
+    r"""norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
 
     The memory is projected onto a ball after every step: as long as it fits, nothing happens; a memory that outgrows it
     is scaled down as a whole. Each weight of a deep memory has its own ball. Bounds what an undecayed or unstable
     memory can become. Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the
     projection is lazy, as in dual averaging, and bounds what predicts and is read while A keeps what it was told.
 
+    Formula: $M_t = X \min\left(1, \frac{\mathrm{norm}}{\Vert X \Vert_F}\right),\quad X = \mathrm{retention}(M_{t-1},
+    D_t)$
     Shapes: M, D `[N, ...]`; retain as the inner retention takes it.
     VJP: inside gX = g, beyond gX = (norm/|X|)(g - X <X, g>/|X|^2), then the inner VJP of gX. The border counts as
     inside.

@@ -52,6 +52,7 @@ class IdentityLink(Link):
 
     Mirror descent by the squared norm, which is plain decay.
 
+    Formula: $M = A$
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173). [RET-LINK-D1]
     """
 
@@ -66,11 +67,12 @@ class IdentityLink(Link):
 
 
 class SoftmaxLink(Link):
-    """softmax: M = scale softmax(A) along the last axis.
+    r"""softmax: M = scale softmax(A) along the last axis.
 
     Rows are distributions times `scale`: the gradient of the log-sum-exp, dual to the entropy. A constant per row of A
     is invisible.
 
+    Formula: $M = \mathrm{scale}\; \mathrm{softmax}(A)$
     VJP: scale s (g - s.g) with s = softmax(A).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora. [RET-LINK-D2]"""
 
@@ -88,11 +90,12 @@ class SoftmaxLink(Link):
 
 
 class SignedSoftmaxLink(Link):
-    """signed_softmax: M = scale sinh(A) / sum cosh(A) along the last axis.
+    r"""signed_softmax: M = scale sinh(A) / sum cosh(A) along the last axis.
 
     A positive and a negative bank that share one simplex: M = P - Q, where P and Q are proportional to exp(A) and
     exp(-A) and sum to `scale` together. What one bank is told the other is told with the opposite sign.
 
+    Formula: $M = \mathrm{scale}\, \frac{\sinh A}{\sum_j \cosh A_{\cdot j}}$
     VJP: scale (c g - s (s.g)) with c = cosh(A)/sum cosh(A), s = M/scale.
     References: Exponentiated Gradient versus Gradient Descent for Linear Predictors (Kivinen and Warmuth, 1997,
     Information and Computation 132). [RET-LINK-D3]
@@ -117,10 +120,11 @@ class SignedSoftmaxLink(Link):
 
 
 class SigmoidLink(Link):
-    """sigmoid: M = low + (high - low) sigmoid(A).
+    r"""sigmoid: M = low + (high - low) sigmoid(A).
 
     Every weight stays between two bounds.
 
+    Formula: $M = \mathrm{low} + (\mathrm{high} - \mathrm{low})\, \mathrm{sigmoid}(A)$
     VJP: (high - low) s (1 - s) g with s = sigmoid(A).
     References: It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Bregman divergence of the logit.
     [RET-LINK-D4]
@@ -143,13 +147,15 @@ class SigmoidLink(Link):
 
 
 class LqLink(Link):
-    """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = q/(q-1), or A / |A|_q^(q-2) as printed.
+    r"""lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with p = q/(q-1), or A / |A|_q^(q-2) as printed.
 
     `form="exact"` is the gradient of 1/2 |A|_p^2, dual to 1/2 |M|_q^2; its inverse, by which initial weights become a
     dual state, is the same with p and q exchanged. `form="paper"` is what MIRAS prints for Moneta, which leaves the
     power of the coordinates out and takes q for p. Norms are over all of a weight. Numbers below eps, and lengths, have
     the power's chord instead of the power: a finite slope at 0.
 
+    Formula: $M = \frac{\mathrm{sign}(A) \odot |A|^{p-1}}{\Vert A \Vert_p^{p-2}},\quad p = \frac{q}{q - 1}$
+    $M = \frac{A}{\Vert A \Vert_q^{q-2}} \quad \text{if form is paper}$
     VJP: that of the power per coordinate and of the length, one after the other.
     Warning: `paper` is degree 3 - q in A: beyond q = 3 more evidence makes a smaller memory, and A = 0 is a pole. Such
     memories start at n^(-1/q) in each of the n weights of a tensor, to which initial weights are added.
@@ -264,12 +270,13 @@ class MirrorRetention(Decaying):
 
 
 class Bregman(MirrorRetention):
-    """bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or lq.
+    r"""bregman: M = link(A), A' = retain A + D, link identity, softmax, signed_softmax, sigmoid or lq.
 
     The general form behind `kl`, `bounded` and `lq`: a Bregman divergence pulls the memory towards its past, and the
     link is the inverse of its potential's gradient. A subclass of `Link` is a link too: `memory`, and if wanted its VJP
     and where it starts.
 
+    Formula: $A_t = \alpha_t A_{t-1} + D_t,\quad M_t = \mathrm{link}(A_t)$
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`, of M the link's.
     Traits: carries A, whose steps are linear; M = A for the identity, which is `decay`; starts where the link says.
@@ -285,13 +292,15 @@ class Bregman(MirrorRetention):
 
 
 class KL(MirrorRetention):
-    """kl: M = scale softmax(A) along the last axis, A' = retain A + D.
+    r"""kl: M = scale softmax(A) along the last axis, A' = retain A + D.
 
     Every row of every weight stays a distribution times `scale`: what one feature gains the others lose, and the pull
     towards the past is a Kullback-Leibler divergence. Rows relax towards uniform as retain falls. Non-negative rows
     cannot answer an arbitrary value: `signed=True` gives each row a positive and a negative bank that share the scale,
     M = P - Q.
 
+    Formula: $A_t = \alpha_t A_{t-1} + D_t,\quad M_t = \mathrm{scale}\; \mathrm{softmax}(A_t)$
+    $M_t = \mathrm{scale}\, \frac{\sinh A_t}{\sum_j \cosh A_{t,\cdot j}} \quad \text{if signed}$
     Shapes: A, D `[N, ..., P]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`; of M the softmax's.
     Traits: carries the logits A, whose steps are linear and centred per row under a gate that rows share; starts at the
@@ -313,11 +322,14 @@ class KL(MirrorRetention):
 
 
 class Lq(MirrorRetention):
-    """lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with A' = retain A + D and p = q/(q-1).
+    r"""lq: M = sign(A) |A|^(p-1) / |A|_p^(p-2) with A' = retain A + D and p = q/(q-1).
 
     A sums the steps and the memory is the gradient of 1/2 |A|_p^2 at it. q > 2 evens weights out: at q = 4 they are
     cube roots of the evidence. `form="paper"` computes A / |A|_q^(q-2), as MIRAS prints it.
 
+    Formula: $A_t = \alpha_t A_{t-1} + D_t,\quad M_t = \frac{\mathrm{sign}(A_t) \odot |A_t|^{p-1}}{\Vert A_t
+    \Vert_p^{p-2}},\quad p = \frac{q}{q - 1}$
+    $M_t = \frac{A_t}{\Vert A_t \Vert_q^{q-2}} \quad \text{if form is paper}$
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`, of M the link's; the chord below eps has a kink at eps, which counts as beyond.
     Traits: carries A, whose steps are linear; M = A for q = 2, which is `decay`; starts where M is the initial weights,
@@ -338,11 +350,13 @@ class Lq(MirrorRetention):
 
 
 class Bounded(MirrorRetention):
-    """bounded: M = low + (high - low) sigmoid(A), A' = retain A + D.
+    r"""bounded: M = low + (high - low) sigmoid(A), A' = retain A + D.
 
     No write, however large, takes a weight out of its bounds; near them it moves less and less. Weights relax towards
     the middle as retain falls. MIRAS keeps them in (0, 1).
 
+    Formula: $A_t = \alpha_t A_{t-1} + D_t,\quad M_t = \mathrm{low} + (\mathrm{high} - \mathrm{low})\,
+    \mathrm{sigmoid}(A_t)$
     Shapes: A, D `[N, ...]`; retain `[N]` or `[N, P]`.
     VJP: of the step as `decay`; of M the sigmoid's.
     Traits: carries the logits A, whose steps are linear; starts at the initial weights as logits, so half-way between

@@ -514,11 +514,13 @@ class Difference(NamedTuple):
 
 
 class NamedRule(NamedTuple):
-    """A rule's configuration, where it comes from, and what sets its default layer apart from the published one."""
+    """A rule's configuration, where it comes from, what sets its default layer apart from the published one, and its
+    equations in LaTeX, one a line between dollars."""
 
     config: MemoryConfig
     paper: str
     differs: tuple[Difference, ...] = ()
+    equation: str = ""
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from hecate import readout, retention
 from hecate.activation import Tanh
@@ -31,6 +32,7 @@ from hecate.gating import (
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, Difference, MemoryConfig, NamedRule
+from hecate.rule.equations import EQUATIONS
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 _UNGATED = Heads(lr=False)  # every token is written with lr 1
@@ -512,5 +514,11 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         "descent; the printed objective ignores the gradient's sign",
     ),
 }
-for _name, _made in _LITERATURE.items():
-    RULES[_name] = _made
+
+
+def _with_equation(name: str) -> NamedRule:
+    return _LITERATURE[name]()._replace(equation=EQUATIONS[name])
+
+
+for _name in _LITERATURE:
+    RULES[_name] = partial(_with_equation, _name)

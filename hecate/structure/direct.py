@@ -22,12 +22,13 @@ _SILU = SiLU()
 
 
 class Vector(Structure):
-    """vector: pred = w * p, coordinate by coordinate, w in R^P.
+    r"""vector: pred = w * p, coordinate by coordinate, w in R^P.
 
     The diagonal memory: P independent memories of one number, with P parameters of state where a matrix has P^2. It
     cannot move anything between coordinates, so phi(k) and v must be equally wide. It starts at zero, from where
     gradients flow because the inner gradient u * p does not vanish with w.
 
+    Formula: $f(w, p) = w \odot p,\quad G = u \odot p$
     Shapes: w `[N, P]`, p and u `[N, P]`.
     VJP: predict: g_w = u * p, g_p = w * u. Pullback G = u * p: g_u = C * p, g_p = C * u, g_w = 0.
     Traits: linear, diagonal.
@@ -64,13 +65,16 @@ class Vector(Structure):
 
 
 class Slots(Structure):
-    """slots: pred = sum_i p_i s_i / |s_i|, one slot s_i for each coordinate of phi.
+    r"""slots: pred = sum_i p_i s_i / |s_i|, one slot s_i for each coordinate of phi.
 
     A matrix whose columns are read by direction: phi says how much of each slot a key asks for. The gradient by a slot
     is orthogonal to it, p_i (u - n_i (n_i.u)) / |s_i| with n_i = s_i / |s_i|: a write turns slots instead of growing
     them. With retention `sphere` every slot also stays on its sphere, which is Lattice's memory. |s| is sqrt(s.s +
     eps^2), eps = 1e-6.
 
+    Formula: $f(M, p) = \sum_i p_i n_i,\quad n_i = \frac{s_i}{\sqrt{\Vert s_i \Vert^2 + \varepsilon^2}},\quad M = [s_1,
+    \ldots, s_P]$
+    $G_i = \frac{p_i}{\sqrt{\Vert s_i \Vert^2 + \varepsilon^2}} \left(u - n_i (n_i^\top u)\right)$
     Shapes: weight `[N, V, P]`, p `[N, P]`, u `[N, V]`.
     VJP: with c_i the cotangent of G_i, b_i = c_i.u - (c_i.n_i)(n_i.u) and w_i = p_i / |s_i|: g_p = b_i / |s_i|, g_u =
     sum_i w_i (c_i - n_i (c_i.n_i)), g_s from both n_i and |s_i|.
@@ -122,13 +126,17 @@ def _across(unit: Tensor, slots: Tensor) -> Tensor:
 
 
 class TwoPass(Structure):
-    """two_pass: y = W_v f(W_k w), phi = [w; a], written so that f(W_k w) -> a and W_v a -> v.
+    r"""two_pass: y = W_v f(W_k w), phi = [w; a], written so that f(W_k w) -> a and W_v a -> v.
 
     A bounded memory of `codes` slots: the key memory W_k learns to answer a key w with its code a, the value memory W_v
     to answer the code with the value. The last `codes` coordinates of phi(k) are the code that the model gives its
     token; those of phi(q) are not looked at. The key pass descends |f(W_k w) - a|^2 / 2 through f, the value pass the
     bias at W_v a.
 
+    Formula: $y = W_v\, \psi(W_k w_q),\quad \phi(k) = [w, a],\quad \psi(z) = \frac{\mathrm{silu}(z)}{\sqrt{\Vert
+    \mathrm{silu}(z) \Vert^2 + 10^{-6}}} \ \text{by default}$
+    $G_k = J^\top (\psi(W_k w) - a)\, w^\top,\quad G_v = u\, a^\top,\quad J = \frac{\partial \psi}{\partial z},\quad
+    \hat v = W_v a$
     Shapes: w_key `[N, codes, P - codes]`, w_value `[N, V, codes]`, p `[N, P]`.
     VJP: by torch.func; at z = 0 the length of silu(z) counts as 1.
     Cost: 2 codes (P + V) per read, three times that per write.

@@ -88,7 +88,7 @@ def _products_vjp(d: Memory, h: Memory, cotangents: Memory) -> tuple[list[Tensor
 
 
 class Matrix(Layered):
-    """matrix: pred = M p, M in R^(V x P).
+    r"""matrix: pred = M p, M in R^(V x P).
 
     The linear associative memory of linear attention, DeltaNet and Titans with one layer. It starts at zero, from where
     gradients flow at once because the inner gradient u p^T does not vanish with M.
@@ -97,6 +97,8 @@ class Matrix(Layered):
     and the answer to a query is M^T phi(q). What decays per channel are its columns, one for each value channel, by the
     gate retain_value; writes stay bounded where lr |v|^2 does, so values are to have unit length. [STR-MATRIX-D2]
 
+    Formula: $f(M, p) = M p,\quad G = u\, p^\top$
+    $\hat p = M v,\quad y = M^\top \phi(q) \quad \text{if it learns keys}$
     Shapes: M `[N, V, P]`, p `[N, P]`, u `[N, V]`; `learns="key"`: M `[N, P, V]`, p `[N, V]`, u `[N, P]`.
     VJP: predict: g_M = u p^T, g_p = M^T u. Pullback G = u p^T: g_u = C p, g_p = C^T u, g_M = 0.
     Traits: linear; transposed instead with `learns="key"`.
@@ -129,7 +131,7 @@ class Matrix(Layered):
 
 
 class MLP(Layered):
-    """mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), normalised if norm, plus p if residual.
+    r"""mlp: pred = W_L act(W_(L-1) ... act(W_1 p)), normalised if norm, plus p if residual.
 
     The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
     The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
@@ -139,6 +141,10 @@ class MLP(Layered):
     `tanh` without bias is odd, f(-p) = -f(p): it learns odd maps fastest and even ones not at all; for these take gelu
     and bias. [STR-MLP-D2]
 
+    Formula: $f(M, p) = W_L\, \mathrm{act}(W_{L-1} \cdots \mathrm{act}(W_1 p + b_1) \cdots + b_{L-1}) + b_L,\quad b_i =
+    0 \ \text{without bias}$
+    $f(M, p) \leftarrow \mathrm{LN}(f(M, p)) \ \text{if norm is layer},\quad f(M, p) \leftarrow p + f(M, p) \ \text{if
+    residual}$
     Shapes: W_1 `[N, E, P]`, W_i `[N, E, E]`, W_L `[N, V, E]`, b_i `[N, width, 1]`, p `[N, P]`, u `[N, V]`.
     VJP: predict: backpropagation. Pullback G_i = d_i h_(i-1)^T with d_(i-1) = act'(z_(i-1)) W_i^T d_i: the reverse of
     both passes, with the activation's second derivative.
@@ -196,11 +202,12 @@ class MLP(Layered):
 
 
 class GatedMLP(Layered):
-    """gated_mlp: pred = W_2 (act(W_1 p) * (W_3 p)).
+    r"""gated_mlp: pred = W_2 (act(W_1 p) * (W_3 p)).
 
     SwiGLU with silu: the fast weights of large-chunk test-time training, without biases. Hidden width is `expansion`
     times the larger of the input and output widths.
 
+    Formula: $f(M, p) = W_2 \left(\mathrm{act}(W_1 p) \odot (W_3 p)\right)$
     Shapes: W_1, W_3 `[N, E, P]`, W_2 `[N, V, E]`, p `[N, P]`, u `[N, V]`.
     VJP: predict: backpropagation. Pullback, a = W_1 p, b = W_3 p, h = act(a) * b, e = W_2^T u: G_2 = u h^T, G_1 = (e b
     act'(a)) p^T, G_3 = (e act(a)) p^T: the reverse of both passes, with the activation's second derivative.

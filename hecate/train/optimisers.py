@@ -20,11 +20,13 @@ from hecate.variant import Conflicts
 
 
 class AdamW(OptimizerKind):
-    """adamw: w <- (1 - lr weight_decay) w - lr m^ / (sqrt(v^) + eps).
+    r"""adamw: w <- (1 - lr weight_decay) w - lr m^ / (sqrt(v^) + eps).
 
     m and v average gradients and their squares at the rates `betas`; ^ divides by 1 - beta^t. On a CPU torch's fused
     form steps, in a quarter of the time.
 
+    Formula: $m_t = \beta_1 m_{t-1} + (1 - \beta_1) g_t,\quad v_t = \beta_2 v_{t-1} + (1 - \beta_2) g_t^2$
+    $w_t = (1 - \eta \lambda) w_{t-1} - \eta\, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^t)} + \varepsilon}$
     References: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, arXiv 1711.05101. [TRAIN-OPTIM-D1]
     """
 
@@ -41,10 +43,11 @@ class AdamW(OptimizerKind):
 
 
 class SGD(OptimizerKind):
-    """sgd: m <- momentum m + g + weight_decay w, w <- w - lr m.
+    r"""sgd: m <- momentum m + g + weight_decay w, w <- w - lr m.
 
     `torch.optim.SGD`, whose decay passes through the momentum. `nesterov` moves by g + momentum m.
 
+    Formula: $m_t = \mu m_{t-1} + g_t + \lambda w_{t-1},\quad w_t = w_{t-1} - \eta m_t$
     References: B. Polyak, Some methods of speeding up the convergence of iteration methods, 1964. [TRAIN-OPTIM-D2]
     """
 
@@ -75,11 +78,13 @@ class PartialKind(OptimizerKind):
 
 
 class DGD(PartialKind, optim.DGD.Options):
-    """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
+    r"""dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
     `hecate.optim.DGD`, attached to the model, for the weights of Linear layers that nothing else uses, but for the
     output layer; `fallback` is what it documents for others, plain descent. Samples follow clipping.
 
+    Formula: $w_t = w_{t-1} \left((1 - \eta \lambda) I - c\, x x^\top\right) - c\, g x^\top,\quad c = \frac{\eta}{1 +
+    \eta \Vert x \Vert^2}$
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 57. [TRAIN-OPTIM-D6]
     """
 
@@ -128,10 +133,13 @@ class MatrixKind(PartialKind):
 
 
 class M3(MatrixKind, optim.M3.Options):
-    """m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
+    r"""m3: w <- (1 - lr weight_decay) w - lr a (NS(m1) + slow NS(m2)), m2 moved once a slow_period.
 
     `hecate.optim.M3`, which says what its options mean, for what `MatrixKind` trains.
 
+    Formula: $m_t = \mu m_{t-1} + (1 - \mu) g_t,\quad n_T = \mu_s n_{T-1} + (1 - \mu_s)\, \mathrm{mean}(g) \ \text{once
+    a slow period}$
+    $w_t = (1 - \eta \lambda) w_{t-1} - \eta\, a \left(\mathrm{NS}(m_t) + \mathrm{slow}\, \mathrm{NS}(n_T)\right)$
     References: Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Algorithm 1. [TRAIN-OPTIM-D3]
     """
 
@@ -140,10 +148,12 @@ class M3(MatrixKind, optim.M3.Options):
 
 
 class Muon(MatrixKind, optim.Muon.Options):
-    """muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
+    r"""muon: m <- momentum m + (1 - momentum) g, w <- (1 - lr weight_decay) w - lr a NS(u).
 
     `hecate.optim.Muon`, which says what its options mean, for what `MatrixKind` trains.
 
+    Formula: $m_t = \mu m_{t-1} + (1 - \mu) g_t,\quad w_t = (1 - \eta \lambda) w_{t-1} - \eta\, a\, \mathrm{NS}(\mu m_t
+    + (1 - \mu) g_t)$
     References: Muon (Jordan et al., 2024); Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), eq. 42.
     [TRAIN-OPTIM-D3]
     """

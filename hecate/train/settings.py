@@ -113,7 +113,7 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
         _known(family, name, RULES)
         config = dump_yaml({"memory": short(RULES[name].config)})
         text = textwrap.fill(f"{name}: {RULES[name].text}", 100)
-        return f"{text}\n\n{config}".rstrip(), None, f"hecate train mqar-{name}"
+        return f"{text}\n\n{RULES[name].equation}\n\n{config}".rstrip(), None, f"hecate train mqar-{name}"
     if family == "engines":
         _known(family, name, Engine.registry)
         return inspect.getdoc(type(Engine.registry[name])) or name, None, "hecate show quickstart --engine"
