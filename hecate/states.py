@@ -53,6 +53,7 @@ class State:
             raise ConfigError(f"{cls.__name__} must be `class {cls.__name__}(State, F)`, F a NamedTuple, with slots ()")
         _KINDS[cls.__name__] = cls
         torch.serialization.add_safe_globals([cls])
+        pytree._register_namedtuple(cls, serialized_type_name=f"hecate.{cls.__name__}")  # in files of torch.export
 
     @property
     def bytes(self) -> int:

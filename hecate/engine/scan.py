@@ -16,6 +16,7 @@ from hecate.engine import nonfinite
 from hecate.engine.arguments import check_config, check_mask, check_tokens
 from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
+from hecate.engine.exported import exported_scan, exporting, runs
 from hecate.engine.flops import counted, counters, hidden, scan_flops
 from hecate.engine.one_token import keep_program, one_by_one, short_way
 from hecate.engine.readout import read_through
@@ -90,6 +91,11 @@ def memory_scan(
 
     Warns (`LayoutWarning`) where q looks like `[B, H, T, D]` and nothing tells: see `hecate.checks.warn_if_turned`.
     """
+    if exporting(q):
+        return exported_scan(
+            config, q, k, v, gates, phi_params=phi_params, state=state, initial=initial, write_mask=write_mask,
+            reset_mask=reset_mask, cu_seqlens=cu_seqlens, engine=engine, autodiff=autodiff, tape=tape, name=name,
+        )  # fmt: skip
     plain = write_mask is reset_mask is cu_seqlens is None and tape is None
     plain = plain and engine == "auto" and autodiff in _AUTODIFFS
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
@@ -111,6 +117,7 @@ def memory_scan(
     return y, new
 
 
+@runs
 def whole_scan(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, **given: Any) -> Any:
     """`memory_scan` with every check, by one of the engines, for any number of tokens."""
     seen = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
