@@ -23,7 +23,7 @@ FLOORS = [
     {"distributed"},
     {"nn", "cms", "optim"},
     {"data", "models"},
-    {"cli", "data_cli", "train", "hf", "microscope", "evals", "compare", "serve", "serve_cli", "__main__"},
+    {"cli", "data_cli", "train", "hf", "microscope", "evals", "compare", "serve", "serve_cli", "onnx", "__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
@@ -49,6 +49,9 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("cms", "nn"),
     ("cli", "data_cli"),
     ("cli", "hf"),
+    ("cli", "onnx"),
+    ("onnx", "hf"),
+    ("onnx", "train"),
     ("cli", "train"),
     ("data_cli", "train"),
     ("cli", "microscope"),

@@ -12,6 +12,7 @@ from hecate.engine.call import Call, Inputs, Plan, complete, numbered
 from hecate.engine.chunk import predict
 from hecate.engine.cpu import load_kernels, padded, share_out
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
+from hecate.engine.exported import as_loop, scan_answers, scan_arguments
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.one_token import short_way
@@ -37,6 +38,7 @@ __all__ = [
     "Plan",
     "Stepper",
     "TokenEngine",
+    "as_loop",
     "as_plain",
     "check_exact",
     "check_mask",
@@ -62,6 +64,8 @@ __all__ = [
     "padded",
     "predict",
     "reach",
+    "scan_answers",
+    "scan_arguments",
     "share_out",
     "short_way",
     "stepper",

@@ -29,10 +29,9 @@ pytree._register_namedtuple(Gates, serialized_type_name="hecate.Gates")
 
 
 def exporting(q: Any) -> bool:
-    """True while torch.export traces, but for single tokens, whose few operations it may see."""
-    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling() or not isinstance(q, Tensor):
-        return False
-    return q.dim() == 4 and not (type(q.shape[1]) is int and q.shape[1] == 1)
+    """True while torch.export traces."""
+    there = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return there and isinstance(q, Tensor) and q.dim() == 4
 
 
 def runs(scan: Scanner) -> Scanner:
@@ -64,7 +63,7 @@ def exported_scan(
     return _built(call, tensors, memory_scan_operator(call, tensors))
 
 
-def arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, str]]:
+def scan_arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, str]]:
     """The config, the arguments by name, and engine, autodiff and name of a call of the operator."""
     told, rest = json.loads(call), iter(tensors)
     leaves = [next(rest) if number is None else number[0] for number in told["numbers"]]
@@ -72,14 +71,15 @@ def arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[
     return config_of(told["config"]), tree, told["how"]
 
 
-def _answers(y: Tensor, state: MemoryState) -> list[Tensor]:
+def scan_answers(y: Tensor, state: MemoryState) -> list[Tensor]:
+    """Outputs of the operator: y and the state's tensors, in order."""
     return [leaf for leaf in pytree.tree_leaves((y, state)) if isinstance(leaf, Tensor)]
 
 
 def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
     """y and the state after one token of one sequence, the form of every call; in a thread, of which nobody traces
     anything."""
-    config, tree, _ = arguments(call, tensors)
+    config, tree, _ = scan_arguments(call, tensors)
     weights = config.structure.shapes(config.feature_map.output_dim(tree["k"].shape[-1]), tree["v"].shape[-1])
 
     def few(path: Any, x: Any) -> Any:
@@ -109,16 +109,16 @@ def _built(call: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> t
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
 def memory_scan_operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """y and the tensors of the state."""
-    config, tree, how = arguments(call, tensors)
+    config, tree, how = scan_arguments(call, tensors)
     own = {item.untyped_storage().data_ptr() for item in tensors}
-    found = _answers(*_SCANS[0](config, **tree, **how))
+    found = scan_answers(*_SCANS[0](config, **tree, **how))
     return [item.clone() if item.untyped_storage().data_ptr() in own else item.contiguous() for item in found]
 
 
 @memory_scan_operator.register_fake
 def _(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    q = arguments(call, tensors)[1]["q"]
-    y, *state = _answers(*_first(call, tensors))
+    q = scan_arguments(call, tensors)[1]["q"]
+    y, *state = scan_answers(*_first(call, tensors))
     shapes = [(y, (*q.shape[:2], *y.shape[2:])), *((x, (*q.shape[:1], *x.shape[1:])) for x in state)]
     return [q.new_empty(shape, dtype=like.dtype) for like, shape in shapes]
 
@@ -126,11 +126,11 @@ def _(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("hecate::memory_scan_backward", mutates_args=())
 def _backward_operator(call: str, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
     """Cotangents of the tensors, zero-sized for whole numbers and flags; the forward pass runs once more."""
-    config, tree, how = arguments(call, tensors)
+    config, tree, how = scan_arguments(call, tensors)
     with recorded(), torch.enable_grad():
         own = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
-        config, tree, how = arguments(call, own)
-        found = _answers(*_SCANS[0](config, **tree, **how))
+        config, tree, how = scan_arguments(call, own)
+        found = scan_answers(*_SCANS[0](config, **tree, **how))
         pairs = [(y, g) for y, g in zip(found, cotangents, strict=True) if g is not None and y.requires_grad]
         moving = [item for item in own if item.requires_grad]
         ys, gs = zip(*pairs, strict=True)
@@ -160,11 +160,11 @@ memory_scan_operator.register_autograd(_backward, setup_context=_setup)
 def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The operator as `torch.ops.higher_order.scan` of the program of one token, for runtimes without it.
     [ENG-EXPORT-D2]"""
-    config, tree, _ = arguments(call, tensors)
+    config, tree, _ = scan_arguments(call, tensors)
     timed = {name: tree.pop(name) for name in ("q", "k", "v", *_TIMED)}
     state = tree.pop("state")
     each, each_spec = pytree.tree_flatten(timed)
-    rows = [item.transpose(0, 1) for item in each if isinstance(item, Tensor)]
+    rows = [item.transpose(0, 1).contiguous() for item in each if isinstance(item, Tensor)]
     fixed, fixed_spec = pytree.tree_flatten(tree)
     further = [item for item in fixed if isinstance(item, Tensor)]
 
@@ -187,15 +187,18 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         before, rest = given[: len(start)], given[len(start) :]
         tokens, own = rest[: len(rows)], rest[len(rows) :]
         y, after = one(list(tokens), filled(held, held_spec, before), own)
-        return [*(item.clone() for item in _answers(y, after)[1:]), y.squeeze(1)]
+        return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
+    if type(rows[0].shape[0]) is int and rows[0].shape[0] == 1:
+        *after, y = step(*start, *(item[0] for item in rows), *further)
+        return [y.unsqueeze(1), *after]
     found = torch.ops.higher_order.scan(step, start, rows, tuple(further))
     return [found[-1].transpose(0, 1), *found[:-1]]
 
 
 def _begun(call: str, tensors: Sequence[Tensor]) -> MemoryState:
     """The state ahead of the first token: that after one that is not written."""
-    config, tree, _ = arguments(call, tensors)
+    config, tree, _ = scan_arguments(call, tensors)
     q = tree["q"]
     given = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
     given |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}
