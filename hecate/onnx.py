@@ -225,14 +225,17 @@ def _operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     config, tree, _ = scan_arguments(call, tensors)
     rule = update_rule(config)
     masked = tree["write_mask"] is not None or tree["reset_mask"] is not None
-    if rule is None or masked or any(gate is not None for gate in (tree["gates"] or ())[3:]):
+    # A write that does not look at the memory has one key, `write * phi(k)`, whatever would erase.
+    others = () if tree["gates"] is None else tree["gates"][5 if config.forms.target else 3 :]
+    if rule is None or masked or any(gate is not None for gate in others):
         return as_loop(call, tensors)
     asked = Call.of(config, **tree)
     tokens = to_tokens(config, asked.inputs, asked.params, asked.plan.dtype, execute)
     (_, carry), (batch, length, heads, _) = asked.memories[0], tree["k"].shape
     weight = carry.memory[0].unflatten(0, (batch, heads)).mT.contiguous()  # [B, H, P, V]
     v = tokens.v if "delta" in rule else tokens.v * tokens.lr.unsqueeze(-1)
-    given: list[Tensor | None] = [tokens.phi_q.flatten(2), tokens.phi_k.flatten(2), v.flatten(2), weight]
+    key = tokens.phi_k if tokens.phi_w is None else tokens.phi_w
+    given: list[Tensor | None] = [tokens.phi_q.flatten(2), key.flatten(2), v.flatten(2), weight]
     given.append(tokens.retain.log().flatten(2) if "gated" in rule else None)
     if "delta" in rule:
         given.append(tokens.lr)
