@@ -8,7 +8,7 @@ not know the operator, get `as_loop` in its place: torch's own scan of the progr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -18,12 +18,11 @@ from torch.utils import _pytree as pytree
 
 from hecate.engine.arguments import document_starts
 from hecate.engine.triton.ops import config_of, recorded
+from hecate.engine.whole import whole_scan
 from hecate.errors import ConfigError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 
-Scanner = Callable[..., tuple[Tensor, MemoryState]]
 _TIMED = ("gates", "write_mask", "reset_mask")  # [B, T, ...], beside q, k and v
-_SCANS: list[Scanner] = []  # `memory_scan`, which stands above this file
 
 pytree._register_namedtuple(Gates, serialized_type_name="hecate.Gates")
 
@@ -32,12 +31,6 @@ def exporting(q: Any) -> bool:
     """True while torch.export traces."""
     there = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     return there and isinstance(q, Tensor) and q.dim() == 4
-
-
-def runs(scan: Scanner) -> Scanner:
-    """Makes a scan that which the operator runs."""
-    _SCANS[:] = [scan]
-    return scan
 
 
 def exported_scan(
@@ -63,7 +56,7 @@ def exported_scan(
     return _built(call, tensors, memory_scan_operator(call, tensors))
 
 
-def scan_arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, str]]:
+def scan_arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, Any]]:
     """The config, the arguments by name, and engine, autodiff and name of a call of the operator."""
     told, rest = json.loads(call), iter(tensors)
     leaves = [next(rest) if number is None else number[0] for number in told["numbers"]]
@@ -92,7 +85,7 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
 
     def answers() -> tuple[Tensor, MemoryState]:
         given = pytree.tree_map_with_path(few, tree)
-        return _SCANS[0](config.model_copy(update={"on_nonfinite": "propagate"}), **given, engine="sequential")
+        return whole_scan(config.model_copy(update={"on_nonfinite": "propagate"}), **given, engine="sequential")
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(answers).result()
@@ -111,7 +104,7 @@ def memory_scan_operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """y and the tensors of the state."""
     config, tree, how = scan_arguments(call, tensors)
     own = {item.untyped_storage().data_ptr() for item in tensors}
-    found = scan_answers(*_SCANS[0](config, **tree, **how))
+    found = scan_answers(*whole_scan(config, **tree, **how))
     return [item.clone() if item.untyped_storage().data_ptr() in own else item.contiguous() for item in found]
 
 
@@ -130,7 +123,7 @@ def _backward_operator(call: str, tensors: Sequence[Tensor], cotangents: Sequenc
     with recorded(), torch.enable_grad():
         own = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
         config, tree, how = scan_arguments(call, own)
-        found = scan_answers(*_SCANS[0](config, **tree, **how))
+        found = scan_answers(*whole_scan(config, **tree, **how))
         pairs = [(y, g) for y, g in zip(found, cotangents, strict=True) if g is not None and y.requires_grad]
         moving = [item for item in own if item.requires_grad]
         ys, gs = zip(*pairs, strict=True)
@@ -174,7 +167,7 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     def one(tokens: list[Tensor], held: Any, own: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
         given = filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
-        return _SCANS[0](
+        return whole_scan(
             config, **given, **filled(fixed, fixed_spec, own), state=held, engine="sequential", autodiff="torch"
         )
 
@@ -203,4 +196,4 @@ def _begun(call: str, tensors: Sequence[Tensor]) -> MemoryState:
     given = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
     given |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}
     rest = {name: tree[name] for name in ("phi_params", "initial")}
-    return _SCANS[0](config, **given, **rest, engine="sequential", autodiff="torch")[1]
+    return whole_scan(config, **given, **rest, engine="sequential", autodiff="torch")[1]
