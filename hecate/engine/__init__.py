@@ -12,11 +12,19 @@ from hecate.engine.call import Call, Inputs, Plan, complete, numbered
 from hecate.engine.chunk import predict
 from hecate.engine.cpu import load_kernels, padded, share_out
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
-from hecate.engine.exported import as_loop, scan_answers, scan_arguments
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.one_token import short_way
-from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
+from hecate.engine.scan import (
+    Stepper,
+    as_loop,
+    memory_features,
+    memory_scan,
+    memory_step,
+    scan_answers,
+    scan_arguments,
+    stepper,
+)
 from hecate.engine.tokens import CONCAT, counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
 from hecate.engine.writes import one_write_each

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from hecate.engine import flops, memory_scan, memory_step
-from hecate.engine.whole import _scan
+from hecate.engine.scan import _scan
 from hecate.nn import Memory
 from hecate.rule import Gates, MemoryConfig, named_rule
 

@@ -12,7 +12,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from hecate.engine import memory_scan
-from hecate.engine.exported import as_loop, memory_scan_operator
+from hecate.engine.scan import as_loop, memory_scan_operator
 from hecate.errors import ConfigError
 from hecate.models import LanguageModel
 from hecate.nn import Memory
