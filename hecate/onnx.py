@@ -26,6 +26,7 @@ from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
 from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
 from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
 from hecate.models import LanguageModel
+from hecate.nn.memory import rule_repr
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Matrix
@@ -127,7 +128,8 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
         error = max(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
     if not error <= TOLERANCE:
         raise ConfigError(
-            f"ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest; report the rule"
+            f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
+            f"{TOLERANCE:g} is allowed; serve it from torch"
         )
     with refusing(f"write {out}", "choose another --out"), by_library():
         make_folder(out.parent)
@@ -137,6 +139,15 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
             for path in beside:
                 write_file(folder / path.name, read_whole(path))
     return Exported(out, len(whole.graph.node), len(step.graph.node), error)
+
+
+def _title(model: nn.Module) -> str:
+    """A model by its class and its rule."""
+    config = getattr(model, "config", None)
+    rule = getattr(config, "memory", config)
+    if not isinstance(rule, MemoryConfig):
+        return type(model).__name__
+    return f"{type(model).__name__} of {rule_repr(rule)}, readout={rule.readout.kind}"
 
 
 def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
@@ -184,7 +195,7 @@ def _converted(
         raise
     except Exception as error:  # torch's converter raises what it likes
         said = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"{type(own.model).__name__} does not convert to ONNX: {said}") from None
+        raise ConfigError(f"{_title(own.model)} does not convert to ONNX: {said}") from None
     made = found.model_proto  # type: ignore[union-attr]
     if any(node.domain == _OWN for node in made.graph.node):
         for node in made.graph.node:
