@@ -454,32 +454,44 @@ def generate(
 
 @_command(
     "export",
-    short_help="A run's weights for other programs.",
-    epilog="Examples: hecate export runs/quickstart --to safetensors --out weights | hecate export runs/mine --to hf",
+    short_help="A run's weights or model for other programs.",
+    epilog="Examples: hecate export runs/quickstart --to safetensors --out weights | hecate export runs/mine --to hf | "
+    "hecate export runs/mine --to onnx",
 )
 def export_(
     run: _Run,
-    to: Annotated[str, typer.Option(help="safetensors, torch, dcp, or hf: a model of transformers.")] = "safetensors",
+    to: Annotated[str, typer.Option(help="safetensors, torch, dcp, hf (transformers) or onnx.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
     checkpoint: _Which = "best",
 ) -> None:
     """Write the weights of a run, or of a checkpoint folder, and its config into a new folder; with --to hf the model
-    and its tokenizer as transformers loads them once hecate.hf is imported."""
+    and its tokenizer as transformers loads them once hecate.hf is imported; with --to onnx the model of a run, or of a
+    folder of --to hf, as files of ONNX: a sequence, and one token from a state."""
     out = out or run.with_name(f"{run.name}-{to}")
     if to == "hf":
-        _export_hf(run, out, checkpoint)
-        return
+        return _export_hf(run, out, checkpoint)
+    if to == "onnx":
+        return _export_onnx(run, out, checkpoint)
     from hecate.checks import expect_choice
     from hecate.train.export import FORMATS, export_weights
 
-    expect_choice(to, "--to", (*FORMATS, "hf"))
+    expect_choice(to, "--to", (*FORMATS, "hf", "onnx"))
     written = export_weights(run, to, out, checkpoint)
     with afterwards():
         echo(str(written))
 
 
-def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
+def _export_onnx(run: Path, out: Path, checkpoint: str) -> None:
+    try:
+        from hecate.onnx import export_folder
+    except ImportError as error:
+        raise ConfigError(f"--to onnx: {error}") from None
+    found = export_folder(run, out, checkpoint)
+    with afterwards():
+        echo(f"{found.folder}: {found.step_nodes} nodes a token, within {found.error:.0e} of torch")
 
+
+def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
     try:
         from hecate.hf.export import export_run
     except ImportError as error:

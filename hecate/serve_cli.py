@@ -25,6 +25,9 @@ def serve(
         help="Folder that states of shared beginnings are read from and, at the end, written to.",
     )] = None,
     prefix_mib: Annotated[int, typer.Option(min=0, max=1 << 20, help="Room for these states, in MiB.")] = 256,
+    parked_dtype: Annotated[str | None, typer.Option(
+        help="float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear it.",
+    )] = None,
     max_batch: Annotated[int, typer.Option(min=1, max=256, help="Requests at once, a power of two.")] = 16,
     max_queue: Annotated[int, typer.Option(min=1, max=1 << 16, help="Requests that may wait.")] = 64,
     name: Annotated[str | None, typer.Option(help="The model's for clients; that of the folder if left out.")] = None,
@@ -43,8 +46,10 @@ def serve(
     server.check_host(host, key)
     model, texts = _exported(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
     mark = states.fingerprint(model)
-    tree = PrefixCache.open(prefixes, prefix_mib << 20, model=mark) if prefixes else PrefixCache(prefix_mib << 20)
-    kept = None if memories is None else Memories(memories, mark)
+    how: dict[str, Any] = {"parked_dtype": parked_dtype}
+    room = prefix_mib << 20
+    tree = PrefixCache.open(prefixes, room, model=mark, **how) if prefixes else PrefixCache(room, model=mark, **how)
+    kept = None if memories is None else Memories(memories, mark, **how)
     scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept)
     name = name or folder.resolve().name
     echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))

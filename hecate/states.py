@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -53,6 +53,7 @@ class State:
             raise ConfigError(f"{cls.__name__} must be `class {cls.__name__}(State, F)`, F a NamedTuple, with slots ()")
         _KINDS[cls.__name__] = cls
         torch.serialization.add_safe_globals([cls])
+        pytree._register_namedtuple(cls, serialized_type_name=f"hecate.{cls.__name__}")  # in files of torch.export
 
     @property
     def bytes(self) -> int:
@@ -91,6 +92,23 @@ class State:
         if not isinstance(found, cls):
             raise CheckpointError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}; load it as what it is")
         return found
+
+
+class _ParkedFields(NamedTuple):
+    state: Any
+    scales: tuple[Tensor | None, ...]
+
+
+class Parked(State, _ParkedFields):
+    """A state in half its bytes or fewer, to be kept between calls: see `park`.
+
+    Fields:
+        state: the tree, its large tensors in float16.
+        scales: for every leaf of it the factor `[]` that leads back, in the dtype to lead back to; None where it is as
+            it was.
+    """
+
+    __slots__ = ()
 
 
 def bytes_of(state: Any) -> int:
@@ -132,6 +150,37 @@ def to(state: Tree, *where: torch.device | str | torch.dtype) -> Tree:
         return tree if inner == [tree] else pytree.tree_unflatten([moved(item, wide) for item in inner], spec)
 
     return moved(state, False)
+
+
+def park(state: Any) -> Parked:
+    """The state to be kept: tensors of more than two axes in float16, as multiples of a power of two by which the
+    largest of each lies below 2^15; the others, such as a length per head, as they are. [STATE-PARK-D1]
+
+    Numbers move by at most 2^-11 of themselves, or 2^-39 of the largest in their tensor if that is more; none
+    overflows. Compute with what `unpark` gives."""
+    if isinstance(state, Parked):
+        return clone(state)
+    flat, spec = pytree.tree_flatten(clone(state))
+    scales: list[Tensor | None] = [None] * len(flat)
+    for place, item in enumerate(flat):
+        if isinstance(item, Tensor) and item.dim() > 2 and item.is_floating_point() and item.itemsize > 2:
+            largest = torch.where(item.isfinite(), item, 0).abs().amax() if item.numel() else item.new_zeros(())
+            power = torch.frexp(largest).exponent.clamp(min=-100) - 15  # what is not finite stays so
+            scale = scales[place] = torch.ldexp(torch.ones_like(largest), power)
+            flat[place] = (item / scale).half()
+    return Parked(pytree.tree_unflatten(flat, spec), tuple(scales))
+
+
+def unpark(state: Any) -> Any:
+    """The state that was parked, in the dtypes that it had, with storage of its own; a copy of one that was not.
+    [STATE-PARK-D1]"""
+    if not isinstance(state, Parked):
+        return clone(state)
+    flat, spec = pytree.tree_flatten(clone(state.state))
+    if len(flat) != len(state.scales):
+        raise CheckpointError(f"a parked state has a scale for each of {len(flat)} leaves, got {len(state.scales)}")
+    pairs = zip(flat, state.scales, strict=True)
+    return pytree.tree_unflatten([x if scale is None else x.to(scale.dtype) * scale for x, scale in pairs], spec)
 
 
 def rows(state: Tree, which: Rows) -> Tree:

@@ -121,8 +121,8 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
          "structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
         (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
          "retention, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
-        (("export", "gone", "--to", "onnx"), 2,
-         "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf'), got 'onnx'"),
+        (("export", "gone", "--to", "gguf"), 2,
+         "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf', 'onnx'), got 'gguf'"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
-from hecate.nn.arguments import Mask, check_engine, check_made, check_sequence, check_sizes, check_state
+from hecate.nn.arguments import Mask, check_engine, check_length, check_made, check_sequence, check_sizes, check_state
 from hecate.nn.conv import (
     DEFAULT_CONV_KERNEL,
     DEFAULT_QK_NORM,
@@ -404,6 +404,7 @@ class SelfReferential(MemoryLayer):
         input is zero to the convolution."""
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         check_sequence(self.into.weight, x, **masks)
+        check_length(x, "a self-referential memory")
         self._check_state(state, x.shape[0])
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):

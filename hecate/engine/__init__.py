@@ -15,7 +15,16 @@ from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, c
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.one_token import short_way
-from hecate.engine.scan import Stepper, memory_features, memory_scan, memory_step, stepper
+from hecate.engine.scan import (
+    Stepper,
+    as_loop,
+    memory_features,
+    memory_scan,
+    memory_step,
+    scan_answers,
+    scan_arguments,
+    stepper,
+)
 from hecate.engine.tokens import CONCAT, counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
 from hecate.engine.writes import one_write_each
@@ -37,6 +46,7 @@ __all__ = [
     "Plan",
     "Stepper",
     "TokenEngine",
+    "as_loop",
     "as_plain",
     "check_exact",
     "check_mask",
@@ -62,6 +72,8 @@ __all__ = [
     "padded",
     "predict",
     "reach",
+    "scan_answers",
+    "scan_arguments",
     "share_out",
     "short_way",
     "stepper",

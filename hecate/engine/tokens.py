@@ -174,8 +174,8 @@ def expand_to(mask: Tensor, like: Tensor) -> Tensor:
 def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor that is not to be written to: made once for a device, which would wait for them in every
     call."""
-    if is_traced():
-        return torch.tensor(numbers, dtype=dtype, device=device)
+    if is_traced():  # for torch.export not from a list, which would be lifted into a buffer
+        return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
     return _constants(numbers, dtype, device)
 
 

@@ -126,6 +126,16 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
             )
 
 
+def check_length(x: Tensor, what: str) -> None:
+    """Refuses x `[B, T, ...]` whose T torch.export leaves open, to what walks a sequence in steps of its own.
+    [ENG-EXPORT-D1]"""
+    if not isinstance(x.shape[1], int):
+        raise ConfigError(
+            f"{what} steps through a sequence by itself, and an exported program of open length has no such steps; "
+            "export one token, or a length that stays"
+        )
+
+
 def check_made(state: Any, kind: type[Any], name: str = "") -> bool:
     """Refuses a state of another type than a layer, called `name`, returns; whether there is one to look at: None is
     none, and `torch.compile` looks at none."""

@@ -123,7 +123,7 @@ def convolution(
     Shapes: x, y `[B, T, C]`, past `[B, K-1, C]`, weight `[K, C]`, segment `[B, K-1+T]` int64, written `[B, T]` bool.
     """
     kept, length = len(weight) - 1, x.shape[1]
-    past = x.new_zeros(len(x), kept, x.shape[2]) if past is None else past.to(x.dtype)
+    past = x.new_zeros(x.shape[0], kept, x.shape[2]) if past is None else past.to(x.dtype)
     left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
     ahead, total = torch.cat([past, left], 1), weight[0] * x
     for j in range(1, kept + 1):

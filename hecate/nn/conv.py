@@ -75,10 +75,13 @@ class ShortConv(nn.Module):
         if self.bias is not None:
             y = y + self.bias
             y = silu(y) if self.activation else y
-        last = x[:, (old := max(length - kept, 0)) :]
+        known = type(length) is int  # not to torch.export, which then takes no least of it
+        last = x[:, (old := max(length - kept, 0) if known else 0) :]
         if written is not None:
             last = torch.where(written[:, old:].unsqueeze(-1), last, 0.0)
         before = x.new_zeros(batch, kept, channels) if state is None else state.to(x.dtype)
+        if not known:
+            return y, torch.cat([before, last], 1).narrow(1, length, kept)
         return y, torch.cat([before[:, length - old :], last], 1)
 
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:

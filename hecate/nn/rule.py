@@ -19,6 +19,7 @@ from hecate.distributed.context import Context, context_scan
 from hecate.engine import Inputs, memory_features, memory_scan, one_write_each, to_tokens
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
+from hecate.nn.arguments import check_length
 from hecate.nn.conv import QKNorm, normalise_qk
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, without_numbers
@@ -55,6 +56,8 @@ class GatingParameters(nn.Module):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, held: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         """Inputs to the memory, and the state after the last token; `held` None starts at zero."""
+        if self.gating.state_shapes(self.sizes):
+            check_length(x, f"gating {self.gating.kind!r}")
         if held is None:
             wide, shapes = torch.promote_types(x.dtype, torch.float32), self.gating.state_shapes(self.sizes)
             held = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_made, check_sequence, check_sizes, check_tensors
+from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors
 from hecate.nn.conv import normalise_qk
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
@@ -147,6 +147,7 @@ class SlidingAttention(nn.Module):
         `beside` `[B, T, d_model]` gives each token a second input, seen wherever the token is.
         """
         check_sequence(self.query.weight, x, write_mask=write_mask, reset_mask=reset_mask)
+        check_length(x, f"attention of {self.name}")
         if beside is not None and beside.shape != x.shape:
             raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
         if state is not None and check_made(state, SlidingState, self.name):

@@ -11,6 +11,7 @@ from hecate import states
 from hecate.checks import readable
 from hecate.errors import ConfigError
 from hecate.files import TEMPORARY, lock, make_folder, refusing, sync
+from hecate.serve.parked import ParkedDtype, parking
 
 MAX_BYTES = 4 << 30
 """Bytes of all files of a folder, above which no new user is remembered."""
@@ -26,13 +27,18 @@ class Memories:
         folder: made if it is not there.
         model: the `hecate.states.fingerprint` of the model.
         max_bytes: of all files; who is remembered already goes on beyond it.
+        parked_dtype: "float16" writes files of half the bytes; those of the other kind are read all the same.
+            [SERVE-PARK-D1]
 
     Raises:
         CheckpointError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path | str, model: str, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, folder: Path | str, model: str, max_bytes: int = MAX_BYTES, *, parked_dtype: ParkedDtype | None = None
+    ) -> None:
         self.folder, self.model, self.max_bytes = Path(folder), model, max_bytes
+        self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
         with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):
             make_folder(self.folder.absolute())
             self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
@@ -76,7 +82,7 @@ class Memories:
             CheckpointError: a file that is damaged or of another model.
         """
         path = self.path(user)
-        return states.load(path, model=self.model) if path.exists() else None
+        return states.unpark(states.load(path, model=self.model)) if path.exists() else None
 
     def save(self, user: str, state: Any) -> None:
         """Replaces the user's file.
@@ -85,7 +91,7 @@ class Memories:
             CheckpointError: it cannot be written; the old one is still there.
         """
         path = self.path(user)
-        states.save(state, path, self.model)
+        states.save(self.park(state), path, self.model)
         self._sizes[path.name] = path.stat().st_size
 
     def delete(self, user: str) -> bool:

@@ -17,6 +17,7 @@ from hecate import states
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError
 from hecate.files import make_folder, refusing
+from hecate.serve.parked import ParkedDtype, parking
 
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 
@@ -53,12 +54,17 @@ class PrefixCache:
         max_bytes: of all states; beyond them the least recently used go.
         block: tokens between the places at which a reader of prompts keeps one.
         model: the `hecate.states.fingerprint` of the model whose they are, for files.
+        parked_dtype: "float16" keeps states in half the bytes, in memory and in files. [SERVE-PARK-D1]
     """
 
-    def __init__(self, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "") -> None:
+    def __init__(
+        self, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "", parked_dtype: ParkedDtype | None = None
+    ) -> None:
         expect_count(max_bytes, "max_bytes", 0)
         expect_count(block, "block")
+        self.park = parking(parked_dtype)
         self.max_bytes, self.block, self.model, self.bytes = max_bytes, block, model, 0
+        self.parked_dtype = parked_dtype
         self.hits = self.misses = self.tokens_saved = self.evicted = 0
         self._root = _Node((), None)
         self._held: OrderedDict[int, _Node] = OrderedDict()  # by age; the newest is last
@@ -85,16 +91,17 @@ class PrefixCache:
         node, count = known[-1]
         self._held.move_to_end(id(node))
         self.hits, self.tokens_saved = self.hits + 1, self.tokens_saved + count
-        return count, states.clone(node.state)
+        return count, states.unpark(node.state)
 
     def keep(self, tokens: Sequence[int], state: Any) -> None:
         """Keeps the state `[1, ...]` after these tokens; one that alone is above `max_bytes` is not kept."""
+        state = self.park(state)  # a copy: rows of a batch are views, each of which keeps the whole batch
         size = states.bytes_of(state)
         if not tokens or size > self.max_bytes:
             return
         node = self._place(tokens)
-        if node.state is None:  # a copy: rows of a batch are views, each of which keeps the whole batch
-            node.state, node.bytes = states.clone(state), size
+        if node.state is None:
+            node.state, node.bytes = state, size
             self.bytes += size
         self._held[id(node)] = node
         self._held.move_to_end(id(node))
@@ -143,23 +150,27 @@ class PrefixCache:
                     path.unlink(missing_ok=True)
 
     @classmethod
-    def open(cls, folder: Path | str, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "") -> PrefixCache:
-        """The tree that `save` wrote, as far as `max_bytes` go; a folder that is not there is an empty one.
+    def open(
+        cls, folder: Path | str, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "",
+        parked_dtype: ParkedDtype | None = None,
+    ) -> PrefixCache:  # fmt: skip
+        """The tree that `save` wrote, parked or not, as far as `max_bytes` go; a folder that is not there is an empty
+        one.
 
         Raises:
             CheckpointError: a file of another model, or one that is damaged or renamed. [SERVE-TREE-D2]
         """
-        made, files = cls(max_bytes, block, model=model), []
+        made, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype), []
         with suppress(FileNotFoundError):
             files = [path for path in Path(folder).iterdir() if _FILE.fullmatch(path.name)]
         for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
-            if path.stat().st_size > 2 * max_bytes + (1 << 20):
+            if path.stat().st_size > 4 * max_bytes + (1 << 20):
                 continue  # larger than any state that would be kept
             found = states.load(path, model=model)
             tokens = found.get("tokens") if isinstance(found, dict) else None
             if not isinstance(tokens, torch.Tensor) or f"{_name(model, tokens.tolist())}.safetensors" != path.name:
                 raise CheckpointError(f"{path} is not of the tokens that its name tells; delete it")
-            made.keep(tokens.tolist(), found["state"])
+            made.keep(tokens.tolist(), states.unpark(found["state"]))
         return made
 
 

@@ -21,6 +21,7 @@ from hecate import states
 from hecate.checks import expect_count, expect_number
 from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
 from hecate.serve.memories import Memories
+from hecate.serve.parked import check_parked
 from hecate.serve.prefix import PrefixCache
 from hecate.train.sampling import likely
 
@@ -120,7 +121,7 @@ class Scheduler:
 
     Raises:
         ConfigError: a model whose states grow with the tokens, as those of attention without a window: they make no
-            batch.
+            batch; states parked in float16 whose rule does not bear it.
     """
 
     def __init__(
@@ -139,6 +140,9 @@ class Scheduler:
             raise ConfigError(f"max_batch must be a power of two, got {max_batch}")
         self.model, self.max_batch, self.piece, self.max_queue = model.eval(), max_batch, piece, max_queue
         self.prefixes, self.memories = prefixes, memories
+        for kept in (prefixes, memories):
+            if kept is not None and kept.parked_dtype is not None:
+                check_parked(model, kept.parked_dtype)
         self.block = piece if prefixes is None else prefixes.block
         self.device = next(model.parameters()).device
         self.vocabulary: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -156,6 +160,7 @@ class Scheduler:
             _, one = self._run([[0]], None)
             _, two = self._run([[0]], one)
         self.state_bytes, self._form = states.bytes_of(two), _form(two)
+        self.file_bytes = self.state_bytes if memories is None else states.bytes_of(memories.park(two))
         if _form(one) != self._form:
             raise ConfigError(
                 "states of this model grow with the tokens, and make no batch: give its attention a window"
@@ -187,7 +192,7 @@ class Scheduler:
         if request.user is not None:
             if self.memories is None:
                 raise ConfigError("nothing is remembered here (no folder for memories was given); leave user out")
-            self.memories.check_room(request.user, self.state_bytes)
+            self.memories.check_room(request.user, self.file_bytes)
         with self._lock:
             if self.failure is not None:
                 raise ConfigError("the scheduler has ended after a failure; start the server again")

@@ -1,0 +1,275 @@
+"""Models as files of ONNX, a whole sequence and one token at a time, checked in ONNX Runtime against torch.
+
+    export_onnx(model, "folder")    # a language model, or a layer `(x, state) -> (y, state)`
+
+A memory is the standard operator `LinearAttention` of opset 27 where its rule is one of that operator's four, elsewhere
+ONNX's `Scan` over the program of one token. Needs the extra `onnx`. [ONNX-FILE-D1]
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hecate import states
+from hecate.algorithm import GD
+from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
+from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
+from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
+from hecate.models import LanguageModel
+from hecate.nn.memory import rule_repr
+from hecate.retention import Decay, NoRetention
+from hecate.rule import MemoryConfig
+from hecate.structure import Matrix
+from hecate.tape import execute
+from hecate.train.trained import home_of, open_model
+
+try:
+    import onnx
+    import onnxruntime
+except ImportError:
+    raise ImportError(
+        f'ONNX needs onnx, onnxscript and onnxruntime: pip install "hecate-memory[onnx]", or {install_line("onnx")}'
+    ) from None
+
+SEQUENCE, STEP = "sequence.onnx", "step.onnx"
+OPSET = 27
+TOLERANCE = 1e-5
+"""Of the largest number of an output, within which ONNX Runtime has to agree with torch."""
+_OWN = "hecate"  # domain in which torch.onnx, which knows no opset 27, is given its operator
+
+
+class Exported(NamedTuple):
+    """Files, and the largest relative difference from torch."""
+
+    folder: Path
+    sequence_nodes: int
+    step_nodes: int
+    error: float
+
+
+class _Sequence(nn.Module):
+    """First outputs and the state's tensors after a sequence, or from the tensors of a state."""
+
+    def __init__(self, model: nn.Module, like: Any) -> None:
+        super().__init__()
+        self.model, (self.leaves, self.spec) = model, pytree.tree_flatten(like)
+
+    def forward(self, x: Tensor, past: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        rest = iter(past)
+        state = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves] if past else None
+        y, after = self.model(x, None if state is None else pytree.tree_unflatten(state, self.spec))
+        return y, *states.leaves(after).values()
+
+
+def export_folder(folder: Path | str, out: Path | str, which: str = "best") -> Exported:
+    """`export_onnx` of the language model of a run, a checkpoint, or a folder that `hecate export --to hf` wrote, with
+    its config and its tokenizer beside it. [ONNX-FILE-D1]
+
+    Raises:
+        ConfigError, CheckpointError: no such model, and as `export_onnx`.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        from hecate.hf import HecateForCausalLM
+
+        try:
+            model: nn.Module = HecateForCausalLM.from_pretrained(folder).model.lm
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder} is no model of hecate: {error}") from None
+        home: Path | None = folder
+    else:
+        model, home = open_model(folder, which, "cpu").model, home_of(folder)
+    if not isinstance(model, LanguageModel):
+        raise ConfigError(f"{folder} has trained a {type(model).__name__}; language models alone are exported")
+    names = ("config.yaml", "config.json", "tokenizer.json")
+    return export_onnx(model, out, [home / name for name in names if (home / name).is_file()] if home else ())
+
+
+def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) -> Exported:
+    """Writes `sequence.onnx`, tokens `[B, T]` -> logits and the state after them, and `step.onnx`, tokens `[B, 1]` and
+    a state -> logits and the next state, into the new folder `out`, complete or not at all. Batch and length are open.
+    [ONNX-FILE-D1]
+
+    States are tensors named `past.PLACE` and `present.PLACE`, all in float32 but whole numbers. Before anything is
+    written ONNX Runtime has run both files at sizes at which they were not traced.
+
+    Args:
+        model: a `LanguageModel`, or a layer that takes x `[B, T, d_model]` in the place of tokens.
+        out: folder to make.
+        beside: files that are copied into it.
+
+    Raises:
+        ConfigError: what does not convert, by name, or does not give what torch gives.
+        CheckpointError: `out` is there, or cannot be written.
+    """
+    out, model = Path(out), deepcopy(model).float().eval()
+    if out.exists():
+        raise CheckpointError(f"{out} exists already; choose another --out")
+    with torch.no_grad(), _quiet():
+        _, state = model(_drawn(model, 2, 3))
+        held = states.leaves(state)
+        names = {way: [f"{way}.{_named(place)}" for place in held] for way in ("past", "present")}
+        own = _Sequence(model, state)
+        if any(item.dim() < 1 or item.shape[0] != 2 for item in held.values()):
+            raise ConfigError("the state has tensors that are not by rows, and a file of ONNX takes rows alone")
+        whole = _converted(own, (_drawn(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
+        given = (_drawn(model, 2, 1), [item.contiguous() for item in held.values()])
+        step = _converted(own, given, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
+        error = max(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
+    if not error <= TOLERANCE:
+        raise ConfigError(
+            f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
+            f"{TOLERANCE:g} is allowed; serve it from torch"
+        )
+    with refusing(f"write {out}", "choose another --out"), by_library():
+        make_folder(out.parent)
+        with new_folder(out) as folder:
+            onnx.save(whole, folder / SEQUENCE)
+            onnx.save(step, folder / STEP)
+            for path in beside:
+                write_file(folder / path.name, read_whole(path))
+    return Exported(out, len(whole.graph.node), len(step.graph.node), error)
+
+
+def _title(model: nn.Module) -> str:
+    """A model by its class and its rule."""
+    config = getattr(model, "config", None)
+    rule = getattr(config, "memory", config)
+    if not isinstance(rule, MemoryConfig):
+        return type(model).__name__
+    return f"{type(model).__name__} of {rule_repr(rule)}, readout={rule.readout.kind}"
+
+
+def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
+    """Input of a model."""
+    draws = torch.Generator().manual_seed(length)
+    if isinstance(model, LanguageModel):
+        return torch.randint(0, model.config.vocab_size or 1, (batch, length), generator=draws)
+    return torch.randn(batch, length, model.d_model, generator=draws, dtype=torch.float32)  # type: ignore[call-overload]
+
+
+def _named(place: str) -> str:
+    """`[0].memory.memory['weight']` as `0.memory.memory.weight`."""
+    return place.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").strip(".")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch's exporter tells of itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _converted(
+    own: _Sequence, given: tuple[Any, ...], inputs: list[str], outputs: list[str], *, open_length: bool
+) -> Any:
+    """A model of ONNX."""
+    batch, length = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("length", min=1, max=1 << 20)
+    past = given[1:]
+    axes: dict[str, Any] = {"x": {0: batch, 1: length} if open_length else {0: batch}}
+    if past:
+        axes["past"] = [{0: batch} for _ in past[0]]
+    try:
+        program = torch.export.export(own, given, dynamic_shapes=axes, strict=False)
+        program = program.run_decompositions({torch.ops.hecate.memory_scan.default: _operator})
+        found = torch.onnx.export(
+            program, dynamo=True, verbose=False, input_names=inputs, output_names=outputs, dynamic_shapes=axes
+        )
+    except HecateError:
+        raise
+    except Exception as error:  # torch's converter raises what it likes
+        said = str(error.__cause__ or error).strip().splitlines()[0]
+        raise ConfigError(f"{_title(own.model)} does not convert to ONNX: {said}") from None
+    made = found.model_proto  # type: ignore[union-attr]
+    if any(node.domain == _OWN for node in made.graph.node):
+        for node in made.graph.node:
+            node.domain = "" if node.domain == _OWN else node.domain
+        del made.opset_import[:]
+        made.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    onnx.checker.check_model(made)
+    return made
+
+
+def _difference(own: _Sequence, whole: Any, step: Any, batch: int, length: int) -> float:
+    """The largest difference from torch, of each output's largest number, of a sequence and of a token after it."""
+    x, more = _drawn(own.model, batch, length), _drawn(own.model, batch, 1)
+    wanted = own(x)
+    further = own(more, wanted[1:])
+    first, second = map(_session, (whole, step))
+    found = first.run(None, {"input": x.numpy()})
+    names = [item.name.replace("present.", "past.") for item in first.get_outputs()]
+    given = dict(zip(names, found, strict=True)) | {"input": more.numpy()}
+    after = second.run(None, {item.name: given[item.name] for item in second.get_inputs()})
+    pairs = zip((*wanted, *further), map(torch.from_numpy, (*found, *after)), strict=True)
+    return max(float(_relative(got, want)) for want, got in pairs if want.numel())
+
+
+def _session(made: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors; what it tidies up is no news
+    return onnxruntime.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _relative(got: Tensor, want: Tensor) -> Tensor:
+    got, want = got.double(), want.double()
+    return (got - want).abs().max() / want.abs().max().clamp(min=1e-30)
+
+
+def _operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Decomposition of a scan: the operator of ONNX, or a loop."""
+    config, tree, _ = scan_arguments(call, tensors)
+    rule = update_rule(config)
+    masked = tree["write_mask"] is not None or tree["reset_mask"] is not None
+    # A write that does not look at the memory has one key, `write * phi(k)`, whatever would erase.
+    others = () if tree["gates"] is None else tree["gates"][5 if config.forms.target else 3 :]
+    if rule is None or masked or any(gate is not None for gate in others):
+        return as_loop(call, tensors)
+    asked = Call.of(config, **tree)
+    tokens = to_tokens(config, asked.inputs, asked.params, asked.plan.dtype, execute)
+    (_, carry), (batch, length, heads, _) = asked.memories[0], tree["k"].shape
+    weight = carry.memory[0].unflatten(0, (batch, heads)).mT.contiguous()  # [B, H, P, V]
+    v = tokens.v if "delta" in rule else tokens.v * tokens.lr.unsqueeze(-1)
+    key = tokens.phi_k if tokens.phi_w is None else tokens.phi_w
+    given: list[Tensor | None] = [tokens.phi_q.flatten(2), key.flatten(2), v.flatten(2), weight]
+    given.append(tokens.retain.log().flatten(2) if "gated" in rule else None)
+    if "delta" in rule:
+        given.append(tokens.lr)
+    how = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": rule, "scale": 1.0}
+    shapes = [(batch, length, heads * v.shape[-1]), weight.shape]
+    y, last = torch.onnx.ops.symbolic_multi_out(
+        f"{_OWN}::LinearAttention", given, how, dtypes=[v.dtype, weight.dtype], shapes=shapes, version=1
+    )
+    made = asked.result((y.unflatten(2, (heads, -1)), last.mT.flatten(0, 1).contiguous(), carry.position.clone()))
+    return scan_answers(*made)
+
+
+def update_rule(config: MemoryConfig) -> str | None:
+    """`update_rule` of the operator LinearAttention that a rule is, or None."""
+    plain = isinstance(config.structure, Matrix) and not config.forms.transposed and isinstance(config.algorithm, GD)
+    plain = plain and isinstance(config.retention, NoRetention | Decay) and not config.retention.anchored
+    plain = plain and config.writes == 1 and config.readout.plain
+    plain = plain and (config.chunk, config.commit, config.read) == (1, "token", "after")
+    if not plain or config.normalizer != "none" or config.feature_map.needs_position:
+        return None
+    decays = isinstance(config.retention, Decay)
+    if config.forms.target:
+        return "gated" if decays else "linear"
+    if config.forms.error and (not decays or config.decay_order == "before_gradient"):
+        return "gated_delta" if decays else "delta"
+    return None

@@ -1,0 +1,1 @@
+"""Models for other runtimes: programs of torch.export and files of ONNX."""
