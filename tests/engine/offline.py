@@ -173,17 +173,36 @@ def call(case: Case, length: int, heads: int) -> None:
     y.sum().backward()
 
 
-def resources(made: Any) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it keeps outside them for want of more."""
+def resources(made: Any) -> dict[str, int]:
+    """Registers of a thread, bytes that it keeps outside them for want of more, and what `counted` counts."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+        usage, code = (
+            subprocess.run([tool, of, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+            for of in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
-        raise AssertionError(f"cuobjdump tells no registers: {said.stdout}")
-    return int(found[1]), int(found[2])
+        raise AssertionError(f"cuobjdump tells no registers: {usage}")
+    return {"registers": int(found[1]), "stack": int(found[2]), **counted(code)}
+
+
+def counted(code: str) -> dict[str, int]:
+    """Instructions, barriers, products of a warp group, waits for these and accesses outside registers, of the longest
+    loop of an assembly, or of all of it where there is none."""
+    lines = [(int(at, 16), said) for at, said in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.M)]
+    back = [(int(to[1], 16), at) for at, said in lines if (to := re.search(r"BRA\S*\s+.*?(0x[0-9a-f]+)", said))]
+    loops = [(start, end) for start, end in back if start < end]
+    start, end = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, lines[-1][0]))
+    body = [re.sub(r"^@!?U?P\d+\s+", "", said).split()[0] for at, said in lines if start <= at <= end]
+
+    def of(name: str) -> int:
+        return sum(op == name or op.startswith(f"{name}.") for op in body)
+
+    local = of("LDL") + of("STL")
+    return {"instructions": len(body), "barriers": of("BAR"), "products": of("HGMMA"), "waits": of("WARPGROUP.DEPBAR"), "local": local}
 
 
 def said(error: BaseException) -> str:
@@ -204,9 +223,8 @@ def rows(card: int, names: list[str]) -> Iterator[dict[str, Any]]:
         except Exception as error:
             yield {"case": name, "error": said(error)}
         for kernel, made in list(noted)[told:]:
-            registers, stack = resources(made)
-            found = {"registers": registers, "stack": stack, "shared": made.metadata.shared}
-            yield {"case": name, "kernel": kernel, **found, "warps": made.metadata.num_warps}
+            yield {"case": name, "kernel": kernel, "shared": made.metadata.shared, "warps": made.metadata.num_warps,
+                   **resources(made)}
         told = len(noted)
         print(f"{name}: {sum(os.times()[:4]) - start:.1f} s", file=sys.stderr)
 

@@ -87,7 +87,7 @@ def walk(
                 ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
                 err, gvt = tl.where((i == j)[:, None], ej, err), tl.where((i == j)[:, None], gj, gvt)
                 x -= tl.trans(row_of(L, i, j)) * ej
-            tl.store(es + side, err, mask=there)
+            tl.store(es + side, -err, mask=there)
             tl.store(us + side, tl.where(w[:, None] & in_v, PSI(in_v, V, pred, vt, cu), 0.0), mask=there)
             if again:
                 to_Z += product(tl.trans(pz), err, EXACT)
@@ -109,11 +109,17 @@ def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
     """(g, u, e) of a tile of values; u is -v and e unused where no prediction is asked for."""
     g = rows_at(gy, at, inside, o, V)
     if MOVES:
-        u, err = rows_at(us, at, inside, o, V), rows_at(es, at, inside, o, V)
+        u, err = rows_at(us, at, inside, o, V), -rows_at(es, at, inside, o, V)
     else:
         u = -rows_at(v, at, w, o, V)
         err = u
     return g, u, err
+
+
+@triton.jit
+def state_at(kept, cells, whole):
+    """A kept state."""
+    return tl.load(kept + cells, mask=whole, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -162,7 +168,7 @@ def tokens(
     WRITES: tl.constexpr = OF != "queries"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
     w, born, r, R, B, Pm, a, early, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
@@ -198,7 +204,7 @@ def tokens(
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
         state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        M, G = state_at(kept, state, whole), state_at(kept_G, state, whole)
         if ASKS:
             x = product(g, M, EXACT)
             gaq += tl.sum(x * qt, 1)
@@ -229,12 +235,12 @@ def tokens(
             whole = (ov < V)[:, None] & (op < P)[None, :]
             state = place * V * P + ov[:, None] * P + op[None, :]
             g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-            S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
+            S, Y = state_at(kept_S, state, whole), state_at(kept_Y, state, whole)
             if ASKS:
                 x = product(g, S, EXACT)
                 gsq += tl.sum(x * qt, 1)
                 gqt += sq[:, None] * x
-                gs += tl.sum(tl.load(kept_G + state, mask=whole, other=0.0) * S)
+                gs += tl.sum(state_at(kept_G, state, whole) * S)
                 ge += tl.sum(Y * S)
             if WRITES:
                 x = product(u, Y, EXACT)
@@ -291,7 +297,7 @@ def gates(
     BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
     BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
     gK, gF = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
     for jv in range(0, V, BV):

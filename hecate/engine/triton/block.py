@@ -43,14 +43,16 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 
 
 @triton.jit
-def segment_of(spans, T, H, N, C: tl.constexpr, DOCS: tl.constexpr):
-    """(places of the C tokens of a program for one segment of one of N memories, which there are, which have one behind
-    them, the place of its kept states). spans `[segments, 2]`: the first token of each and the end of its document."""
+def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr):
+    """(places of the C tokens of a program for one chunk of one of N memories, which there are, which have one behind
+    them, the chunk's place among all). spans `[segments, 2]`: the first token of each segment of SEG tokens, and the end
+    of its document."""
     place, i = tl.program_id(0), tl.arange(0, C)
     here, n = place // N, (place % N).to(tl.int64)
     first, start, end = n // H * T * H + n % H, here * C, T
     if DOCS:
-        first, start, end = n, tl.load(spans + here * 2), tl.load(spans + here * 2 + 1)
+        span = spans + here // (SEG // C) * 2
+        first, start, end = n, tl.load(span) + here % (SEG // C) * C, tl.load(span + 1)
     return first + (start + i) * H, start + i < end, start + i + 1 < end, place.to(tl.int64)
 
 

@@ -10,7 +10,7 @@ anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.back import keys_back, queries_back, values_at
+from hecate.engine.triton.back import keys_back, queries_back, state_at, values_at
 from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, segment_of
 from hecate.engine.triton.maps import COUNTS
 
@@ -25,7 +25,7 @@ def channel_tokens(
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, behind, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS)
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
     qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     rt = channels_at(retain, at, w, op, P)
@@ -52,7 +52,7 @@ def channel_tokens(
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
         state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        M, G = state_at(kept, state, whole), state_at(kept_G, state, whole)
         gA -= product(g, tl.trans(u), EXACT)
         xq += product(g, M, EXACT)
         H_ -= product(u, G, EXACT)

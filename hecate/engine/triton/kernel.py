@@ -20,8 +20,8 @@ from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
 # Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
-PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
-PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
+PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8, "bf16": 2.0**-8}
+PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
 # Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents.
 LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"

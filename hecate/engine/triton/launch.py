@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
 from hecate.engine.triton.channels import channel_tokens
+from hecate.engine.triton.factors import factors
+from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import BLOCK, Documents, card_of, kept_every, launched
+from hecate.engine.triton.scan import pull, scan
+from hecate.engine.triton.table import BLOCK, Documents, card_of, chunks_of, launched, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -37,7 +41,6 @@ class Scan:
         self.heads = given.lr.shape[2] if given.lr.dim() == 3 else 1
         self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
-        self.bias = tiles_of(config.bias)
         self.length = given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
         retain = given.retain if config.retention.uses_retain else None
@@ -47,18 +50,26 @@ class Scan:
         if borders is not None:
             masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.launches = launched(
-            card_of(memory.device), self.height, self.width, momentum=slots != [], whole=not self.bias.apart
+        self.channels = retain is not None and retain.dim() > given.lr.dim()
+        self.bias = tiles_of(config.bias, turned=not self.channels)
+        linear = self.bias.error or not self.bias.moves
+        self.chunks = chunks_of(self.width, exact, channels=self.channels, linear=linear)
+        self.segment = self.chunks.segment
+        card, moving = card_of(memory.device), slots != []
+        self.launches = launched(card, self.height, self.width, momentum=moving, whole=not self.bias.apart)
+        self.walks = walked(
+            card, self.height, self.width, momentum=moving, narrow=self.chunks.narrow, whole=not self.bias.apart
         )
         self.tiles = -(-self.height // self.launches.serial.tile)
-        self.channels = retain is not None and retain.dim() > given.lr.dim()
-        self.segment = kept_every(self.width, exact, channels=self.channels)
+        # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
+        self.dtype = torch.bfloat16 if self.chunks.narrow and not interpreting() else torch.float32
         self.documents = Documents.of(borders, self.length, self.segment, self.memory)
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
             "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": slots != [],
             "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
-            "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
+            "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
+            "EXACT": "tf32" if exact == "bf16" else exact,
             "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0), "DOCS": borders is not None,
         }  # fmt: skip
 
@@ -67,9 +78,39 @@ class Scan:
         """q, k, kw, v, lr, retain, momentum, write, reset; v in place of what is not there."""
         return [self.given[3] if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given]  # type: ignore[misc]
 
-    def new(self, *shape: int) -> Tensor:
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for numbers."""
-        return self.memory.new_empty(shape)
+        return self.memory.new_empty(shape, dtype=dtype)
+
+    @property
+    def walking(self) -> dict[str, Any]:
+        """What `factors`, `scan` and `pull` are told."""
+        phi, norm = self.flags["PHI"], self.flags["PHI"][2]
+        said = {name: self.flags[name] for name in ("P", "BP", "MOMENTUM", "MASK", "RESET", "APART", "EXACT", "DOCS")}
+        return said | {
+            "C": self.chunks.size, "SEG": self.segment, "HALVES": self.chunks.narrow,
+            "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
+            "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
+            "MAP": (*phi[:2], "none", phi[3]) if self.chunks.narrow else (*phi[:2], norm, phi[3]),
+        }  # fmt: skip
+
+    def factors(self) -> tuple[Tensor, ...]:
+        """What chunks do to themselves: pairs of tokens as predictions and as reads see them, and numbers."""
+        q, k, kw, _, *gates, write, reset = self.arguments
+        size, narrow, f = self.chunks.size, self.chunks.narrow, self.flags
+        places = self.documents.segments * (self.segment // size) * self.count
+        pairs = (places, 1 + narrow, size, size)
+        lower, attend = self.new(*pairs, dtype=self.dtype), self.new(*pairs, dtype=self.dtype)
+        numbers, ends = self.new(places, 8, size), self.new(places, 4)
+        options = self.walks.factors.options
+        del options["BV"]
+        factors[(places,)](
+            q, k, kw, *gates, write, reset, self.documents.spans, lower, attend, numbers, ends, self.length, self.heads,
+            self.count, LOG=size.bit_length() - 1, RETAIN=f["RETAIN"], DECAYED=f["DECAYED"],
+            EARLY_READ=f["EARLY_READ"], FINE="tf32" if narrow else "tf32x3", SIZE=f["PHI"][2] if narrow else "none",
+            **options, **self.walking,
+        )  # fmt: skip
+        return lower, attend, numbers, ends
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -78,39 +119,61 @@ class Scan:
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
-        v, memory = self.arguments[3], self.memory
+        q, k, kw, v, *_, write, _ = self.arguments
+        memory, documents = self.memory, self.documents
         y, last = torch.empty_like(v), torch.empty_like(memory)
         slot = memory if self.slot is None else self.slot
         last_slot = last if self.slot is None else torch.empty_like(slot)
-        preds = self.new(*v.shape) if keeps and self.bias.moves else v
-        states = self.new(*self.kept) if keeps else memory
-        slots = self.new(*self.kept) if keeps and self.slot is not None else states
-        forward[(self.documents.programs * self.count, self.tiles)](
-            *self.arguments, self.documents.docs, memory, slot, memory if self.restart is None else self.restart, y,
-            preds, states, slots, last, last_slot, self.length, self.heads, self.bias.cu, C=BLOCK, SEG=self.segment,
-            CHANNELS=self.channels, KEEPS=keeps, PSI=self.bias.psi, **self.launches.serial.options, **self.flags,
-        )  # fmt: skip
+        apart = self.walks.apart
+        us = self.new(*v.shape, dtype=self.dtype) if keeps and self.bias.moves else v
+        states = self.new(*self.kept, dtype=self.dtype) if keeps or apart else memory
+        slots = self.new(*self.kept, dtype=self.dtype) if (keeps or apart) and self.slot is not None else states
+        restart = memory if self.restart is None else self.restart
+        if self.channels:
+            forward[(self.documents.programs * self.count, self.tiles)](
+                *self.arguments, self.documents.docs, memory, slot, restart, y, us, states, slots, last, last_slot,
+                self.length, self.heads, self.bias.cu, C=BLOCK, SEG=self.segment, CHANNELS=True, KEEPS=keeps,
+                PSI=self.bias.psi, **self.launches.serial.options, **self.flags,
+            )  # fmt: skip
+        else:
+            found, tiles = self.factors(), -(-self.height // self.walks.scan.tile)
+            programs = (documents.programs * self.count, tiles), (documents.segments * self.count, tiles)
+            told = documents.docs, documents.spans
+            for grid, table, part in zip(programs, told, ("states", "outputs") if apart else ("all",)):  # noqa: B905
+                scan[grid](
+                    q, k, kw, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
+                    self.length, self.heads, self.count, self.bias.cu, V=self.height, KEEPS=keeps or part == "states",
+                    PART=part, PSI=self.bias.psi, **self.walks.scan.staged, **self.walking,
+                )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
-        return (y, *finals), (preds, states, slots) if keeps else ()
+        return (y, *finals), (us, states, slots) if keeps else ()
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of memory, slots, initial memory and the tokens."""
         preds, kept, kept_S = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
-        q, k, kw, v, lr, *_ = self.arguments
+        q, k, kw, v, lr, *_, write, _ = self.arguments
         g1, y1 = finals[0], finals[-1]
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         moves = self.bias.moves
-        us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gv, g0, y0 = torch.empty_like(v), self.documents.each(g1), self.documents.each(y1)
+        us, es = (preds, gv) if self.bias.error else (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gz = torch.empty_like(g0) if self.flags["RESET"] else g0
         numbers = (self.length, self.heads)
-        walk[(len(g0), self.tiles)](
-            *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers,
-            self.bias.cu, self.bias.cg, C=BLOCK, SEG=self.segment, CHANNELS=self.channels, PSI=self.bias.psi,
-            PULL=self.bias.pull, **self.launches.serial.options, **self.flags,
-        )  # fmt: skip
+        if self.channels:
+            us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
+            walk[(len(g0), self.tiles)](
+                *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz,
+                *numbers, self.bias.cu, self.bias.cg, C=BLOCK, SEG=self.segment, CHANNELS=self.channels,
+                PSI=self.bias.psi, PULL=self.bias.pull, **self.launches.serial.options, **self.flags,
+            )  # fmt: skip
+        else:
+            pull[(len(g0), -(-self.height // self.walks.pull.tile))](
+                q, k, kw, v, write, self.documents.docs, *self.factors(), preds, gy, g1, y1, us, es, gv, kept_G, kept_Y,
+                g0, y0, gz, *numbers, self.bias.cu, self.bias.cg, V=self.height, PSI=self.bias.psi, PULL=self.bias.pull,
+                **self.walks.pull.staged, **self.walking,
+            )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK, SEGMENT = 16, 64  # tokens that a block's kernels take at once, and between kept states
+BLOCK, SEGMENT = 16, 64  # tokens of a chunk at least and at most, the latter between kept states
 
 
 class Launch(NamedTuple):
@@ -23,6 +23,20 @@ class Launch(NamedTuple):
     def options(self) -> dict[str, Any]:
         """As a kernel takes them."""
         return {"BV": self.tile, "num_warps": self.warps, "num_stages": self.stages}
+
+    @property
+    def staged(self) -> dict[str, Any]:
+        """As a walk takes them, whose loop alone has loads under way."""
+        return {"BV": self.tile, "num_warps": self.warps, "STAGES": self.stages}
+
+
+class Walks(NamedTuple):
+    """Of `factors`, `scan` and `pull`; apart: whether outputs have a launch of their own, of all chunks at once."""
+
+    factors: Launch
+    scan: Launch
+    pull: Launch
+    apart: bool
 
 
 class Launches(NamedTuple):
@@ -46,6 +60,50 @@ TABLE = {
     (0, 256, False): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
     (0, 256, True): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
 }
+
+
+class Chunks(NamedTuple):
+    """Tokens of a chunk, tokens between kept states, and whether operands of the walks' products, and what is kept
+    between them, are bfloat16."""
+
+    size: int
+    segment: int
+    narrow: bool
+
+
+# (oldest architecture, widest keys, momentum, operands in bfloat16). By the compiler's registers; no time was measured.
+WALKS = {
+    (90, 64, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
+    (90, 64, True, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 8, 2), False),
+    (90, 128, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
+    (90, 128, True, True): Walks(Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), True),
+    (90, 64, False, False): Walks(Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), False),
+    (90, 64, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (90, 256, False, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (90, 256, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (0, 128, False, True): Walks(Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), False),
+    (0, 128, True, True): Walks(Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), False),
+    (0, 256, False, False): Walks(Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), False),
+    (0, 256, True, False): Walks(Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
+}
+
+
+def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool) -> Walks:
+    """The launches of the walks on a card; whole: a row of values is one tile."""
+    oldest = max(least for least, *_ in WALKS if least <= card)
+    widest = min(most for _, most, _, of in WALKS if width <= most and of == narrow)
+    ahead, *walks, apart = WALKS[oldest, widest, momentum, narrow]
+    padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
+    scan, pull = (own._replace(tile=padded if whole else min(padded, own.tile)) for own in walks)
+    return Walks(ahead, scan, pull, apart)
+
+
+def chunks_of(width: int, exact: str, *, channels: bool, linear: bool) -> Chunks:
+    """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear and retain a number
+    of the token; what rows follow one another for, or needs more digits, goes by blocks."""
+    narrow = exact == "bf16" and linear and not channels and width <= 128
+    segment = kept_every(width, exact, channels=channels)
+    return Chunks(segment if narrow else BLOCK, segment, narrow)
 
 
 def kept_every(width: int, exact: str, *, channels: bool) -> int:
