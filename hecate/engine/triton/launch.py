@@ -13,7 +13,7 @@ from torch import Tensor
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens, walk
 from hecate.engine.triton.block import forward
-from hecate.engine.triton.channels import channel_tokens
+from hecate.engine.triton.channels import channel_factors, channel_tokens
 from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
@@ -51,7 +51,7 @@ class Scan:
             masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
         self.channels = retain is not None and retain.dim() > given.lr.dim()
-        self.bias = tiles_of(config.bias, turned=not self.channels)
+        self.bias = tiles_of(config.bias, turned=True)
         linear = self.bias.error or not self.bias.moves
         self.chunks = chunks_of(self.width, exact, channels=self.channels, linear=linear)
         self.segment = self.chunks.segment
@@ -87,8 +87,11 @@ class Scan:
         """What `factors`, `scan` and `pull` are told."""
         phi, norm = self.flags["PHI"], self.flags["PHI"][2]
         said = {name: self.flags[name] for name in ("P", "BP", "MOMENTUM", "MASK", "RESET", "APART", "EXACT", "DOCS")}
+        if self.channels:
+            phi, norm = ("same", 0.0, "none", 1.0), "none"  # of rows that `channel_factors` leaves
         return said | {
-            "C": self.chunks.size, "SEG": self.segment, "HALVES": self.chunks.narrow,
+            "C": self.chunks.size, "SEG": self.segment, "HALVES": self.chunks.narrow, "CHANNELS": self.channels,
+            "APART": said["APART"] or self.channels,
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
             "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
             "MAP": (*phi[:2], "none", phi[3]) if self.chunks.narrow else (*phi[:2], norm, phi[3]),
@@ -102,15 +105,27 @@ class Scan:
         pairs = (places, 1 + narrow, size, size)
         lower, attend = self.new(*pairs, dtype=self.dtype), self.new(*pairs, dtype=self.dtype)
         numbers, ends = self.new(places, 8, size), self.new(places, 4)
-        options = self.walks.factors.options
+        options = self.walks.factors.options | {"LOG": size.bit_length() - 1} | self.walking
+        options |= {name: f[name] for name in ("APART", "DECAYED", "EARLY_READ")}
         del options["BV"]
+        if self.channels:
+            for name in ("CHANNELS", "MAP", "MOMENTUM"):
+                del options[name]
+            kq, kp, ke = (self.new(*k.shape, dtype=self.dtype) for _ in range(3))
+            zq, zp = (torch.empty_like(kq), torch.empty_like(kp)) if f["RESET"] else (kq, kp)
+            ends = self.new(places, 2, self.width)
+            channel_factors[(places,)](
+                q, k, kw, *gates[:2], write, reset, self.documents.spans, lower, attend, kq, kp, ke, zq, zp, ends,
+                self.length, self.heads, self.count, PHI=f["PHI"], **options,
+            )  # fmt: skip
+            return kq, kp, ke, zq, zp, lower, attend, ends, ends
+        del options["CHANNELS"]
         factors[(places,)](
             q, k, kw, *gates, write, reset, self.documents.spans, lower, attend, numbers, ends, self.length, self.heads,
-            self.count, LOG=size.bit_length() - 1, RETAIN=f["RETAIN"], DECAYED=f["DECAYED"],
-            EARLY_READ=f["EARLY_READ"], FINE="tf32" if narrow else "tf32x3", SIZE=f["PHI"][2] if narrow else "none",
-            **options, **self.walking,
+            self.count, RETAIN=f["RETAIN"], FINE="tf32" if narrow else "tf32x3", SIZE=f["PHI"][2] if narrow else "none",
+            **options,
         )  # fmt: skip
-        return lower, attend, numbers, ends
+        return q, k, kw, q, k, lower, attend, numbers, ends
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -119,7 +134,7 @@ class Scan:
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
-        q, k, kw, v, *_, write, _ = self.arguments
+        v, write = self.arguments[3], self.arguments[7]
         memory, documents = self.memory, self.documents
         y, last = torch.empty_like(v), torch.empty_like(memory)
         slot = memory if self.slot is None else self.slot
@@ -129,22 +144,15 @@ class Scan:
         states = self.new(*self.kept, dtype=self.dtype) if keeps or apart else memory
         slots = self.new(*self.kept, dtype=self.dtype) if (keeps or apart) and self.slot is not None else states
         restart = memory if self.restart is None else self.restart
-        if self.channels:
-            forward[(self.documents.programs * self.count, self.tiles)](
-                *self.arguments, self.documents.docs, memory, slot, restart, y, us, states, slots, last, last_slot,
-                self.length, self.heads, self.bias.cu, C=BLOCK, SEG=self.segment, CHANNELS=True, KEEPS=keeps,
-                PSI=self.bias.psi, **self.launches.serial.options, **self.flags,
+        (*rows, lower, attend, numbers, ends), tiles = self.factors(), -(-self.height // self.walks.scan.tile)
+        programs = (documents.programs * self.count, tiles), (documents.segments * self.count, tiles)
+        told = documents.docs, documents.spans
+        for grid, table, part in zip(programs, told, ("states", "outputs") if apart else ("all",)):  # noqa: B905
+            scan[grid](
+                *rows, v, write, table, lower, attend, numbers, ends, memory, slot, restart, y, us, states, slots, last,
+                last_slot, self.length, self.heads, self.count, self.bias.cu, V=self.height,
+                KEEPS=keeps or part == "states", PART=part, PSI=self.bias.psi, **self.walks.scan.staged, **self.walking,
             )  # fmt: skip
-        else:
-            found, tiles = self.factors(), -(-self.height // self.walks.scan.tile)
-            programs = (documents.programs * self.count, tiles), (documents.segments * self.count, tiles)
-            told = documents.docs, documents.spans
-            for grid, table, part in zip(programs, told, ("states", "outputs") if apart else ("all",)):  # noqa: B905
-                scan[grid](
-                    q, k, kw, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
-                    self.length, self.heads, self.count, self.bias.cu, V=self.height, KEEPS=keeps or part == "states",
-                    PART=part, PSI=self.bias.psi, **self.walks.scan.staged, **self.walking,
-                )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (us, states, slots) if keeps else ()
 
@@ -161,25 +169,18 @@ class Scan:
         us, es = (preds, gv) if self.bias.error else (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gz = torch.empty_like(g0) if self.flags["RESET"] else g0
         numbers = (self.length, self.heads)
-        if self.channels:
-            us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
-            walk[(len(g0), self.tiles)](
-                *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz,
-                *numbers, self.bias.cu, self.bias.cg, C=BLOCK, SEG=self.segment, CHANNELS=self.channels,
-                PSI=self.bias.psi, PULL=self.bias.pull, **self.launches.serial.options, **self.flags,
-            )  # fmt: skip
-        else:
-            pull[(len(g0), -(-self.height // self.walks.pull.tile))](
-                q, k, kw, v, write, self.documents.docs, *self.factors(), preds, gy, g1, y1, us, es, gv, kept_G, kept_Y,
-                g0, y0, gz, *numbers, self.bias.cu, self.bias.cg, V=self.height, PSI=self.bias.psi, PULL=self.bias.pull,
-                **self.walks.pull.staged, **self.walking,
-            )  # fmt: skip
+        *rows, lower, attend, weights, ends = self.factors()
+        pull[(len(g0), -(-self.height // self.walks.pull.tile))](
+            *rows, v, write, self.documents.docs, lower, attend, weights, ends, preds, gy, g1, y1, us, es, gv, kept_G,
+            kept_Y, g0, y0, gz, *numbers, self.bias.cu, self.bias.cg, V=self.height, PSI=self.bias.psi,
+            PULL=self.bias.pull, **self.walks.pull.staged, **self.walking,
+        )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
         spans = self.documents.spans
-        restart = kept if self.restart is None else self.restart
+        restart = self.memory if self.restart is None else self.restart
         g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)

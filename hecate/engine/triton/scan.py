@@ -27,9 +27,22 @@ PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
 
 
 @triton.jit
-def number(numbers, row: tl.constexpr, place, i, C: tl.constexpr):
-    """A row of what `factors` leaves, along the columns of a transposed tile."""
-    return tl.load(numbers + (place * 8 + row) * C + i)[None, :]
+def weighed(x, numbers, row: tl.constexpr, place, i, C: tl.constexpr, CHANNELS: tl.constexpr):
+    """Columns of a transposed tile times numbers of their tokens; where retain is one of each phi channel, they are in
+    the rows."""
+    if not CHANNELS:
+        x = x * tl.load(numbers + (place * 8 + row) * C + i)[None, :]
+    return x
+
+
+@triton.jit
+def at_end(ends, number: tl.constexpr, place, op, P: tl.constexpr, CHANNELS: tl.constexpr):
+    """A number of the end of a chunk: a, s, e, z; or a, z of every channel."""
+    if CHANNELS:
+        x = tl.load(ends + (place * 2 + number // 2) * P + op, mask=op < P, other=0.0)[None, :]
+    else:
+        x = tl.load(ends + place * 4 + number)
+    return x
 
 
 @triton.jit
@@ -64,19 +77,19 @@ def column(x, i, j):
 @triton.jit
 def keep(kept, kept_S, place, cell, M, S, whole, MOMENTUM: tl.constexpr):
     """Stores a state."""
-    at, DT = place * 1, kept.dtype.element_ty
-    tl.store(kept + at + cell, narrowed(M, DT).to(DT), mask=whole)
+    DT: tl.constexpr = kept.dtype.element_ty
+    tl.store(kept + place + cell, narrowed(M, DT).to(DT), mask=whole)
     if MOMENTUM:
-        tl.store(kept_S + at + cell, narrowed(S, DT).to(DT), mask=whole)
+        tl.store(kept_S + place + cell, narrowed(S, DT).to(DT), mask=whole)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def scan(
-    q, k, kw, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N, cu,
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N, cu,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     KEEPS: tl.constexpr, PART: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
-    MAP: tl.constexpr, DOCS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr,
+    MAP: tl.constexpr, DOCS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr,
 ):  # fmt: skip
     """PART "all": one program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last
     states and, if it KEEPS them, u (of biases that are no error predictions) and the states at every SEG-th token;
@@ -114,23 +127,22 @@ def scan(
             placed, there = first + (step * C + i) * H, step * C + i < length
         at, inside = placed, there
         w = writes_at(write, at, inside, MASK)
-        kt, vt = rows(k, at, w, op, P, MAP), tl.trans(rows(v, at, w, ov, V, PLAIN)).to(tl.float32)
+        side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
+        kt, vt = rows(k, at, w, op, P, MAP), tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
         written = kt
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
-        end = ends + place * 4
-        Mn, Sn = narrowed(M, DT), narrowed(S, DT)
-        Z, z = M, 0.0
+        Mn, Sn, Z = narrowed(M, DT), narrowed(S, DT), M
         if RESET:
-            Z, z = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0), tl.load(end + 3)
-        side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
+            Z = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
         D = vt
         if MOVES:
-            X = times(Mn, tl.trans(kt), DT, EXACT) * number(numbers, 3, place, i, C)
+            X = weighed(times(Mn, tl.trans(kt), DT, EXACT), numbers, 3, place, i, C, CHANNELS)
             if MOMENTUM:
-                X += times(Sn, tl.trans(kt), DT, EXACT) * number(numbers, 4, place, i, C)
+                X += weighed(times(Sn, tl.trans(kt), DT, EXACT), numbers, 4, place, i, C, CHANNELS)
             if RESET:
-                X += times(Z, tl.trans(kt), DT, EXACT) * number(numbers, 5, place, i, C)
+                zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
+                X += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 5, place, i, C, CHANNELS)
             if FORM == "error":
                 D = by_pairs(tl.zeros([BV, C], tl.float32), vt - X, lower, place, i, True, C, DT, EXACT, HALVES, True)
                 if KEEPS and PART != "outputs":
@@ -146,21 +158,23 @@ def scan(
                     tl.store(us + side, X, mask=cells)
         if PART != "states":
             qt = rows(q, at, inside, op, P, MAP)
-            out = times(Mn, tl.trans(qt), DT, EXACT) * number(numbers, 0, place, i, C)
+            out = weighed(times(Mn, tl.trans(qt), DT, EXACT), numbers, 0, place, i, C, CHANNELS)
             if MOMENTUM:
-                out += times(Sn, tl.trans(qt), DT, EXACT) * number(numbers, 1, place, i, C)
+                out += weighed(times(Sn, tl.trans(qt), DT, EXACT), numbers, 1, place, i, C, CHANNELS)
             if RESET:
-                out += times(Z, tl.trans(qt), DT, EXACT) * number(numbers, 2, place, i, C)
+                zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
+                out += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 2, place, i, C, CHANNELS)
             out = by_pairs(out, D, attend, place, i, True, C, DT, EXACT, HALVES, MOVES)
             tl.store(y + side, out.to(y.dtype.element_ty), mask=cells)
         if PART != "outputs":
-            M = M * tl.load(end)
+            M = M * at_end(ends, 0, place, op, P, CHANNELS)
             if MOMENTUM:
-                M += S * tl.load(end + 1)
-                S = S * tl.load(end + 2) + times(D * number(numbers, 7, place, i, C), written, DT, EXACT)
+                M += S * at_end(ends, 1, place, op, P, CHANNELS)
+                S = S * at_end(ends, 2, place, op, P, CHANNELS)
+                S += times(weighed(D, numbers, 7, place, i, C, CHANNELS), written, DT, EXACT)
             if RESET:
-                M += Z * z
-            M += times(D * number(numbers, 6, place, i, C), written, DT, EXACT)
+                M += Z * at_end(ends, 3, place, op, P, CHANNELS)
+            M += times(weighed(D, numbers, 6, place, i, C, CHANNELS), written, DT, EXACT)
     if PART != "outputs":
         last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
         tl.store(M1 + own * V * P + cell, M, mask=last)
@@ -170,12 +184,12 @@ def scan(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def pull(
-    q, k, kw, v, write, docs, lower, attend, numbers, ends, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
     T, H, cu, cg,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, MAP: tl.constexpr, DOCS: tl.constexpr,
-    STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
+    CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, and tile of values, from its last chunk to its first: E, the
     cotangents of values (E itself for an error or a target), u of other biases, and those of the states after every
@@ -207,18 +221,20 @@ def pull(
         written = kt
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
-        end = ends + place * 4
-        X = times(G, tl.trans(written), DT, EXACT) * number(numbers, 6, place, i, C)
+        X = weighed(times(G, tl.trans(written), DT, EXACT), numbers, 6, place, i, C, CHANNELS)
         if MOMENTUM:
-            X += times(Y, tl.trans(written), DT, EXACT) * number(numbers, 7, place, i, C)
+            X += weighed(times(Y, tl.trans(written), DT, EXACT), numbers, 7, place, i, C, CHANNELS)
         X = by_pairs(X, g, attend, place, i, False, C, DT, EXACT, HALVES, False)
         g = g.to(tl.float32)
         if RESET:
-            to_Z += tl.load(end + 3) * G + times(g * number(numbers, 2, place, i, C), qt, DT, EXACT)
+            zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
+            to_Z += at_end(ends, 3, place, op, P, CHANNELS) * G
+            to_Z += times(weighed(g, numbers, 2, place, i, C, CHANNELS), zt, DT, EXACT)
         if MOMENTUM:
-            Y = tl.load(end + 1) * G + tl.load(end + 2) * Y
-            Y += times(g * number(numbers, 1, place, i, C), qt, DT, EXACT)
-        G = tl.load(end) * G + times(g * number(numbers, 0, place, i, C), qt, DT, EXACT)
+            Y = at_end(ends, 1, place, op, P, CHANNELS) * G + at_end(ends, 2, place, op, P, CHANNELS) * Y
+            Y += times(weighed(g, numbers, 1, place, i, C, CHANNELS), qt, DT, EXACT)
+        G = at_end(ends, 0, place, op, P, CHANNELS) * G
+        G += times(weighed(g, numbers, 0, place, i, C, CHANNELS), qt, DT, EXACT)
         side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
         E = X
         if FORM == "error":
@@ -242,10 +258,11 @@ def pull(
             tl.store(gv + side, tl.where(w[None, :], E, 0.0).to(gv.dtype.element_ty), mask=cells)
         if FORM != "target":
             if RESET:
-                to_Z -= times(E * number(numbers, 5, place, i, C), kt, DT, EXACT)
+                zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
+                to_Z -= times(weighed(E, numbers, 5, place, i, C, CHANNELS), zt, DT, EXACT)
             if MOMENTUM:
-                Y -= times(E * number(numbers, 4, place, i, C), kt, DT, EXACT)
-            G -= times(E * number(numbers, 3, place, i, C), kt, DT, EXACT)
+                Y -= times(weighed(E, numbers, 4, place, i, C, CHANNELS), kt, DT, EXACT)
+            G -= times(weighed(E, numbers, 3, place, i, C, CHANNELS), kt, DT, EXACT)
     tl.store(G0 + n * V * P + cell, G, mask=whole)
     if MOMENTUM:
         tl.store(Y0 + n * V * P + cell, Y, mask=whole)
