@@ -202,7 +202,13 @@ def counted(code: str) -> dict[str, int]:
         return sum(op == name or op.startswith(f"{name}.") for op in body)
 
     local = of("LDL") + of("STL")
-    return {"instructions": len(body), "barriers": of("BAR"), "products": of("HGMMA"), "waits": of("WARPGROUP.DEPBAR"), "local": local}
+    return {
+        "instructions": len(body),
+        "barriers": of("BAR"),
+        "products": of("HGMMA"),
+        "waits": of("WARPGROUP.DEPBAR"),
+        "local": local,
+    }
 
 
 def said(error: BaseException) -> str:
@@ -223,8 +229,13 @@ def rows(card: int, names: list[str]) -> Iterator[dict[str, Any]]:
         except Exception as error:
             yield {"case": name, "error": said(error)}
         for kernel, made in list(noted)[told:]:
-            yield {"case": name, "kernel": kernel, "shared": made.metadata.shared, "warps": made.metadata.num_warps,
-                   **resources(made)}
+            yield {
+                "case": name,
+                "kernel": kernel,
+                "shared": made.metadata.shared,
+                "warps": made.metadata.num_warps,
+                **resources(made),
+            }
         told = len(noted)
         print(f"{name}: {sum(os.times()[:4]) - start:.1f} s", file=sys.stderr)
 

@@ -255,10 +255,12 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
                 ran.clear()
                 found = counted(call)
             assert found.launches <= most and not found.waits
-    back = ["channel_tokens"] if name == "kda" else ["tokens", *["gates"] * sum(used)]
-    assert [own for own in ran if own not in back] == ["forward", "walk"] and not {"unit", "unit_back"}.intersection(
-        ran
-    )
+    ahead, back = "factors", ["tokens", *["gates"] * sum(used)]
+    if name == "kda":
+        ahead, back = "channel_factors", ["channel_tokens"]
+    scans = ["scan"] * (1 + (name == "titans linear" and dtype == torch.bfloat16))  # states, and then outputs
+    assert [own for own in ran if own not in back] == [ahead, *scans, ahead, "pull"]
+    assert not {"unit", "unit_back"}.intersection(ran)
 
 
 def test_heads_that_lie_apart_and_documents() -> None:

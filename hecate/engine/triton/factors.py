@@ -52,15 +52,17 @@ def over_size(x, NORM: tl.constexpr):
 @triton.jit
 def at_level(x, i, h: tl.constexpr):
     """What lies in the lower left quarters of the squares of 2 h on the diagonal."""
-    quarter = (i[:, None] // (2 * h) == i[None, :] // (2 * h)) & (i[:, None] % (2 * h) >= h) & (i[None, :] % (2 * h) < h)
+    quarter = (
+        (i[:, None] // (2 * h) == i[None, :] // (2 * h)) & (i[:, None] % (2 * h) >= h) & (i[None, :] % (2 * h) < h)
+    )
     return tl.where(quarter, x, 0.0)
 
 
 @triton.jit
 def inverse(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
-    """(I + L)^-1 of 2^LOG rows, L strictly below the diagonal, by merging squares. No power of L is made: those of a run
-    of equal keys at lr 1, where L is all ones, cost every digit. What narrow operands leave of 1e-2, one step of
-    Newton's squares, its residual by L in two halves."""
+    """(I + L)^-1 of 2^LOG rows, L strictly below the diagonal, by merging squares. No power of L is made: those of a
+    run of equal keys at lr 1, where L is all ones, cost every digit. Narrow operands leave an error of up to 1e-2,
+    which one step of Newton's squares, its residual by L in two halves."""
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     X = one - at_level(L, i, 1)
     for n in tl.static_range(1, LOG):

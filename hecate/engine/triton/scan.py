@@ -85,7 +85,8 @@ def keep(kept, kept_S, place, cell, M, S, whole, MOMENTUM: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def scan(
-    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N, cu,
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N,
+    cu,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     KEEPS: tl.constexpr, PART: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
@@ -146,7 +147,7 @@ def scan(
             if FORM == "error":
                 D = by_pairs(tl.zeros([BV, C], tl.float32), vt - X, lower, place, i, True, C, DT, EXACT, HALVES, True)
                 if KEEPS and PART != "outputs":
-                    tl.store(us + side, narrowed(-D, us.dtype.element_ty).to(us.dtype.element_ty), mask=cells)
+                    tl.store(us + side, -D, mask=cells)
             else:
                 D = X * 0.0
                 for j in range(C):  # column j is settled, and moves those of later tokens
@@ -184,8 +185,8 @@ def scan(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def pull(
-    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
-    T, H, cu, cg,
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0,
+    Y0, GZ, T, H, cu, cg,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, MAP: tl.constexpr, DOCS: tl.constexpr,
@@ -240,12 +241,16 @@ def pull(
         if FORM == "error":
             E = by_pairs(tl.zeros([BV, C], tl.float32), X, lower, place, i, False, C, DT, EXACT, HALVES, True)
         elif FORM == "rows":
-            pred, vt = tl.load(preds + side, mask=cells, other=0.0), tl.trans(rows(v, at, w, ov, V, PLAIN)).to(tl.float32)
+            pred, vt = (
+                tl.load(preds + side, mask=cells, other=0.0),
+                tl.trans(rows(v, at, w, ov, V, PLAIN)).to(tl.float32),
+            )
             E, gvt = X * 0.0, X * 0.0
             for settled in range(C):
                 j = C - 1 - settled
-                here, wrote = (i == j)[None, :], in_v & writes_at(
-                    write, first + (step * C + j) * H, step * C + j < length, MASK
+                here, wrote = (
+                    (i == j)[None, :],
+                    in_v & writes_at(write, first + (step * C + j) * H, step * C + j < length, MASK),
                 )
                 ej, gj = PULL(in_v, V, column(pred, i, j), column(vt, i, j), -column(X, i, j), cg)
                 ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)

@@ -100,8 +100,8 @@ def _of_columns(node: Node) -> str:
 
 class Tiles(NamedTuple):
     """A bias for the kernels: `psi(inside, N, p, v, cu)` is u, `pull(inside, N, p, v, g, cg)` the cotangents of p and v
-    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others; u is
-    the `error` p - v."""
+    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others; u
+    is the `error` p - v."""
 
     psi: Any
     pull: Any
