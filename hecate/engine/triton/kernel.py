@@ -118,7 +118,13 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         return reason
     for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):
         inputs, cotangents = trial(
-            dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale,
+            dtype,
+            device,
+            shape,
+            channelwise="channels" in flags,
+            slots=slots,
+            flags=flags,
+            scale=scale,
             adverse=not loops,
         )
         if PACKED in flags:
