@@ -61,7 +61,8 @@ class Case(NamedTuple):
     channels: bool = False  # retain of each phi channel
     given: str = ""  # of "masks", "documents", "values" (retain of each value), "keys" (an erased and a written key)
     in_place: bool = False  # one token, by a stepper
-    spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of `forward` and of the others
+    spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of a walk forward and of the others
+    beside: int = 2  # programs of a walk that a multiprocessor of sm_90 holds at least
 
 
 DECAY = {"retention": "decay", "key_norm": "l2"}
@@ -74,13 +75,13 @@ CASES = {
     "gated_delta_documents": Case(DECAY, given="documents"),
     "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True),
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
-    "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}),
+    "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}, beside=1),
     "every_name": Case({**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(64, 512)),
     "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
     "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
-    "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
-    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024)),
-    "wide": Case(DECAY, width=128, spilt=(192, 768)),
+    "tanh": Case({**DECAY, "feature_map": "tanh"}, beside=1),  # keys come to unit length in a launch of their own
+    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024), beside=1),
+    "wide": Case(DECAY, width=128, spilt=(16, 768), beside=1),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),
     "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 1536)),
     "widest": Case(DECAY, width=256, dtype=torch.float32, spilt=None),
@@ -103,7 +104,7 @@ CASES = {
 }  # fmt: skip
 # Every kernel, and what a Triton may take amiss: names of biases, maps, norms, documents, a momentum, retain of each
 # channel, a token.
-COVERING = ("gated_delta_documents", "kda_elu", "every_name", "sphere", "in_place")
+COVERING = ("gated_delta_documents", "momentum", "kda_elu", "every_name", "sphere", "in_place")
 
 
 class NoDriver:

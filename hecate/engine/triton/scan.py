@@ -248,10 +248,8 @@ def pull(
             E, gvt = X * 0.0, X * 0.0
             for settled in range(C):
                 j = C - 1 - settled
-                here, wrote = (
-                    (i == j)[None, :],
-                    in_v & writes_at(write, first + (step * C + j) * H, step * C + j < length, MASK),
-                )
+                here, token = (i == j)[None, :], step * C + j
+                wrote = in_v & writes_at(write, first + token * H, token < length, MASK)
                 ej, gj = PULL(in_v, V, column(pred, i, j), column(vt, i, j), -column(X, i, j), cg)
                 ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
                 E, gvt = tl.where(here, -ej, E), tl.where(here, gj, gvt)
