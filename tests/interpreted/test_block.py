@@ -374,7 +374,9 @@ def test_a_sum_normalizer(bias: str) -> None:
     assert near(y, right)
 
 
-def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs() -> None:
+@pytest.mark.parametrize("exact", ["tf32x3", "bf16"])
+def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs(exact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRECISION, torch.float32, exact)
     config = MemoryConfig(key_norm="l2", retention="decay", algorithm="momentum")
     q, k, v = (drawn(2, 37, 2, 16, seed=i).float() for i in range(3))
     before = [item.clone() for item in (q, k, v)]

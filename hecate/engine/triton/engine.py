@@ -1,14 +1,15 @@
 """The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any printed bias.
 
-There are two kernels. Blocks of tokens serve none or decay, under gradient descent of each phi channel too, and
-momentum; the loop goes token by token for what else has a form. [ENG-TRITON-D5]
+There are two ways. Chunks of tokens serve none or decay, under gradient descent of each phi channel too, and momentum;
+the loop goes token by token for what else has a form. [ENG-TRITON-D5]
 
-Forward one launch, backward four to six, nothing waits for the device, and the same bits every run. Products of values
-given in float32 are made of three of TF32's, which is float32's precision; those of bfloat16 and float16 of one, with a
-float32 state. Before a kernel is used for the first time for a rule with a dtype and widths, it has to reproduce the
-token loop in float64 on random tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused
-with the difference found, and the log told once. Verdicts are kept on disk. Second derivatives and batched cotangents
-go through the torch engines instead.
+Forward two or three launches, backward five to seven, nothing waits for the device, and the same bits every run.
+Products of values given in float32 are made of three of TF32's, which is float32's precision; those of float16 of one;
+those of bfloat16 of bfloat16's, in halves where that tells (ENG-TRITON-D10). The state is float32. Before a kernel is
+used for the first time for a rule with a dtype and widths, it has to reproduce the token loop in float64 on random
+tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused with the difference found, and the
+log told once. Verdicts are kept on disk. Second derivatives and batched cotangents go through the torch engines
+instead.
 
 With TRITON_INTERPRET=1 in the environment, kernels run on a CPU in Triton's interpreter: to test them.
 [ENG-TRITON-D1]

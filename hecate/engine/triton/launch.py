@@ -134,7 +134,7 @@ class Scan:
             scan[(programs * self.count, tiles)](
                 *rows, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
                 self.length, self.heads, self.count, self.bias.cu,
-                **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps or part == "states", **flags),
+                **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps, **flags),
             )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (us, states, slots) if keeps else ()

@@ -97,6 +97,7 @@ def scan(
     "states": the same without outputs; "outputs": one for each chunk and tile, by the kept states."""
     R: tl.constexpr = SEG // C
     MOVES: tl.constexpr = FORM != "target"
+    STATES: tl.constexpr = KEEPS or PART == "states"  # which `outputs` starts from, whoever else asks
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[:, None]
@@ -120,9 +121,9 @@ def scan(
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         place = (slot * R + step) * beside + own
         if PART != "outputs":
-            if KEEPS and R == 1:
+            if STATES and R == 1:
                 keep(kept, kept_S, place * V * P, cell, M, S, whole, MOMENTUM)
-            elif KEEPS:
+            elif STATES:
                 if step % R == 0:
                     keep(kept, kept_S, ((slot + step // R) * beside + own) * V * P, cell, M, S, whole, MOMENTUM)
             placed, there = first + (step * C + i) * H, step * C + i < length
