@@ -73,7 +73,7 @@ WALKS = {
 def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool) -> Walks:
     """The launches of the walks on a card; whole: a row of values is one tile."""
     oldest = max(least for least, *_ in WALKS if least <= card)
-    widest = min(most for _, most, _, of in WALKS if width <= most and of == narrow)
+    widest = min(most for least, most, _, of in WALKS if (least, of) == (oldest, narrow) and width <= most)
     ahead, *walks, apart = WALKS[oldest, widest, momentum, narrow]
     padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
     scan, pull = (own._replace(tile=padded if whole else min(padded, own.tile)) for own in walks)
