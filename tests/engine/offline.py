@@ -75,11 +75,11 @@ CASES = {
     "gated_delta_documents": Case(DECAY, given="documents"),
     "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True),
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
-    "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}, beside=1),
+    "momentum": Case({**DECAY, "algorithm": "momentum"}, beside=1),
     "every_name": Case({**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(64, 512)),
     "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
     "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
-    "tanh": Case({**DECAY, "feature_map": "tanh"}, beside=1),  # keys come to unit length in a launch of their own
+    "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
     "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024), beside=1),
     "wide": Case(DECAY, width=128, spilt=(16, 768), beside=1),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),

@@ -17,7 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
 from hecate.engine.triton import engine, factors, kernel, launch, scan, table
-from hecate.engine.triton.kernel import PRECISION, distrust
+from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from studies.launches import as_on_a_device, counted
 
@@ -120,7 +120,8 @@ def test_every_timing(algorithm: str, order: str, read: str, bias: str) -> None:
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 goes as bfloat16 does on a card, 64 tokens a chunk and matrices of pairs in two halves, but unrounded."""
-    monkeypatch.setitem(PRECISION, torch.float32, "bf16")
+    for module in (kernel, engine):
+        monkeypatch.setattr(module, "precision_of", lambda *_, narrow: "bf16")
 
 
 WIDE = [  # of what `test_every_timing` and `trial` take
@@ -169,7 +170,9 @@ ROUNDED = [
 
 @pytest.mark.spec("ENG-TRITON-D10", "ENG-TRITON-I1")
 @pytest.mark.parametrize("fields", ROUNDED)
-def test_operands_in_bfloat16_pass_the_gate(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operands_in_bfloat16_pass_the_gate(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wide: None
+) -> None:
     monkeypatch.setattr(factors, "narrowed", rounded)
     monkeypatch.setattr(scan, "narrowed", rounded)
     config = MemoryConfig.model_validate(fields)
@@ -190,7 +193,6 @@ def doubled(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXA
 def test_the_gate_sees_an_inverse_that_random_keys_hide(monkeypatch: pytest.MonkeyPatch, wide: None) -> None:
     monkeypatch.setattr(factors, "inverse", doubled)
     trial({"bias": "l2"}, length=64, heads=1)
-    monkeypatch.setitem(PRECISION, torch.float32, "bf16")
     monkeypatch.setattr(kernel, "PARITY", {"bf16": kernel.PARITY["tf32x3"]})
     reason = distrust(MemoryConfig(), (), torch.float32, "cpu", (16, 16))
     assert reason is not None and "differs from the token loop" in reason
@@ -374,9 +376,12 @@ def test_a_sum_normalizer(bias: str) -> None:
     assert near(y, right)
 
 
-@pytest.mark.parametrize("exact", ["tf32x3", "bf16"])
-def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs(exact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PRECISION, torch.float32, exact)
+@pytest.mark.parametrize("chunks", [None, "wide"])
+def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs(
+    chunks: str | None, request: pytest.FixtureRequest
+) -> None:
+    if chunks is not None:
+        request.getfixturevalue(chunks)
     config = MemoryConfig(key_norm="l2", retention="decay", algorithm="momentum")
     q, k, v = (drawn(2, 37, 2, 16, seed=i).float() for i in range(3))
     before = [item.clone() for item in (q, k, v)]

@@ -30,7 +30,18 @@ from hecate.engine.call import GENERAL, TRACED, Call, Plan
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
-from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
+from hecate.engine.triton.kernel import (
+    L2,
+    LOOP,
+    NARROW,
+    NORM,
+    PACKED,
+    PRECISION,
+    interpreting,
+    kernel_of,
+    precision_of,
+    verdict,
+)
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
 from hecate.retention import Decay, NoRetention
@@ -120,7 +131,8 @@ class Triton(TokenEngine):
     def _scan(
         call: Call, tokens: Tokens, carry: Carry, initial: Memory, run: Run, *, raw: bool
     ) -> tuple[Tensor, Carry]:
-        exact = None if _loops(call) else PRECISION[call.values]
+        narrow = raw and tokens.phi_k.dtype == tokens.phi_q.dtype == call.values
+        exact = None if _loops(call) else precision_of(call.config, call.values, narrow=narrow)
         if call.traced:
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 

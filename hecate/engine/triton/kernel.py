@@ -35,6 +35,14 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def precision_of(config: MemoryConfig, dtype: torch.dtype, *, narrow: bool) -> str:
+    """How blocks multiply values of a dtype. Operands in bfloat16 are for keys that lie so: features would be rounded,
+    and those of one sign add up what that costs."""
+    exact, phi = PRECISION[dtype], config.forms.phi
+    as_they_lie = narrow and phi is not None and phi.name == "same"
+    return exact if as_they_lie or exact != "bf16" else "tf32"
+
+
 def _launch(name: str) -> Any:
     return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
 
@@ -106,7 +114,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it stay
     finite."""
     loops = LOOP in flags
-    slots, exact = len(config.algorithm.slots), None if loops else PRECISION[dtype]
+    slots, exact = len(config.algorithm.slots), None
+    if not loops:
+        exact = precision_of(config, dtype, narrow=NARROW in flags)
 
     def kernel(numbers: Tensors) -> ByHand:
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)

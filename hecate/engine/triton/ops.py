@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
-from hecate.engine.triton.kernel import LOOP, NARROW, PRECISION, interpreting, kernel_of, verdict
+from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, chunks_of
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
@@ -69,7 +69,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
     # Narrow values that were made wide have the precision of narrow ones.
-    dtype = next((own for own, of in PRECISION.items() if of == exact), values.dtype)
+    dtype = torch.bfloat16 if exact == "tf32" and values.dtype == torch.float32 else values.dtype
     trusted = interpreting() or (
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
