@@ -111,7 +111,7 @@ def test_kernels_compile_and_fit_a_card(version: str) -> None:
         "gated_delta_documents": {**once, "tokens": 1, "gates": 1},
         "momentum": {**once, "scan": 2, "tokens": 2, "gates": 3},  # states, and then outputs
         "kda_elu": {"channel_factors": 1, "scan": 1, "pull": 1, "channel_tokens": 1},
-        "every_name": {**once, "tokens": 2}, "sphere": {"forward": 1, "backward": 1},
+        "every_name": {**once, "tokens": 2, "gates": 3}, "sphere": {"forward": 1, "backward": 1},
         "in_place": {"forward": 1},
     }  # fmt: skip
     for row in rows:
