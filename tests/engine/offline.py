@@ -61,7 +61,8 @@ class Case(NamedTuple):
     channels: bool = False  # retain of each phi channel
     given: str = ""  # of "masks", "documents", "values" (retain of each value), "keys" (an erased and a written key)
     in_place: bool = False  # one token, by a stepper
-    spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of `forward` and of the others
+    spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of a walk forward and of the others
+    beside: int = 2  # programs of a walk that a multiprocessor of sm_90 holds at least
 
 
 DECAY = {"retention": "decay", "key_norm": "l2"}
@@ -74,13 +75,13 @@ CASES = {
     "gated_delta_documents": Case(DECAY, given="documents"),
     "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True),
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
-    "momentum": Case({**DECAY, "algorithm": "momentum", "feature_map": "relu"}),
+    "momentum": Case({**DECAY, "algorithm": "momentum"}, beside=1),
     "every_name": Case({**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(64, 512)),
     "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
     "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
     "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
-    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024)),
-    "wide": Case(DECAY, width=128, spilt=(192, 768)),
+    "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024), beside=1),
+    "wide": Case(DECAY, width=128, spilt=(16, 768), beside=1),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),
     "float32": Case(DECAY, dtype=torch.float32, spilt=(32, 1536)),
     "widest": Case(DECAY, width=256, dtype=torch.float32, spilt=None),
@@ -103,7 +104,7 @@ CASES = {
 }  # fmt: skip
 # Every kernel, and what a Triton may take amiss: names of biases, maps, norms, documents, a momentum, retain of each
 # channel, a token.
-COVERING = ("gated_delta_documents", "kda_elu", "every_name", "sphere", "in_place")
+COVERING = ("gated_delta_documents", "momentum", "kda_elu", "every_name", "sphere", "in_place")
 
 
 class NoDriver:
@@ -173,17 +174,42 @@ def call(case: Case, length: int, heads: int) -> None:
     y.sum().backward()
 
 
-def resources(made: Any) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it keeps outside them for want of more."""
+def resources(made: Any) -> dict[str, int]:
+    """Registers of a thread, bytes that it keeps outside them for want of more, and what `counted` counts."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+        usage, code = (
+            subprocess.run([tool, of, file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+            for of in ("-res-usage", "-sass")
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
-        raise AssertionError(f"cuobjdump tells no registers: {said.stdout}")
-    return int(found[1]), int(found[2])
+        raise AssertionError(f"cuobjdump tells no registers: {usage}")
+    return {"registers": int(found[1]), "stack": int(found[2]), **counted(code)}
+
+
+def counted(code: str) -> dict[str, int]:
+    """Instructions, barriers, products of a warp group, waits for these and accesses outside registers, of the longest
+    loop of an assembly, or of all of it where there is none."""
+    lines = [(int(at, 16), said) for at, said in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.M)]
+    back = [(int(to[1], 16), at) for at, said in lines if (to := re.search(r"BRA\S*\s+.*?(0x[0-9a-f]+)", said))]
+    loops = [(start, end) for start, end in back if start < end]
+    start, end = max(loops, key=lambda loop: loop[1] - loop[0], default=(0, lines[-1][0]))
+    body = [re.sub(r"^@!?U?P\d+\s+", "", said).split()[0] for at, said in lines if start <= at <= end]
+
+    def of(name: str) -> int:
+        return sum(op == name or op.startswith(f"{name}.") for op in body)
+
+    local = of("LDL") + of("STL")
+    return {
+        "instructions": len(body),
+        "barriers": of("BAR"),
+        "products": of("HGMMA"),
+        "waits": of("WARPGROUP.DEPBAR"),
+        "local": local,
+    }
 
 
 def said(error: BaseException) -> str:
@@ -204,9 +230,13 @@ def rows(card: int, names: list[str]) -> Iterator[dict[str, Any]]:
         except Exception as error:
             yield {"case": name, "error": said(error)}
         for kernel, made in list(noted)[told:]:
-            registers, stack = resources(made)
-            found = {"registers": registers, "stack": stack, "shared": made.metadata.shared}
-            yield {"case": name, "kernel": kernel, **found, "warps": made.metadata.num_warps}
+            yield {
+                "case": name,
+                "kernel": kernel,
+                "shared": made.metadata.shared,
+                "warps": made.metadata.num_warps,
+                **resources(made),
+            }
         told = len(noted)
         print(f"{name}: {sum(os.times()[:4]) - start:.1f} s", file=sys.stderr)
 

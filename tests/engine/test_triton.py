@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import Engine, Plan, choose
-from hecate.engine.triton import engine
+from hecate.engine.triton import engine, table
 from hecate.errors import ConfigError, install_line
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +134,18 @@ def test_many_short_documents_are_walked_through(monkeypatch) -> None:
             given = {"cu_seqlens": torch.tensor([*borders])}
             memory_scan(MemoryConfig(retention=retention), q, q, q, **given, engine="triton")
         assert (asked[-1] is not None) == known
+
+
+@pytest.mark.spec("ENG-TRITON-D4", "ENG-TRITON-D10")
+def test_every_card_and_width_has_launches() -> None:
+    for card, width, momentum in product((75, 80, 89, 90, 100), (1, 64, 65, 128, 129, 256), (False, True)):
+        for exact, linear in (("bf16", True), ("bf16", False), ("tf32x3", True)):
+            chunks = table.chunks_of(width, exact, channels=False, linear=linear)
+            assert chunks.narrow == (exact == "bf16" and linear and width <= 128)
+            assert chunks.segment % chunks.size == 0 and (chunks.size == chunks.segment) == chunks.narrow
+            walks = table.walked(card, 200, width, momentum=momentum, narrow=chunks.narrow, whole=not linear)
+            assert not walks.apart or chunks.narrow
+            assert (walks.scan.tile == 256) == (not linear)
 
 
 def test_the_loop_costs_more_than_blocks() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
-from hecate.engine.triton import engine, launch, table
+from hecate.engine.triton import engine, factors, kernel, launch, scan, table
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from studies.launches import as_on_a_device, counted
@@ -49,7 +51,7 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
     general: bool = False, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
-    borders: Sequence[int] = (), silence: bool = False,
+    borders: Sequence[int] = (), silence: bool = False, adverse: bool = False,
 ) -> None:  # fmt: skip
     source, (p, v), lead = torch.Generator().manual_seed(0), widths, (1, length, heads)
 
@@ -65,6 +67,14 @@ def trial(
     if own.algorithm.uses_momentum:
         leaves["momentum"] = draw(*lead).sigmoid()
         leaves["momentum"][:, length // 2] = 0
+    if adverse:  # nearly equal keys and equal ones, in runs, and gates of 0 and 1 among them
+        k, run = leaves["k"], slice(3, 2 * length // 3)
+        k[:, run] = torch.nn.functional.normalize(k[:, :1] + k[:, run] / 100, dim=-1)
+        k[:, length // 3 : 2 * length // 3], leaves["lr"][:, run] = k[:, :1], 1.0
+        for name in ("retain", "momentum"):
+            if name in leaves:
+                leaves[name][:, length // 4 : length // 4 + (2 if name == "momentum" else 20)] = 1
+                leaves[name][:, [0, length // 3, length - 1]] = 0
     if general:
         leaves["write"] = draw(*lead, p).sigmoid()
     if silence:  # errors of exactly 0: all of them at first, the first coordinate's throughout
@@ -105,6 +115,87 @@ def test_errors_of_exactly_zero(bias: dict[str, Any]) -> None:
 def test_every_timing(algorithm: str, order: str, read: str, bias: str) -> None:
     config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read}
     trial(config, length=19, masked=True, general=bias == "l2" and read == "after")
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 goes as bfloat16 does on a card, 64 tokens a chunk and matrices of pairs in two halves, but unrounded."""
+    for module in (kernel, engine):
+        monkeypatch.setattr(module, "precision_of", lambda *_, narrow: "bf16")
+
+
+WIDE = [  # of what `test_every_timing` and `trial` take
+    ("momentum", "before_gradient", "after", "l2", {"length": 131, "masked": True, "general": True}),
+    ("gd", "with_step", "before", "l2", {"length": 80, "borders": [0, 5, 6, 6, 80]}),
+    ("gd", "before_gradient", "after", "dot", {"length": 65, "masked": True}),
+    ("momentum", "with_step", "before", "l2", {"length": 1}),
+    *(pytest.param(*timing, {"length": 150, "masked": True, "general": timing[3] == "l2"}, marks=SLOW)
+      for timing in TIMINGS),
+    *(pytest.param(*TIMINGS[at], {"length": 130, "borders": [0, 64, 65, 130]}, marks=SLOW) for at in (1, 6, 9, 15)),
+]  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D10")
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize(("algorithm", "order", "read", "bias", "given"), WIDE)
+def test_chunks_of_a_segment(algorithm: str, order: str, read: str, bias: str, given: dict[str, Any]) -> None:
+    fields = {"key_norm": "l2", "query_scale": "key_dim"} if bias == "l2" else {"feature_map": "elu"}
+    config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read, **fields}
+    trial(config, ceiling=1.0 if bias == "l2" else 0.02, **given)
+
+
+@pytest.mark.spec("ENG-TRITON-D10")
+@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
+def test_equal_keys_at_full_steps(algorithm: str, request: pytest.FixtureRequest) -> None:
+    config = {"bias": "l2", "retention": "decay", "algorithm": algorithm}
+    trial(config, length=40, adverse=True, heads=1)
+    request.getfixturevalue("wide")
+    trial(config, length=150, adverse=True, heads=1)
+
+
+@triton.jit
+def rounded(x, DT: tl.constexpr):
+    """To bfloat16, which the interpreter cannot do, and held in float32."""
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+ROUNDED = [
+    {"retention": "decay", "algorithm": "momentum"},
+    *(pytest.param(fields, marks=SLOW) for fields in (
+        {"bias": "dot", "retention": "decay"}, {}, {"retention": "decay", "read": "before"},
+        {"retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient"})),
+]  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D10", "ENG-TRITON-I1")
+@pytest.mark.parametrize("fields", ROUNDED)
+def test_operands_in_bfloat16_pass_the_gate(
+    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wide: None
+) -> None:
+    monkeypatch.setattr(factors, "narrowed", rounded)
+    monkeypatch.setattr(scan, "narrowed", rounded)
+    config = MemoryConfig.model_validate(fields)
+    assert distrust(config, ("reset",), torch.bfloat16, "cpu", (64, 64)) is None
+
+
+@triton.jit
+def doubled(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
+    """(I - L)(I + L^2)(I + L^4)..., the inverse by powers of L, which cancel."""
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    X, power = one - L, L
+    for _ in tl.static_range(1, LOG):
+        power = tl.dot(power, power)
+        X = tl.dot(X, one + power)
+    return X
+
+
+def test_the_gate_sees_an_inverse_that_random_keys_hide(monkeypatch: pytest.MonkeyPatch, wide: None) -> None:
+    monkeypatch.setattr(factors, "inverse", doubled)
+    trial({"bias": "l2"}, length=64, heads=1)
+    monkeypatch.setattr(kernel, "PARITY", {"bf16": kernel.PARITY["tf32x3"]})
+    reason = distrust(MemoryConfig(), (), torch.float32, "cpu", (16, 16))
+    assert reason is not None and "differs from the token loop" in reason
 
 
 CHANNELS = [  # of a bias, an order, a read, and a length
@@ -249,16 +340,18 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
         forward().backward(torch.ones_like(v))
 
     with as_on_a_device():
-        for call, most in ((forward, 8), (both, 17)):
+        for call, most in ((forward, 8), (both, 18)):
             for _ in range(2):  # the first makes what is made once
                 late.forget()  # kernels that do not run leave numbers that mean nothing
                 ran.clear()
                 found = counted(call)
             assert found.launches <= most and not found.waits
-    back = ["channel_tokens"] if name == "kda" else ["tokens", *["gates"] * sum(used)]
-    assert [own for own in ran if own not in back] == ["forward", "walk"] and not {"unit", "unit_back"}.intersection(
-        ran
-    )
+    ahead, back = "factors", ["tokens", *["gates"] * sum(used)]
+    if name == "kda":
+        ahead, back = "channel_factors", ["channel_tokens"]
+    scans = ["scan"] * (1 + (name == "titans linear" and dtype == torch.bfloat16))  # states, and then outputs
+    assert [own for own in ran if own not in back] == [ahead, *scans, ahead, "pull"]
+    assert not {"unit", "unit_back"}.intersection(ran)
 
 
 def test_heads_that_lie_apart_and_documents() -> None:
@@ -283,7 +376,12 @@ def test_a_sum_normalizer(bias: str) -> None:
     assert near(y, right)
 
 
-def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs() -> None:
+@pytest.mark.parametrize("chunks", [None, "wide"])
+def test_a_call_goes_on_where_another_ended_and_leaves_its_inputs(
+    chunks: str | None, request: pytest.FixtureRequest
+) -> None:
+    if chunks is not None:
+        request.getfixturevalue(chunks)
     config = MemoryConfig(key_norm="l2", retention="decay", algorithm="momentum")
     q, k, v = (drawn(2, 37, 2, 16, seed=i).float() for i in range(3))
     before = [item.clone() for item in (q, k, v)]

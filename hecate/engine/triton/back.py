@@ -1,107 +1,16 @@
-"""The backward kernels, of cotangents g of outputs, and G and Y of the last M and S.
+"""The backward kernels of all segments side by side, of cotangents g of outputs, and G and Y of the last M and S.
 
-`walk` goes back over the blocks with G, Y and that of Z alone: predictions were kept, so no state is made again. From a
-block's last row up it solves
-
-    x_i = -sum_t K[t, i] (q_t . b_i) g_t - K[end, i] G b_i - P[end, i] Y b_i - sum_{t > i} F[t, i] (p_t . b_i) e_t,
-    e_i = slope(x_i) by the prediction,
-
-and leaves u, e, the cotangent of v, and G and Y at every segment's end. With them all else is a closed form of one
-segment, its first state and its last cotangent: `tokens` takes all segments side by side, for rows and for the sums
-that `gates` turns into the cotangents of retain and momentum. No number is added to by two programs. [ENG-TRITON-D2]
+`pull` went back with G, Y and that of Z, by the predictions or u that were kept: no state is made again. It left
+u, E = -e, e_i the cotangent of a prediction, the cotangent of v, and G and Y at every segment's end. With them all else
+is a closed form of one segment, its first state and its last cotangent: `tokens` has rows, and the sums that `gates`
+turns into the cotangents of retain and momentum. No number is added to by two programs. [ENG-TRITON-D2]
 """
 
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import (
-    between,
-    block_at,
-    decays,
-    gates_at,
-    keys_at,
-    product,
-    row_of,
-    rows_at,
-    segment_of,
-    sequence_of,
-    views,
-    writes_at,
-)
+from hecate.engine.triton.block import between, decays, gates_at, keys_at, product, rows_at, segment_of, views
 from hecate.engine.triton.maps import COUNTS, featured, featured_back
-
-
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
-def walk(
-    q, k, kw, v, lr, retain, momentum, write, reset, docs, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0, Y0, GZ,
-    T, H, cu, cg,
-    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
-    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr, DOCS: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
-):  # fmt: skip
-    """One program for each memory, or of each document, and tile of values, from its last block to its first."""
-    n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
-    in_v = (ov < V)[None, :]
-    cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
-    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-    last = whole & (n + beside >= tl.num_programs(0))
-    G = tl.load(G1 + own * V * P + cell, mask=last, other=0.0)
-    Y, to_Z = G * 0.0, G * 0.0
-    if MOMENTUM:
-        Y = tl.load(Y1 + own * V * P + cell, mask=last, other=0.0)
-    blocks = tl.cdiv(length, C)
-    for back in range(0, blocks):
-        start = (blocks - 1 - back) * C
-        if (start + C) % SEG == 0 or back == 0:
-            place = ((slot + start // SEG) * beside + own) * V * P
-            tl.store(kept_G + place + cell, G, mask=whole)
-            if MOMENTUM:
-                tl.store(kept_Y + place + cell, Y, mask=whole)
-        inside, at = start + i < length, first + (start + i) * H
-        w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
-            q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
-            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
-        )  # fmt: skip
-        vt, g = rows_at(v, at, w, ov, V), rows_at(gy, at, inside, ov, V)
-        side, there = at[:, None] * V + ov[None, :], inside[:, None] & in_v
-        x = -product(tl.trans(A), g, EXACT) - product(at_k * b, G, EXACT)
-        if MOMENTUM:
-            x -= product(at_p * b, Y, EXACT)
-        again = False
-        if RESET:
-            again = tl.max(born, 0) > 0
-        if again:
-            to_Z += z * G + product(tl.trans(qz), g, EXACT)
-        if MOMENTUM:
-            Y = s * G + e * Y + product(tl.trans(sq[:, None] * qt), g, EXACT)
-        G = a * G + product(tl.trans(qa), g, EXACT)
-        if MOVES:
-            pred = tl.load(preds + side, mask=there, other=0.0)
-            err, gvt = x * 0.0, x * 0.0
-            for settled in range(C):
-                j = C - 1 - settled
-                ej, gj = PULL(in_v, V, row_of(pred, i, j), row_of(vt, i, j), row_of(x, i, j), cg)
-                wrote = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
-                ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
-                err, gvt = tl.where((i == j)[:, None], ej, err), tl.where((i == j)[:, None], gj, gvt)
-                x -= tl.trans(row_of(L, i, j)) * ej
-            tl.store(es + side, err, mask=there)
-            tl.store(us + side, tl.where(w[:, None] & in_v, PSI(in_v, V, pred, vt, cu), 0.0), mask=there)
-            if again:
-                to_Z += product(tl.trans(pz), err, EXACT)
-            if MOMENTUM:
-                Y += product(tl.trans(sf[:, None] * pt), err, EXACT)
-            G += product(tl.trans(pa), err, EXACT)
-        else:
-            gvt = -x
-        tl.store(gv + side, tl.where(w[:, None], gvt, 0.0), mask=there)
-    tl.store(G0 + n * V * P + cell, G, mask=whole)
-    if MOMENTUM:
-        tl.store(Y0 + n * V * P + cell, Y, mask=whole)
-    if RESET:
-        tl.store(GZ + n * V * P + cell, to_Z, mask=whole)
 
 
 @triton.jit
@@ -109,11 +18,17 @@ def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
     """(g, u, e) of a tile of values; u is -v and e unused where no prediction is asked for."""
     g = rows_at(gy, at, inside, o, V)
     if MOVES:
-        u, err = rows_at(us, at, inside, o, V), rows_at(es, at, inside, o, V)
+        u, err = rows_at(us, at, inside, o, V), -rows_at(es, at, inside, o, V)
     else:
         u = -rows_at(v, at, w, o, V)
         err = u
     return g, u, err
+
+
+@triton.jit
+def state_at(kept, cells, whole):
+    """A kept state."""
+    return tl.load(kept + cells, mask=whole, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -162,7 +77,7 @@ def tokens(
     WRITES: tl.constexpr = OF != "queries"
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
     w, born, r, R, B, Pm, a, early, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
@@ -198,7 +113,7 @@ def tokens(
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
         state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        M, G = state_at(kept, state, whole), state_at(kept_G, state, whole)
         if ASKS:
             x = product(g, M, EXACT)
             gaq += tl.sum(x * qt, 1)
@@ -229,12 +144,12 @@ def tokens(
             whole = (ov < V)[:, None] & (op < P)[None, :]
             state = place * V * P + ov[:, None] * P + op[None, :]
             g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-            S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
+            S, Y = state_at(kept_S, state, whole), state_at(kept_Y, state, whole)
             if ASKS:
                 x = product(g, S, EXACT)
                 gsq += tl.sum(x * qt, 1)
                 gqt += sq[:, None] * x
-                gs += tl.sum(tl.load(kept_G + state, mask=whole, other=0.0) * S)
+                gs += tl.sum(state_at(kept_G, state, whole) * S)
                 ge += tl.sum(Y * S)
             if WRITES:
                 x = product(u, Y, EXACT)
@@ -291,7 +206,7 @@ def gates(
     BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
     BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, _, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
     gK, gF = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
     for jv in range(0, V, BV):

@@ -1,25 +1,25 @@
-"""The forward kernel: a matrix memory in registers, `BLOCK` tokens at a time.
+"""What a chunk of tokens does to itself and to what was before it, by its gates alone, and rows as they are loaded.
 
 Token i reads the memory through p_i = phi_k, writes through b_i = lr phi_w and is read by q_i. A token that starts anew
 (reset) has retain and momentum 0 towards what was before it, and retain times the weights Z it starts at. Within a
-block, with M, S, Z at its start, R[t, j] the product of retain over j < l <= t, P[t, j] that of momentum, and
+chunk, with M, S, Z at its start, R[t, j] the product of retain over j < l <= t, P[t, j] that of momentum, and
 w_j whether j writes:
 
     M_t = a_t M + s_t S + z_t Z - sum_i K[t, i] u_i b_i^T,   K = (R o w) P,  a_t = R[t, start],  s = (R o w) e
     S_t = e_t S - sum_i P[t, i] u_i b_i^T,                   e_t = P[t, start],  z_t = sum_j R[t, j] retain_j reset_j
 
 What sees the memory as retain leaves it ahead of the token's own write takes the rows of R below the diagonal, what
-sees it ahead of retain too the products over j < l < t. Predictions then follow row by row,
+sees it ahead of retain too the products over j < l < t. Predictions then are
 
-    u_t = psi(pred_t, v_t),   pred_t = (a_t M + s_t S + z_t Z) p_t - sum_{i < t} F[t, i] (p_t . b_i) u_i,
+    u_t = psi(pred_t, v_t),   pred_t = (a_t M + s_t S + z_t Z) p_t - sum_{i < t} F[t, i] (p_t . b_i) u_i.
 
-for any bias: nothing is inverted. Products of gates, unlike quotients of their sums, hold at 0. [ENG-TRITON-D1]
+Products of gates, unlike quotients of their sums, hold at 0. [ENG-TRITON-D1]
 """
 
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.maps import COUNTS, featured
+from hecate.engine.triton.maps import featured
 
 
 @triton.jit
@@ -43,14 +43,16 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 
 
 @triton.jit
-def segment_of(spans, T, H, N, C: tl.constexpr, DOCS: tl.constexpr):
-    """(places of the C tokens of a program for one segment of one of N memories, which there are, which have one behind
-    them, the place of its kept states). spans `[segments, 2]`: the first token of each and the end of its document."""
+def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr):
+    """(places of the C tokens of a program for one chunk of one of N memories, which there are, which have one behind
+    them, the chunk's place among all). spans `[segments, 2]`: the first token of each segment of SEG tokens, and the
+    end of its document."""
     place, i = tl.program_id(0), tl.arange(0, C)
     here, n = place // N, (place % N).to(tl.int64)
     first, start, end = n // H * T * H + n % H, here * C, T
     if DOCS:
-        first, start, end = n, tl.load(spans + here * 2), tl.load(spans + here * 2 + 1)
+        span = spans + here // (SEG // C) * 2
+        first, start, end = n, tl.load(span) + here % (SEG // C) * C, tl.load(span + 1)
     return first + (start + i) * H, start + i < end, start + i + 1 < end, place.to(tl.int64)
 
 
@@ -58,12 +60,6 @@ def segment_of(spans, T, H, N, C: tl.constexpr, DOCS: tl.constexpr):
 def row_of(x, i, t):
     """Row t of a tile, `[1, .]`."""
     return tl.sum(tl.where((i == t)[:, None], x, 0.0), 0)[None, :]
-
-
-@triton.jit
-def column_of(x, i, t):
-    """Column t of a tile, `[., 1]`."""
-    return tl.sum(tl.where((i == t)[None, :], x, 0.0), 1)[:, None]
 
 
 @triton.jit
@@ -188,144 +184,7 @@ def keys_at(q, k, kw, lr, at, inside, w, o, P: tl.constexpr, APART: tl.constexpr
 
 
 @triton.jit
-def channelled(
-    qt, pt, bt, rt, born, i, C: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr,
-    RESET: tl.constexpr,
-):  # fmt: skip
-    """(A, L, a q, z q, a p, z p, what is written as the end sees it, a and z of the end `[P, 1]`) where every phi
-    channel has its retain: token by token, as products of gates are no matrix then."""
-    W, a, z = bt * 0.0, tl.sum(bt * 0.0, 0)[None, :] + 1.0, tl.sum(bt * 0.0, 0)[None, :]
-    A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    qa, qz, pa, pz = qt * 0.0, qt * 0.0, pt * 0.0, pt * 0.0
-    for t in range(C):
-        here, q, p, r = (i == t)[:, None], row_of(qt, i, t), row_of(pt, i, t), row_of(rt, i, t)
-        if RESET:
-            n = tl.sum(tl.where(i == t, born, 0.0), 0)
-            W, a, z = W * (1 - n), a * (1 - n), z * (1 - n) + n
-        if EARLY_READ:
-            A = tl.where(here, tl.sum(W * q, 1)[None, :], A)
-            qa, qz = tl.where(here, a * q, qa), tl.where(here, z * q, qz)
-        if MOVES and not DECAYED:
-            L = tl.where(here, tl.sum(W * p, 1)[None, :], L)
-            pa, pz = tl.where(here, a * p, pa), tl.where(here, z * p, pz)
-        W, a, z = W * r, a * r, z * r
-        if MOVES and DECAYED:
-            L = tl.where(here, tl.sum(W * p, 1)[None, :], L)
-            pa, pz = tl.where(here, a * p, pa), tl.where(here, z * p, pz)
-        W = tl.where(here, bt, W)
-        if not EARLY_READ:
-            A = tl.where(here, tl.sum(W * q, 1)[None, :], A)
-            qa, qz = tl.where(here, a * q, qa), tl.where(here, z * q, qz)
-    return A, L, qa, qz, pa, pz, W, tl.trans(a), tl.trans(z)
-
-
-@triton.jit
 def channels_at(retain, at, w, o, P: tl.constexpr):
     """Retain of every phi channel, rows `[C, P]`, 1 where nothing is written."""
     there = w[:, None] & (o < P)[None, :]
     return tl.load(retain + at[:, None] * P + o[None, :], mask=there, other=1.0).to(tl.float32)
-
-
-@triton.jit
-def block_at(
-    q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P: tl.constexpr, C: tl.constexpr,
-    RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
-    MOVES: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr,
-):  # fmt: skip
-    """Parts of a block that do not depend on its values: (w, born, q, p, A, L, a q, z q, a p, z p, sq, sf, b; its
-    factors in M and S of the end; a, s, e, z of the end)."""
-    EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
-    if CHANNELS:
-        w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-        rt = channels_at(retain, at, w, op, P)
-        A, L, qa, qz, pa, pz, b, a, z = channelled(qt, pt, b, rt, born, i, C, EARLY_READ, MOVES, DECAYED, RESET)
-        at_k, sq, sf, at_p, s, e = 1.0, w, w, w, a, a  # no momentum
-    else:
-        w, born, r, R, B, Pm, a, early, e = decays(
-            retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
-        )
-        K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
-            R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, "tf32x3"
-        )
-        qt, pt, b = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-        A, L = Kq * product(qt, tl.trans(b), EXACT), F
-        if MOVES:
-            L = F * product(pt, tl.trans(b), EXACT)
-        qa, qz, pa, pz = aq[:, None] * qt, zq[:, None] * qt, af[:, None] * pt, zf[:, None] * pt
-        at_k, at_p = tl.trans(row_of(K, i, C - 1)), tl.trans(row_of(Pm, i, C - 1))
-        a, s, e, z = end_of(a, i, C), end_of(s, i, C), end_of(e, i, C), end_of(z, i, C)
-    return w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z
-
-
-@triton.jit(do_not_specialize_on_alignment=COUNTS)
-def forward(
-    q, k, kw, v, lr, retain, momentum, write, reset, docs, M0, S0, Z0, y, preds, kept, kept_S, M1, S1, T, H, cu,
-    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
-    MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
-    EXACT: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr, PSI: tl.constexpr,
-):  # fmt: skip
-    """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
-    if it KEEPS them, the predictions of all tokens and the states at every SEG-th."""
-    n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
-    in_v = (ov < V)[None, :]
-    cell, whole = op[:, None] + ov[None, :] * P, (op < P)[:, None] & in_v
-    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-    if DOCS:
-        M = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
-    else:
-        M = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
-    S = M * 0.0
-    if MOMENTUM and not DOCS:
-        S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
-    for start in range(0, length, C):
-        if KEEPS and start % SEG == 0:
-            place = ((slot + start // SEG) * beside + own) * V * P
-            tl.store(kept + place + cell, M, mask=whole)
-            if MOMENTUM:
-                tl.store(kept_S + place + cell, S, mask=whole)
-        inside, at = start + i < length, first + (start + i) * H
-        w, born, qt, pt, A, L, qa, qz, pa, pz, sq, sf, b, at_k, at_p, a, s, e, z = block_at(
-            q, k, kw, lr, retain, momentum, write, reset, at, H, i, inside, op, P, C, RETAIN, MOMENTUM, MASK, RESET,
-            APART, MOVES, DECAYED, EARLY_READ, CHANNELS, EXACT, PHI,
-        )  # fmt: skip
-        vt = rows_at(v, at, w, ov, V)
-        out = product(qa, M, EXACT)
-        if MOMENTUM:
-            out += product(sq[:, None] * qt, S, EXACT)
-        again = False
-        if RESET:
-            again = tl.max(born, 0) > 0
-        Z = M * 0.0
-        if again:
-            Z = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0)
-            out += product(qz, Z, EXACT)
-        u = -vt
-        if MOVES:
-            pred = product(pa, M, EXACT)
-            if MOMENTUM:
-                pred += product(sf[:, None] * pt, S, EXACT)
-            if again:
-                pred += product(pz, Z, EXACT)
-            for j in range(C):  # row j is settled, and moves the rows below
-                there = in_v & writes_at(write, first + (start + j) * H, start + j < length, MASK)
-                uj = tl.where(there, PSI(in_v, V, row_of(pred, i, j), row_of(vt, i, j), cu), 0.0)
-                u = tl.where((i == j)[:, None], uj, u)
-                pred -= column_of(L, i, j) * uj
-            if KEEPS:
-                tl.store(preds + at[:, None] * V + ov[None, :], pred, mask=inside[:, None] & in_v)
-        out -= product(A, u, EXACT)
-        tl.store(y + at[:, None] * V + ov[None, :], out.to(y.dtype.element_ty), mask=inside[:, None] & in_v)
-        M = a * M - product(tl.trans(at_k * b), u, EXACT)
-        if MOMENTUM:
-            M += s * S
-            S = e * S - product(tl.trans(at_p * b), u, EXACT)
-        if again:
-            M += z * Z
-    last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
-    tl.store(M1 + own * V * P + cell, M, mask=last)
-    if MOMENTUM:
-        tl.store(S1 + own * V * P + cell, S, mask=last)

@@ -10,9 +10,90 @@ anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.back import keys_back, queries_back, values_at
+from hecate.engine.triton.back import keys_back, queries_back, state_at, values_at
 from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, segment_of
+from hecate.engine.triton.factors import at_level, inverse, put, times
 from hecate.engine.triton.maps import COUNTS
+
+
+@triton.jit
+def left_at(retain, write, reset, at, there, o, P: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr):
+    """Rows `[C, P]` of what a token leaves of what was before it: its retain, none where it starts anew."""
+    w, born, _, _ = gates_at(retain, retain, write, reset, at, there, False, False, MASK, RESET)
+    return channels_at(retain, at, w, o, P) * (1 - born)[:, None]
+
+
+@triton.jit
+def starts(rt, born, i, C: tl.constexpr):
+    """What is seen of the weights of a new start, ahead of each token's retain and after it."""
+    ahead, after, row = rt * 0.0, rt * 0.0, tl.sum(rt * 0.0, 0)[None, :]
+    for t in range(C):
+        x, now = tl.sum(tl.where(i == t, born, 0.0), 0), (i == t)[:, None]
+        row = row * (1 - x) + x
+        ahead = tl.where(now, row, ahead)
+        row = row * row_of(rt, i, t)
+        after = tl.where(now, row, after)
+    return ahead, after
+
+
+@triton.jit
+def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """Products of rows from the start of a piece of h rows on or (BACK) from its end back, that row's left out."""
+    edge = i % h == (h - 1 if BACK else 0)
+    pieces = tl.reshape(tl.where(edge[:, None], 1.0, x), [C // h, h, BP])
+    return tl.reshape(tl.cumprod(pieces, 1, reverse=BACK), [C, BP])
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def channel_factors(
+    q, k, kw, lr, retain, write, reset, spans, lower, attend, kq, kp, ke, zq, zp, ends, T, H, N,
+    P: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr, LOG: tl.constexpr, FORM: tl.constexpr,
+    MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr,
+    DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
+):  # fmt: skip
+    """`factors` where retain is one of each phi channel. The product of retain between two tokens is parted at the one
+    border of dyadic pieces that lies between them, so that pairs are log2 C products of matrices, without a quotient.
+
+    kq, kp, ke `[B, T, H, P]`: queries and keys as the chunk's first memory sees them, what is written as its end sees
+    it; zq, zp those of a new start; ends `[chunks, 2, P]`: what is left of both at the end."""
+    MOVES: tl.constexpr = FORM != "target"
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
+    w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
+    rt = channels_at(retain, at, w, op, P)
+    before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
+    after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
+    here = rt * (1 - born)[:, None]
+    A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    if not EARLY_READ:
+        A = tl.where(i[:, None] == i[None, :], tl.sum(qt * bt, 1)[:, None], A)
+    for n in tl.static_range(0, LOG + 1):
+        left, to = running(after, i, 1 << n, True, C, BP), running(before, i, 1 << n, False, C, BP)
+        on = bt * left
+        asked = qt * to * ((1 - born)[:, None] if EARLY_READ else here)
+        told = pt * to * (here if DECAYED else (1 - born)[:, None])
+        if n < LOG:
+            A += at_level(times(asked, tl.trans(on), DT, EXACT), i, 1 << n)
+            if MOVES:
+                L += at_level(times(told, tl.trans(on), DT, EXACT), i, 1 << n)
+        else:
+            tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+            tl.store(kq + tile, asked.to(kq.dtype.element_ty), mask=there)
+            tl.store(kp + tile, told.to(kp.dtype.element_ty), mask=there)
+            tl.store(ke + tile, on.to(ke.dtype.element_ty), mask=there)
+            tl.store(ends + place * 2 * P + op, tl.sum(tl.where((i == 0)[:, None], left * here, 0.0), 0), mask=op < P)
+    if FORM == "error":
+        L = inverse(L, i, LOG, HALVES, DT, EXACT)
+    put(attend, place, i, A, C, HALVES)
+    if MOVES:
+        put(lower, place, i, L, C, HALVES)
+    if RESET:
+        ahead, left = starts(rt, born, i, C)
+        tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+        tl.store(zq + tile, (qt * (ahead if EARLY_READ else left)).to(zq.dtype.element_ty), mask=there)
+        tl.store(zp + tile, (pt * (left if DECAYED else ahead)).to(zp.dtype.element_ty), mask=there)
+        tl.store(ends + (place * 2 + 1) * P + op, tl.sum(tl.where((i == C - 1)[:, None], left, 0.0), 0), mask=op < P)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -25,25 +106,17 @@ def channel_tokens(
 ):  # fmt: skip
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, behind, place = segment_of(spans, T, H, N, C, DOCS)
+    at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS)
     w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
     qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
     rt = channels_at(retain, at, w, op, P)
     # Of the tokens before and after each.
-    has, follows = inside & (i > 0), behind & (i < C - 1)
-    w_before, b, _, _ = gates_at(retain, momentum, write, reset, at - H, has, False, False, MASK, RESET)
-    before = channels_at(retain, at - H, w_before, op, P) * (1 - b)[:, None]
-    w_after, b, _, _ = gates_at(retain, momentum, write, reset, at + H, follows, False, False, MASK, RESET)
-    after = channels_at(retain, at + H, w_after, op, P) * (1 - b)[:, None]
+    before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
+    after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
     a = tl.cumprod(before, 0) * (1 - born)[:, None]  # what is left of M, ahead of retain
     z = a * 0.0
     if RESET:
-        row = tl.sum(z, 0)[None, :]
-        for t in range(C):
-            x = tl.sum(tl.where(i == t, born, 0.0), 0)
-            row = row * (1 - x) + x
-            z = tl.where((i == t)[:, None], row, z)
-            row = row * row_of(rt, i, t)
+        z, _ = starts(rt, born, i, C)
     gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     xq, xp, H_, zq, zp = bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0
     h, j = tl.sum(bt * 0.0, 0), tl.sum(bt * 0.0, 0)
@@ -52,7 +125,7 @@ def channel_tokens(
         own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
         state = place * V * P + own
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        M, G = state_at(kept, state, whole), state_at(kept_G, state, whole)
         gA -= product(g, tl.trans(u), EXACT)
         xq += product(g, M, EXACT)
         H_ -= product(u, G, EXACT)

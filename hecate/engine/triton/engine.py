@@ -1,14 +1,15 @@
 """The exact engine of our own kernels on a GPU, in Triton (the extra `gpu`): matrix memories of any printed bias.
 
-There are two kernels. Blocks of tokens serve none or decay, under gradient descent of each phi channel too, and
-momentum; the loop goes token by token for what else has a form. [ENG-TRITON-D5]
+There are two ways. Chunks of tokens serve none or decay, under gradient descent of each phi channel too, and momentum;
+the loop goes token by token for what else has a form. [ENG-TRITON-D5]
 
-Forward one launch, backward four to six, nothing waits for the device, and the same bits every run. Products of values
-given in float32 are made of three of TF32's, which is float32's precision; those of bfloat16 and float16 of one, with a
-float32 state. Before a kernel is used for the first time for a rule with a dtype and widths, it has to reproduce the
-token loop in float64 on random tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused
-with the difference found, and the log told once. Verdicts are kept on disk. Second derivatives and batched cotangents
-go through the torch engines instead.
+Forward two or three launches, backward five to seven, nothing waits for the device, and the same bits every run.
+Products of values given in float32 are made of three of TF32's, which is float32's precision; those of float16 of one;
+those of bfloat16 of bfloat16's, in halves where that tells (ENG-TRITON-D10). The state is float32. Before a kernel is
+used for the first time for a rule with a dtype and widths, it has to reproduce the token loop in float64 on random
+tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused with the difference found, and the
+log told once. Verdicts are kept on disk. Second derivatives and batched cotangents go through the torch engines
+instead.
 
 With TRITON_INTERPRET=1 in the environment, kernels run on a CPU in Triton's interpreter: to test them.
 [ENG-TRITON-D1]
@@ -29,7 +30,18 @@ from hecate.engine.call import GENERAL, TRACED, Call, Plan
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
-from hecate.engine.triton.kernel import L2, LOOP, NARROW, NORM, PACKED, PRECISION, interpreting, kernel_of, verdict
+from hecate.engine.triton.kernel import (
+    L2,
+    LOOP,
+    NARROW,
+    NORM,
+    PACKED,
+    PRECISION,
+    interpreting,
+    kernel_of,
+    precision_of,
+    verdict,
+)
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
 from hecate.retention import Decay, NoRetention
@@ -119,7 +131,8 @@ class Triton(TokenEngine):
     def _scan(
         call: Call, tokens: Tokens, carry: Carry, initial: Memory, run: Run, *, raw: bool
     ) -> tuple[Tensor, Carry]:
-        exact = None if _loops(call) else PRECISION[call.values]
+        narrow = raw and tokens.phi_k.dtype == tokens.phi_q.dtype == call.values
+        exact = None if _loops(call) else precision_of(call.config, call.values, narrow=narrow)
         if call.traced:
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 

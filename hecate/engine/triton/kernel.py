@@ -20,8 +20,8 @@ from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
 # Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
-PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8}
-PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "tf32", torch.float16: "tf32"}
+PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8, "bf16": 2.0**-8}
+PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
 # Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents.
 LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"
@@ -33,6 +33,14 @@ Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel o
 def interpreting() -> bool:
     """True if Triton interprets kernels on a CPU, as it is told before it is loaded."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def precision_of(config: MemoryConfig, dtype: torch.dtype, *, narrow: bool) -> str:
+    """How blocks multiply values of a dtype. Operands in bfloat16 are for keys that lie so: features would be rounded,
+    and those of one sign add up what that costs."""
+    exact, phi = PRECISION[dtype], config.forms.phi
+    as_they_lie = narrow and phi is not None and phi.name == "same"
+    return exact if as_they_lie or exact != "bf16" else "tf32"
 
 
 def _launch(name: str) -> Any:
@@ -106,7 +114,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it stay
     finite."""
     loops = LOOP in flags
-    slots, exact = len(config.algorithm.slots), None if loops else PRECISION[dtype]
+    slots, exact = len(config.algorithm.slots), None
+    if not loops:
+        exact = precision_of(config, dtype, narrow=NARROW in flags)
 
     def kernel(numbers: Tensors) -> ByHand:
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)
@@ -118,7 +128,14 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         return reason
     for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):
         inputs, cotangents = trial(
-            dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
+            dtype,
+            device,
+            shape,
+            channelwise="channels" in flags,
+            slots=slots,
+            flags=flags,
+            scale=scale,
+            adverse=not loops,
         )
         if PACKED in flags:
             reset = one((inputs[slots + 9],))

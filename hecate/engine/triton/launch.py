@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
-from hecate.engine.triton.back import gates, tokens, walk
-from hecate.engine.triton.block import forward
-from hecate.engine.triton.channels import channel_tokens
+from hecate.engine.triton.back import gates, tokens
+from hecate.engine.triton.channels import channel_factors, channel_tokens
+from hecate.engine.triton.factors import factors
+from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
-from hecate.engine.triton.table import BLOCK, Documents, card_of, kept_every, launched
+from hecate.engine.triton.scan import pull, scan
+from hecate.engine.triton.table import Documents, Launch, card_of, chunks_of, launched, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -37,7 +40,6 @@ class Scan:
         self.heads = given.lr.shape[2] if given.lr.dim() == 3 else 1
         self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
-        self.bias = tiles_of(config.bias)
         self.length = given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
         retain = given.retain if config.retention.uses_retain else None
@@ -47,99 +49,145 @@ class Scan:
         if borders is not None:
             masks[1] = None
         self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.launches = launched(
-            card_of(memory.device), self.height, self.width, momentum=slots != [], whole=not self.bias.apart
-        )
-        self.tiles = -(-self.height // self.launches.serial.tile)
         self.channels = retain is not None and retain.dim() > given.lr.dim()
-        self.segment = kept_every(self.width, exact, channels=self.channels)
-        self.documents = Documents.of(borders, self.length, self.segment, self.memory)
+        self.bias = tiles_of(config.bias, turned=True)
+        linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
+        self.chunks = chunks_of(self.width, exact, channels=self.channels, linear=linear)
+        sizes, moving, narrow = (card, self.height, self.width), slots != [], self.chunks.narrow
+        self.rest = launched(*sizes, momentum=moving)
+        self.walks = walked(*sizes, momentum=moving, narrow=narrow, whole=not self.bias.apart)
+        self.documents = Documents.of(borders, self.length, self.chunks.segment, self.memory)
+        # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
+        self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
+        phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
+        fine = "tf32" if exact == "bf16" else exact
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
-            "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": slots != [],
+            "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
+            "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": moving,
+            "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
             "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
-            "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before", "EXACT": exact,
-            "PHI": _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0), "DOCS": borders is not None,
+            "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
+            "CHANNELS": self.channels, "DOCS": borders is not None, "PSI": self.bias.psi, "PULL": self.bias.pull,
+            "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
+            "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
+            "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
         }  # fmt: skip
+
+    def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
+        """The options of a kernel, and those flags that it asks for."""
+        flags = self.flags | {"BV": launch.tile, "STAGES": launch.stages} | more
+        own = {"num_warps": launch.warps, "num_stages": 1}
+        return own | {name: flags[name] for name in kernel.arg_names if name in flags}
 
     @property
     def arguments(self) -> list[Tensor]:
         """q, k, kw, v, lr, retain, momentum, write, reset; v in place of what is not there."""
         return [self.given[3] if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given]  # type: ignore[misc]
 
-    def new(self, *shape: int) -> Tensor:
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for numbers."""
-        return self.memory.new_empty(shape)
+        return self.memory.new_empty(shape, dtype=dtype)
 
     @property
     def kept(self) -> tuple[int, ...]:
         """The shape of the states at every segment's start."""
         return self.documents.segments, self.count, self.height, self.width
 
+    def factors(self) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+        """Rows as walks read them; pairs of tokens and numbers of all chunks; and flags that go with such rows."""
+        q, k, kw, _, *gates, write, reset = self.arguments
+        size = self.chunks.size
+        places = self.documents.segments * (self.chunks.segment // size) * self.count
+        pairs = [self.new(places, 1 + self.chunks.narrow, size, size, dtype=self.dtype) for _ in range(2)]
+        lengths = (self.length, self.heads, self.count)
+        if not self.channels:
+            found = [*pairs, self.new(places, 8, size), self.new(places, 4)]
+            factors[(places,)](
+                q, k, kw, *gates, write, reset, self.documents.spans, *found, *lengths,
+                **self.told(factors, self.walks.factors),
+            )  # fmt: skip
+            return [q, k, kw, q, k], found, {}
+        made = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
+        made, ends = (made * 2)[:5], self.new(places, 2, self.width)
+        channel_factors[(places,)](
+            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths,
+            **self.told(channel_factors, self.walks.factors),
+        )  # fmt: skip
+        return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
+
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
-        v, memory = self.arguments[3], self.memory
+        v, write, memory, documents = self.arguments[3], self.arguments[7], self.memory, self.documents
         y, last = torch.empty_like(v), torch.empty_like(memory)
         slot = memory if self.slot is None else self.slot
         last_slot = last if self.slot is None else torch.empty_like(slot)
-        preds = self.new(*v.shape) if keeps and self.bias.moves else v
-        states = self.new(*self.kept) if keeps else memory
-        slots = self.new(*self.kept) if keeps and self.slot is not None else states
-        forward[(self.documents.programs * self.count, self.tiles)](
-            *self.arguments, self.documents.docs, memory, slot, memory if self.restart is None else self.restart, y,
-            preds, states, slots, last, last_slot, self.length, self.heads, self.bias.cu, C=BLOCK, SEG=self.segment,
-            CHANNELS=self.channels, KEEPS=keeps, PSI=self.bias.psi, **self.launches.serial.options, **self.flags,
-        )  # fmt: skip
+        apart = self.walks.apart
+        us = self.new(*v.shape) if keeps and self.bias.moves else v
+        states = self.new(*self.kept, dtype=self.dtype) if keeps or apart else memory
+        slots = states if self.slot is None or states is memory else torch.empty_like(states)
+        restart = memory if self.restart is None else self.restart
+        rows, found, flags = self.factors()
+        tiles, grids = -(-self.height // self.walks.scan.tile), (documents.programs, documents.segments)
+        parts = ("states", "outputs") if apart else ("all",)
+        for part, table, programs in zip(parts, (documents.docs, documents.spans), grids):  # noqa: B905
+            scan[(programs * self.count, tiles)](
+                *rows, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
+                self.length, self.heads, self.count, self.bias.cu,
+                **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps, **flags),
+            )  # fmt: skip
         finals = (last,) if self.slot is None else (last, last_slot)
-        return (y, *finals), (preds, states, slots) if keeps else ()
+        return (y, *finals), (us, states, slots) if keeps else ()
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of memory, slots, initial memory and the tokens."""
         preds, kept, kept_S = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
-        q, k, kw, v, lr, *_ = self.arguments
+        q, k, kw, v, lr, *_, write, _ = self.arguments
         g1, y1 = finals[0], finals[-1]
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         moves = self.bias.moves
-        us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         gv, g0, y0 = torch.empty_like(v), self.documents.each(g1), self.documents.each(y1)
+        us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
+        if self.bias.error:  # whose E is the cotangent of v, but in float32: lr's is a difference of what it comes to
+            us, gv = preds, es
         gz = torch.empty_like(g0) if self.flags["RESET"] else g0
         numbers = (self.length, self.heads)
-        walk[(len(g0), self.tiles)](
-            *self.arguments, self.documents.docs, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz, *numbers,
-            self.bias.cu, self.bias.cg, C=BLOCK, SEG=self.segment, CHANNELS=self.channels, PSI=self.bias.psi,
-            PULL=self.bias.pull, **self.launches.serial.options, **self.flags,
+        rows, weights, flags = self.factors()
+        pull[(len(g0), -(-self.height // self.walks.pull.tile))](
+            *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz,
+            *numbers, self.bias.cu, self.bias.cg, **self.told(pull, self.walks.pull, **flags),
         )  # fmt: skip
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
         spans = self.documents.spans
-        restart = kept if self.restart is None else self.restart
-        g0, y0, gz = self.documents.met(g0, y0, gz)
+        restart = self.memory if self.restart is None else self.restart
+        g0, y0, gz, gv = *self.documents.met(g0, y0, gz), gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
             channel_tokens[grid](
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, C=BLOCK, **self.launches.serial.options, **self.flags,
+                self.count, **self.told(channel_tokens, self.walks.pull),
             )  # fmt: skip
             return grads
         sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
-        for of in ("queries", "keys") if self.launches.apart else ("both",):
+        segment = self.chunks.segment
+        for of in ("queries", "keys") if self.rest.apart else ("both",):
             tokens[grid](
-                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w,
-                glr, sums, ends, *numbers, self.count, self.total, OF=of, C=self.segment,
-                **self.launches.tokens.options, **self.flags,
+                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
+                ends, *numbers, self.count, self.total, **self.told(tokens, self.rest.tokens, OF=of, C=segment),
             )  # fmt: skip
         early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
-        apart = self.launches.apart and self.slot is not None and early
+        apart = self.rest.apart and self.slot is not None and early
         for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
             for of in parts if to is not None else ():
                 gates[grid](
-                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total, OF=of,
-                    C=self.segment, **self.launches.gates.options, **self.flags,
+                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total,
+                    **self.told(gates, self.rest.gates, OF=of, C=segment),
                 )  # fmt: skip
         return grads
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
-from hecate.engine.triton.table import SEGMENT, kept_every
+from hecate.engine.triton.table import SEGMENT, chunks_of
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
 
@@ -79,14 +79,19 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
 
 def _record_shapes(
     rule: str, exact: str | None, keeps: bool, memory: Tensor, slot: Tensor | None, v: Tensor, retain: Tensor
-) -> list[tuple[Any, ...]]:
-    """Of predictions, and of states at every segment's start; none where no cotangent needs them."""
+) -> list[tuple[tuple[Any, ...], torch.dtype]]:
+    """Shapes and dtypes of predictions or u, and of states at every segment's start; none where no cotangent needs
+    them."""
     # In one row: an axis of one segment would be a graph of its own.
-    channels, width = retain.dim() == v.dim(), memory.shape[-1]
-    segment = SEGMENT if exact is None else kept_every(width, exact, channels=channels)
+    forms, segment, dtype = config_of(rule).forms, SEGMENT, memory.dtype
+    if exact is not None:
+        linear = forms.target or forms.error
+        chunks = chunks_of(memory.shape[-1], exact, channels=retain.dim() == v.dim(), linear=linear)
+        segment, dtype = chunks.segment, torch.bfloat16 if chunks.narrow and not interpreting() else dtype
     kept = (memory.numel() * -(-v.shape[1] // segment),)
-    moves = keeps and exact is not None and not config_of(rule).forms.target
-    return [tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)]
+    moves = keeps and exact is not None and not forms.target
+    shapes = tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)
+    return [(shape, dtype) for shape in shapes]
 
 
 @torch.library.custom_op("hecate::matrix_scan", mutates_args=())
@@ -106,8 +111,8 @@ def matrix_scan(
         outputs = kernel.plain(*inputs)
     y, last, last_slot = (*outputs, memory.new_empty(0))[:3]
     preds, states, slots = (
-        memory.new_zeros(shape) if item is None or shape == (0,) else item.view(shape)
-        for item, shape in zip([None] * (3 - len(record)) + list(record), shapes, strict=True)
+        memory.new_zeros(shape, dtype=dtype) if item is None or shape == (0,) else item.view(shape)
+        for item, (shape, dtype) in zip([None] * (3 - len(record)) + list(record), shapes, strict=True)
     )
     return one((y,)), one((last,)), one((last_slot,)), preds, states, slots
 
@@ -118,7 +123,7 @@ def _(
     phi_q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, *rest: Tensor | None,
 ) -> tuple[Any, ...]:  # fmt: skip
     empty = memory.new_empty
-    record = [empty(shape) for shape in _record_shapes(rule, exact, keeps, memory, slot, v, retain)]
+    record = [empty(shape, dtype=dtype) for shape, dtype in _record_shapes(rule, exact, keeps, memory, slot, v, retain)]
     return v.new_empty(v.shape), empty(memory.shape), empty(0) if slot is None else empty(slot.shape), *record
 
 

@@ -46,10 +46,13 @@ def trial(
     slots: int = 0,
     flags: Sequence[str] = (),
     scale: float = 1.0,
+    adverse: bool = False,
 ) -> tuple[Tensors, tuple[Tensor, ...]]:
     """Inputs of a kernel (memory, *slots, initial, *tokens), one sequence of two heads in numbers of a dtype, and
     cotangents. One head forgets little and the other much; flags name the fields of `Tokens` that may be left out.
-    scale is that of states, values, learning rates and momenta: small ones let no rule diverge."""
+    scale is that of states, values, learning rates and momenta: small ones let no rule diverge. Random keys hide an
+    inverse that loses digits: adverse ones come in runs, of nearly equal and of equal ones at lr 1 and retain 1, with
+    gates of 0 among them."""
     height, width = shape
     lead = (1, TRIAL, 2)
     generator = torch.Generator().manual_seed(0)
@@ -74,6 +77,12 @@ def trial(
     reset = draw(*lead[:2]) > 2 if "reset" in flags else None
     apart = keys() if "phi_w" in flags else None
     kept = (4 + draw(*lead, height)).sigmoid() if "retain_value" in flags else None
+    if adverse:
+        first[:, 9:41] = torch.nn.functional.normalize(first[:, 8:9] + first[:, 9:41] / 16, dim=-1).to(dtype).float()
+        first[:, 41:80], lr[:, 9:80], retain[:, 9:80] = first[:, 8:9], 1.0, 1.0
+        for gate in (retain, momentum):
+            gate[:, [5, 63, 64, 128]] = 0
+        momentum[:, [20, 127]] = 1.0 if slots else 0.0
     if scale != 1:
         states, values, lr, momentum = [scale * item for item in states], scale * values, scale * lr, scale * momentum
     return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, kept), cotangents

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK, SEGMENT = 16, 64  # tokens that a block's kernels take at once, and between kept states
+BLOCK, SEGMENT = 16, 64  # tokens of a chunk at least and at most, the latter between kept states
 
 
 class Launch(NamedTuple):
@@ -19,17 +19,20 @@ class Launch(NamedTuple):
     warps: int
     stages: int
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """As a kernel takes them."""
-        return {"BV": self.tile, "num_warps": self.warps, "num_stages": self.stages}
+
+class Walks(NamedTuple):
+    """Of `factors`, `scan` and `pull`; apart: whether outputs have a launch of their own, of all chunks at once."""
+
+    factors: Launch
+    scan: Launch
+    pull: Launch
+    apart: bool
 
 
 class Launches(NamedTuple):
-    """Of the kernels that go from block to block (`forward`, `walk`), of `tokens` and of `gates`; apart: whether
-    `tokens` takes queries and keys in two launches, and `gates` retain beside a momentum."""
+    """Of `tokens` and of `gates`; apart: whether `tokens` takes queries and keys in two launches, and `gates` retain
+    beside a momentum."""
 
-    serial: Launch
     tokens: Launch
     gates: Launch
     apart: bool
@@ -37,15 +40,61 @@ class Launches(NamedTuple):
 
 # (oldest architecture, widest keys, momentum). By the compiler's registers at 64 x 64 in TF32; no time was measured.
 TABLE = {
-    (90, 64, False): Launches(Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False),
-    (90, 64, True): Launches(Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (90, 256, False): Launches(Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False),
-    (90, 256, True): Launches(Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (0, 64, False): Launches(Launch(16, 4, 1), Launch(32, 8, 1), Launch(16, 8, 1), True),
-    (0, 64, True): Launches(Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (0, 256, False): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
-    (0, 256, True): Launches(Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), True),
+    (90, 64, False): Launches(Launch(32, 8, 1), Launch(32, 8, 1), False),
+    (90, 64, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
+    (90, 256, False): Launches(Launch(32, 8, 1), Launch(32, 8, 1), False),
+    (90, 256, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
+    (0, 64, False): Launches(Launch(32, 8, 1), Launch(16, 8, 1), True),
+    (0, 64, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
+    (0, 256, False): Launches(Launch(16, 8, 1), Launch(16, 8, 1), True),
+    (0, 256, True): Launches(Launch(16, 8, 1), Launch(16, 8, 1), True),
 }
+
+
+# (oldest architecture, widest keys, momentum, operands in bfloat16). By the compiler's registers; no time was measured.
+WALKS = {
+    (90, 64, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
+    (90, 64, True, True): Walks(Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), True),
+    (90, 128, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
+    (90, 128, True, True): Walks(Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), True),
+    (90, 64, False, False): Walks(Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), False),
+    (90, 64, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (90, 128, False, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (90, 128, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
+    (90, 256, False, False): Walks(Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
+    (90, 256, True, False): Walks(Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
+    (0, 128, False, True): Walks(Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), False),
+    (0, 128, True, True): Walks(Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), False),
+    (0, 256, False, False): Walks(Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), False),
+    (0, 256, True, False): Walks(Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
+}
+
+
+def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool) -> Walks:
+    """The launches of the walks on a card; whole: a row of values is one tile."""
+    oldest = max(least for least, *_ in WALKS if least <= card)
+    widest = min(most for least, most, _, of in WALKS if (least, of) == (oldest, narrow) and width <= most)
+    ahead, *walks, apart = WALKS[oldest, widest, momentum, narrow]
+    padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
+    scan, pull = (own._replace(tile=padded if whole else min(padded, own.tile)) for own in walks)
+    return Walks(ahead, scan, pull, apart)
+
+
+class Chunks(NamedTuple):
+    """Tokens of a chunk, tokens between kept states, and whether operands of the walks' products, and what is kept
+    between kernels, are bfloat16."""
+
+    size: int
+    segment: int
+    narrow: bool
+
+
+def chunks_of(width: int, exact: str, *, channels: bool, linear: bool) -> Chunks:
+    """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear and retain a number
+    of the token; what rows follow one another for, or needs more digits, goes by blocks."""
+    narrow = exact == "bf16" and linear and not channels and width <= 128
+    segment = kept_every(width, exact, channels=channels)
+    return Chunks(segment if narrow else BLOCK, segment, narrow)
 
 
 def kept_every(width: int, exact: str, *, channels: bool) -> int:
@@ -56,16 +105,14 @@ def kept_every(width: int, exact: str, *, channels: bool) -> int:
     return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
 
 
-def launched(card: int, height: int, width: int, *, momentum: bool, whole: bool) -> Launches:
-    """The launches on a card (90 for sm_90) for values and keys of a width; whole: a row of values is one tile in those
-    that go from block to block."""
+def launched(card: int, height: int, width: int, *, momentum: bool) -> Launches:
+    """The launches of the rest of a backward pass on a card (90 for sm_90) for values and keys of a width."""
     oldest = max(least for least, _, _ in TABLE if least <= card)
     widest = min(most for _, most, _ in TABLE if width <= most)
-    serial, tokens, gates, apart = TABLE[oldest, widest, momentum]
+    tokens, gates, apart = TABLE[oldest, widest, momentum]
     padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
-    serial = serial._replace(tile=padded if whole else min(padded, serial.tile))
     tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in (tokens, gates))
-    return Launches(serial, tokens, gates, apart)
+    return Launches(tokens, gates, apart)
 
 
 class Documents(NamedTuple):

@@ -94,9 +94,14 @@ def _of_rows(node: Node) -> str:
     return NAMES.get(node.op, f"{node.op}(")
 
 
+def _of_columns(node: Node) -> str:
+    return f"{TURNED[node.op]}(inside, " if node.op in SUMS else _of_rows(node)
+
+
 class Tiles(NamedTuple):
     """A bias for the kernels: `psi(inside, N, p, v, cu)` is u, `pull(inside, N, p, v, g, cg)` the cotangents of p and v
-    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others."""
+    from that of u, `cu` and `cg` their numbers. u `moves` with p, or is -v; values are `apart` if none needs others; u
+    is the `error` p - v."""
 
     psi: Any
     pull: Any
@@ -104,6 +109,7 @@ class Tiles(NamedTuple):
     cg: tuple[float, ...]
     moves: bool
     apart: bool
+    error: bool
 
 
 class Steps(NamedTuple):
@@ -154,20 +160,20 @@ def _said(node: Node) -> str:
     return f"{TURNED[node.op]}({IN_TILES[node.args[0].axes]}, "
 
 
-def tiles_of(bias: Bias) -> Tiles:
-    """The functions of a bias. Raises Unprintable, which says why it has none."""
-    return _tiles(bias_formula(bias))
+def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
+    """The functions of a bias, of rows or, `turned`, of columns. Raises Unprintable, which says why it has none."""
+    return _tiles(bias_formula(bias), turned)
 
 
 @lru_cache(256)
-def _tiles(formula: Formula) -> Tiles:
-    given = "inside", "N: tl.constexpr", "p", "v"
-    psi = printed("psi", given, [formula.u], names=_of_rows)
-    pull = printed("pull", (*given, "g"), formula.pulled, names=_of_rows)
+def _tiles(formula: Formula, turned: bool) -> Tiles:
+    given, names = ("inside", "N: tl.constexpr", "p", "v"), _of_columns if turned else _of_rows
+    psi = printed("psi", given, [formula.u], names=names)
+    pull = printed("pull", (*given, "g"), formula.pulled, names=names)
     text = f"{psi.source}\n{pull.source}"
     numbers = psi.numbers or (0.0,), pull.numbers or (0.0,)  # an empty tuple is no argument
     psi_of, pull_of = compiled(text, ("psi", "pull"))
-    return Tiles(psi_of, pull_of, *numbers, not formula.target, formula.coordinatewise)
+    return Tiles(psi_of, pull_of, *numbers, not formula.target, formula.coordinatewise, formula.error)
 
 
 @cache

@@ -1,0 +1,139 @@
+"""The kernel ahead of the walks: what a chunk of C tokens does to itself, all chunks at once.
+
+With the names of `block`, F what predictions see and K_q what reads see of earlier writes, rows Q, K and W of a chunk
+(W the written keys) and lr on the columns,
+
+    L = F o (K W^T) lr,   A = K_q o (Q W^T) lr,   T = (I + L)^-1,
+
+and then what is written are D = T (V - pred) for an error, pred the predictions by the chunk's first states, and the
+reads are theirs plus A D. Norms of rows, the scale of queries and lr are in the numbers of a token, so that keys in
+bfloat16 go to the tensor cores as they lie. [ENG-TRITON-D10]
+"""
+
+import triton
+import triton.language as tl
+
+from hecate.engine.triton.block import decays, end_of, segment_of, views
+from hecate.engine.triton.maps import COUNTS, featured, sized
+
+
+@triton.jit
+def narrowed(x, DT: tl.constexpr):
+    """An operand of products of matrices."""
+    return x.to(DT)
+
+
+@triton.jit
+def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
+    """A product of matrices of a dtype, summed in float32."""
+    return tl.dot(narrowed(x, DT), narrowed(y, DT), input_precision=EXACT)
+
+
+@triton.jit
+def rows(x, at, there, o, width, MAP: tl.constexpr):
+    """Rows `[C, width]` as they lie, or as MAP makes them, 0 where there is none."""
+    cells = there[:, None] & (o < width)[None, :]
+    found = tl.load(x + at[:, None] * width + o[None, :], mask=cells, other=0.0)
+    if MAP[0] != "same" or MAP[2] != "none":
+        found, _ = featured(found.to(tl.float32), cells, MAP)
+    return found
+
+
+@triton.jit
+def over_size(x, NORM: tl.constexpr):
+    """One over the sizes of rows."""
+    found = tl.sum(x.to(tl.float32) * 0.0, 1) + 1.0
+    if NORM != "none":
+        _, size = sized(x.to(tl.float32), NORM)
+        found = 1.0 / size
+    return found
+
+
+@triton.jit
+def at_level(x, i, h: tl.constexpr):
+    """What lies in the lower left quarters of the squares of 2 h on the diagonal."""
+    quarter = (
+        (i[:, None] // (2 * h) == i[None, :] // (2 * h)) & (i[:, None] % (2 * h) >= h) & (i[None, :] % (2 * h) < h)
+    )
+    return tl.where(quarter, x, 0.0)
+
+
+@triton.jit
+def inverse(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
+    """(I + L)^-1 of 2^LOG rows, L strictly below the diagonal, by merging squares. No power of L is made: those of a
+    run of equal keys at lr 1, where L is all ones, cost every digit. Narrow operands leave an error of up to 1e-2,
+    which one step of Newton's squares, its residual by L in two halves."""
+    one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    X = one - at_level(L, i, 1)
+    for n in tl.static_range(1, LOG):
+        X -= at_level(times(times(X, L, DT, EXACT), X, DT, EXACT), i, 1 << n)
+    if HALVES:
+        X = narrowed(X, DT)
+        high = narrowed(L, DT)
+        rest = one - X.to(tl.float32) - times(high, X, DT, EXACT) - times(L - high.to(tl.float32), X, DT, EXACT)
+        X = X.to(tl.float32) + times(X, rest, DT, EXACT)
+    return X
+
+
+@triton.jit
+def put(x, place, i, m, C: tl.constexpr, HALVES: tl.constexpr):
+    """Stores a chunk's matrix of pairs, in two halves if asked."""
+    N: tl.constexpr = 2 if HALVES else 1
+    pair = x + place * N * C * C + i[:, None] * C + i[None, :]
+    high = narrowed(m, x.dtype.element_ty)
+    tl.store(pair, high.to(x.dtype.element_ty))
+    if HALVES:
+        tl.store(pair + C * C, narrowed(m - high.to(tl.float32), x.dtype.element_ty).to(x.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def factors(
+    q, k, kw, lr, retain, momentum, write, reset, spans, lower, attend, numbers, ends, T, H, N,
+    P: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr, LOG: tl.constexpr, FORM: tl.constexpr,
+    RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
+    DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr,
+    HALVES: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, DOCS: tl.constexpr,
+):  # fmt: skip
+    """One program for each chunk: T (L where u is no error), A, and what tokens and the end weigh.
+
+    numbers `[chunks, 8, C]`: aq, sq, zq; af, sf, zf; K and P at the chunk's end, times lr. ends `[chunks, 4]`: a, s, e,
+    z there."""
+    MOVES: tl.constexpr = FORM != "target"
+    EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, _, place = segment_of(spans, T, H, N, C, SEG, DOCS)
+    w, born, r, R, B, Pm, a, early, e = decays(
+        retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
+    )
+    K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
+        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, FINE
+    )
+    own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
+    of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
+    step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
+    if APART:
+        written = rows(kw, at, w, op, P, ("same", 0.0, "none", 1.0))
+    else:
+        step = step * of_k
+    A = Kq * times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
+    put(attend, place, i, A, C, HALVES)
+    mine = numbers + place * 8 * C + i
+    if MOVES:
+        L = F * times(own, tl.trans(written), DT, EXACT) * of_k[:, None] * step[None, :]
+        if FORM == "error":
+            L = inverse(L, i, LOG, HALVES, DT, EXACT)
+        put(lower, place, i, L, C, HALVES)
+        tl.store(mine + 3 * C, af * of_k)
+        tl.store(mine + 4 * C, sf * of_k)
+        tl.store(mine + 5 * C, zf * of_k)
+    tl.store(mine, aq * of_q)
+    tl.store(mine + C, sq * of_q)
+    tl.store(mine + 2 * C, zq * of_q)
+    last = (i == C - 1)[:, None]
+    tl.store(mine + 6 * C, tl.sum(tl.where(last, K, 0.0), 0) * step)
+    tl.store(mine + 7 * C, tl.sum(tl.where(last, Pm, 0.0), 0) * step)
+    end = ends + place * 4
+    tl.store(end, end_of(a, i, C))
+    tl.store(end + 1, end_of(s, i, C))
+    tl.store(end + 2, end_of(e, i, C))
+    tl.store(end + 3, end_of(z, i, C))

@@ -1,0 +1,274 @@
+"""The walks: `scan` from chunk to chunk, or of all chunks at once for outputs alone, and `pull`, `scan` backwards.
+
+With what `factors` leaves, rows V of values, D of what is written (-u), g of the cotangents of outputs, and states as
+they lie, transposed `[V, P]`, so that products find them in registers,
+
+    X^T = af o (M^T K^T) + sf o (S^T K^T)         D^T = (V - X)^T T^T
+    Y^T = aq o (M^T Q^T) + sq o (S^T Q^T) + D^T A^T
+    M^T <- a M^T + s S^T + (ck o D^T) W           S^T <- e S^T + (cp o D^T) W
+
+and back, with G and H the cotangents of the last M and S,
+
+    X^T = g^T A + ck o (G^T W^T) + cp o (H^T W^T)     E^T = X^T T, the cotangent of V
+    G^T <- a G^T + (aq o g^T) Q - (af o E^T) K        H^T <- s G^T + e H^T + (sq o g^T) Q - (sf o E^T) K.
+
+Of a bias whose u is no error, rows follow one after another, as L in place of T says: what is settled of a prediction
+moves those below, and back, what is settled of its cotangent those above. [ENG-TRITON-D10]
+"""
+
+import triton
+import triton.language as tl
+
+from hecate.engine.triton.block import segment_of, sequence_of, writes_at
+from hecate.engine.triton.factors import narrowed, rows, times
+from hecate.engine.triton.maps import COUNTS
+
+PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
+
+
+@triton.jit
+def weighed(x, numbers, row: tl.constexpr, place, i, C: tl.constexpr, CHANNELS: tl.constexpr):
+    """Columns of a transposed tile times numbers of their tokens; where retain is one of each phi channel, they are in
+    the rows."""
+    if not CHANNELS:
+        x = x * tl.load(numbers + (place * 8 + row) * C + i)[None, :]
+    return x
+
+
+@triton.jit
+def at_end(ends, number: tl.constexpr, place, op, P: tl.constexpr, CHANNELS: tl.constexpr):
+    """A number of the end of a chunk: a, s, e, z; or a, z of every channel."""
+    if CHANNELS:
+        x = tl.load(ends + (place * 2 + number // 2) * P + op, mask=op < P, other=0.0)[None, :]
+    else:
+        x = tl.load(ends + place * 4 + number)
+    return x
+
+
+@triton.jit
+def by_pairs(
+    acc, x, m, place, i, TURN: tl.constexpr, C: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """acc + x m, or x m^T (TURN), by a chunk's matrix of pairs in halves; x too where it is WIDE."""
+    N: tl.constexpr = 2 if HALVES else 1
+    pair = m + place * N * C * C + i[:, None] * C + i[None, :]
+    high = tl.load(pair)
+    if TURN:
+        high = tl.trans(high)
+    near = narrowed(x, DT)
+    acc = tl.dot(near, high.to(DT), acc, input_precision=EXACT)
+    if HALVES:
+        low = tl.load(pair + C * C)
+        if TURN:
+            low = tl.trans(low)
+        acc = tl.dot(near, low.to(DT), acc, input_precision=EXACT)
+        if WIDE:
+            acc = tl.dot(narrowed(x - near.to(tl.float32), DT), high.to(DT), acc, input_precision=EXACT)
+    return acc
+
+
+@triton.jit
+def column(x, i, j):
+    """Column j of a tile, `[., 1]`."""
+    return tl.sum(tl.where((i == j)[None, :], x, 0.0), 1)[:, None]
+
+
+@triton.jit
+def keep(kept, kept_S, place, cell, M, S, whole, MOMENTUM: tl.constexpr):
+    """Stores a state."""
+    DT: tl.constexpr = kept.dtype.element_ty
+    tl.store(kept + place + cell, narrowed(M, DT).to(DT), mask=whole)
+    if MOMENTUM:
+        tl.store(kept_S + place + cell, narrowed(S, DT).to(DT), mask=whole)
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def scan(
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N,
+    cu,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
+    FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
+    KEEPS: tl.constexpr, PART: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
+    MAP: tl.constexpr, DOCS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr,
+):  # fmt: skip
+    """PART "all": one program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last
+    states and, if it KEEPS them, u (of biases that are no error predictions) and the states at every SEG-th token;
+    "states": the same without outputs; "outputs": one for each chunk and tile, by the kept states."""
+    R: tl.constexpr = SEG // C
+    MOVES: tl.constexpr = FORM != "target"
+    STATES: tl.constexpr = KEEPS or PART == "states"  # which `outputs` starts from, whoever else asks
+    n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
+    in_v = (ov < V)[:, None]
+    cell, whole = ov[:, None] * P + op[None, :], in_v & (op < P)[None, :]
+    if PART == "outputs":
+        own, first, length, slot, beside = n % N, n * 0, C, n // N, N
+        placed, there, _, _ = segment_of(docs, T, H, N, C, SEG, DOCS)
+        M = tl.load(kept + n * V * P + cell, mask=whole, other=0.0)
+        S = M
+        if MOMENTUM:
+            S = tl.load(kept_S + n * V * P + cell, mask=whole, other=0.0)
+    else:
+        first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
+        if DOCS:
+            M = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
+        else:
+            M = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
+        S = M * 0.0
+        if MOMENTUM and not DOCS:
+            S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
+    for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
+        place = (slot * R + step) * beside + own
+        if PART != "outputs":
+            if STATES and R == 1:
+                keep(kept, kept_S, place * V * P, cell, M, S, whole, MOMENTUM)
+            elif STATES:
+                if step % R == 0:
+                    keep(kept, kept_S, ((slot + step // R) * beside + own) * V * P, cell, M, S, whole, MOMENTUM)
+            placed, there = first + (step * C + i) * H, step * C + i < length
+        at, inside = placed, there
+        w = writes_at(write, at, inside, MASK)
+        side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
+        kt, vt = rows(k, at, w, op, P, MAP), tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
+        written = kt
+        if APART:
+            written = rows(kw, at, w, op, P, PLAIN)
+        Mn, Sn, Z = narrowed(M, DT), narrowed(S, DT), M
+        if RESET:
+            Z = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
+        D = vt
+        if MOVES:
+            X = weighed(times(Mn, tl.trans(kt), DT, EXACT), numbers, 3, place, i, C, CHANNELS)
+            if MOMENTUM:
+                X += weighed(times(Sn, tl.trans(kt), DT, EXACT), numbers, 4, place, i, C, CHANNELS)
+            if RESET:
+                zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
+                X += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 5, place, i, C, CHANNELS)
+            if FORM == "error":
+                D = by_pairs(tl.zeros([BV, C], tl.float32), vt - X, lower, place, i, True, C, DT, EXACT, HALVES, True)
+                if KEEPS and PART != "outputs":
+                    tl.store(us + side, -D, mask=cells)
+            else:
+                D = X * 0.0
+                for j in range(C):  # column j is settled, and moves those of later tokens
+                    wrote = in_v & writes_at(write, first + (step * C + j) * H, step * C + j < length, MASK)
+                    uj = tl.where(wrote, PSI(in_v, V, column(X, i, j), column(vt, i, j), cu), 0.0)
+                    D = tl.where((i == j)[None, :], -uj, D)
+                    X -= tl.load(lower + place * C * C + i * C + j)[None, :] * uj
+                if KEEPS:
+                    tl.store(us + side, X, mask=cells)
+        if PART != "states":
+            qt = rows(q, at, inside, op, P, MAP)
+            out = weighed(times(Mn, tl.trans(qt), DT, EXACT), numbers, 0, place, i, C, CHANNELS)
+            if MOMENTUM:
+                out += weighed(times(Sn, tl.trans(qt), DT, EXACT), numbers, 1, place, i, C, CHANNELS)
+            if RESET:
+                zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
+                out += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 2, place, i, C, CHANNELS)
+            out = by_pairs(out, D, attend, place, i, True, C, DT, EXACT, HALVES, MOVES)
+            tl.store(y + side, out.to(y.dtype.element_ty), mask=cells)
+        if PART != "outputs":
+            M = M * at_end(ends, 0, place, op, P, CHANNELS)
+            if MOMENTUM:
+                M += S * at_end(ends, 1, place, op, P, CHANNELS)
+                S = S * at_end(ends, 2, place, op, P, CHANNELS)
+                S += times(weighed(D, numbers, 7, place, i, C, CHANNELS), written, DT, EXACT)
+            if RESET:
+                M += Z * at_end(ends, 3, place, op, P, CHANNELS)
+            M += times(weighed(D, numbers, 6, place, i, C, CHANNELS), written, DT, EXACT)
+    if PART != "outputs":
+        last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
+        tl.store(M1 + own * V * P + cell, M, mask=last)
+        if MOMENTUM:
+            tl.store(S1 + own * V * P + cell, S, mask=last)
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def pull(
+    q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, preds, gy, G1, Y1, us, es, gv, kept_G, kept_Y, G0,
+    Y0, GZ, T, H, cu, cg,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
+    FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
+    DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, MAP: tl.constexpr, DOCS: tl.constexpr,
+    CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
+):  # fmt: skip
+    """One program for each memory, or of each document, and tile of values, from its last chunk to its first: E, the
+    cotangents of values (E itself for an error or a target), u of other biases, and those of the states after every
+    SEG-th token, and of the first ones."""
+    R: tl.constexpr = SEG // C
+    n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
+    in_v = (ov < V)[:, None]
+    cell, whole = ov[:, None] * P + op[None, :], in_v & (op < P)[None, :]
+    first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
+    last = whole & (n + beside >= tl.num_programs(0))
+    G = tl.load(G1 + own * V * P + cell, mask=last, other=0.0)
+    Y, to_Z = G * 0.0, G * 0.0
+    if MOMENTUM:
+        Y = tl.load(Y1 + own * V * P + cell, mask=last, other=0.0)
+    chunks = tl.cdiv(length, C)
+    for back in tl.range(0, chunks, num_stages=STAGES):
+        step = chunks - 1 - back
+        place = (slot * R + step) * beside + own
+        if R == 1:
+            keep(kept_G, kept_Y, place * V * P, cell, G, Y, whole, MOMENTUM)
+        else:
+            if step % R == R - 1 or back == 0:
+                keep(kept_G, kept_Y, ((slot + step // R) * beside + own) * V * P, cell, G, Y, whole, MOMENTUM)
+        at, inside = first + (step * C + i) * H, step * C + i < length
+        w = writes_at(write, at, inside, MASK)
+        qt, kt = rows(q, at, inside, op, P, MAP), rows(k, at, w, op, P, MAP)
+        g = tl.trans(rows(gy, at, inside, ov, V, PLAIN))
+        written = kt
+        if APART:
+            written = rows(kw, at, w, op, P, PLAIN)
+        X = weighed(times(G, tl.trans(written), DT, EXACT), numbers, 6, place, i, C, CHANNELS)
+        if MOMENTUM:
+            X += weighed(times(Y, tl.trans(written), DT, EXACT), numbers, 7, place, i, C, CHANNELS)
+        X = by_pairs(X, g, attend, place, i, False, C, DT, EXACT, HALVES, False)
+        g = g.to(tl.float32)
+        if RESET:
+            zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
+            to_Z += at_end(ends, 3, place, op, P, CHANNELS) * G
+            to_Z += times(weighed(g, numbers, 2, place, i, C, CHANNELS), zt, DT, EXACT)
+        if MOMENTUM:
+            Y = at_end(ends, 1, place, op, P, CHANNELS) * G + at_end(ends, 2, place, op, P, CHANNELS) * Y
+            Y += times(weighed(g, numbers, 1, place, i, C, CHANNELS), qt, DT, EXACT)
+        G = at_end(ends, 0, place, op, P, CHANNELS) * G
+        G += times(weighed(g, numbers, 0, place, i, C, CHANNELS), qt, DT, EXACT)
+        side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
+        E = X
+        if FORM == "error":
+            E = by_pairs(tl.zeros([BV, C], tl.float32), X, lower, place, i, False, C, DT, EXACT, HALVES, True)
+        elif FORM == "rows":
+            pred, vt = (
+                tl.load(preds + side, mask=cells, other=0.0),
+                tl.trans(rows(v, at, w, ov, V, PLAIN)).to(tl.float32),
+            )
+            E, gvt = X * 0.0, X * 0.0
+            for settled in range(C):
+                j = C - 1 - settled
+                here, token = (i == j)[None, :], step * C + j
+                wrote = in_v & writes_at(write, first + token * H, token < length, MASK)
+                ej, gj = PULL(in_v, V, column(pred, i, j), column(vt, i, j), -column(X, i, j), cg)
+                ej, gj = tl.where(wrote, ej, 0.0), tl.where(wrote, gj, 0.0)
+                E, gvt = tl.where(here, -ej, E), tl.where(here, gj, gvt)
+                X += tl.load(lower + place * C * C + j * C + i)[None, :] * ej
+            tl.store(us + side, tl.where(w[None, :] & in_v, PSI(in_v, V, pred, vt, cu), 0.0), mask=cells)
+            tl.store(es + side, E, mask=cells)
+            tl.store(gv + side, gvt.to(gv.dtype.element_ty), mask=cells)
+        if FORM != "rows":
+            tl.store(gv + side, tl.where(w[None, :], E, 0.0).to(gv.dtype.element_ty), mask=cells)
+        if FORM != "target":
+            if RESET:
+                zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
+                to_Z -= times(weighed(E, numbers, 5, place, i, C, CHANNELS), zt, DT, EXACT)
+            if MOMENTUM:
+                Y -= times(weighed(E, numbers, 4, place, i, C, CHANNELS), kt, DT, EXACT)
+            G -= times(weighed(E, numbers, 3, place, i, C, CHANNELS), kt, DT, EXACT)
+    tl.store(G0 + n * V * P + cell, G, mask=whole)
+    if MOMENTUM:
+        tl.store(Y0 + n * V * P + cell, Y, mask=whole)
+    if RESET:
+        tl.store(GZ + n * V * P + cell, to_Z, mask=whole)
