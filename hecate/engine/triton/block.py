@@ -1,4 +1,4 @@
-"""What a chunk of tokens does to itself and to what was before it, by its gates alone, and rows as they are loaded.
+"""Factors of a chunk that follow from its gates alone, for its own tokens and for the state before it, and loads of rows.
 
 Token i reads the memory through p_i = phi_k, writes through b_i = lr phi_w and is read by q_i. A token that starts anew
 (reset) has retain and momentum 0 towards what was before it, and retain times the weights Z it starts at. Within a

@@ -25,7 +25,7 @@ def left_at(retain, write, reset, at, there, o, P: tl.constexpr, MASK: tl.conste
 
 @triton.jit
 def starts(rt, born, i, C: tl.constexpr):
-    """What is seen of the weights of a new start, ahead of each token's retain and after it."""
+    """The share of a new start's weights that is seen ahead of each token's retain and after it."""
     ahead, after, row = rt * 0.0, rt * 0.0, tl.sum(rt * 0.0, 0)[None, :]
     for t in range(C):
         x, now = tl.sum(tl.where(i == t, born, 0.0), 0), (i == t)[:, None]

@@ -51,7 +51,7 @@ def over_size(x, NORM: tl.constexpr):
 
 @triton.jit
 def at_level(x, i, h: tl.constexpr):
-    """What lies in the lower left quarters of the squares of 2 h on the diagonal."""
+    """Mask of the lower left quarters of the squares of 2 h on the diagonal."""
     quarter = (
         (i[:, None] // (2 * h) == i[None, :] // (2 * h)) & (i[:, None] % (2 * h) >= h) & (i[None, :] % (2 * h) < h)
     )
