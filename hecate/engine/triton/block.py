@@ -1,4 +1,4 @@
-"""Factors of a chunk that follow from its gates alone, for its own tokens and for the state before it, and loads of rows.
+"""Factors of a chunk from its gates alone, for its own tokens and for the state before it, and loads of rows.
 
 Token i reads the memory through p_i = phi_k, writes through b_i = lr phi_w and is read by q_i. A token that starts anew
 (reset) has retain and momentum 0 towards what was before it, and retain times the weights Z it starts at. Within a

@@ -36,8 +36,8 @@ def interpreting() -> bool:
 
 
 def precision_of(config: MemoryConfig, dtype: torch.dtype, *, narrow: bool) -> str:
-    """Precision of the products of blocks by dtype. Operands in bfloat16 are for keys that lie so: features would be rounded,
-    and those of one sign add up what that costs."""
+    """Precision of the products of blocks by dtype. Operands in bfloat16 are for keys that lie so: features would be
+    rounded, and those of one sign add up what that costs."""
     exact, phi = PRECISION[dtype], config.forms.phi
     as_they_lie = narrow and phi is not None and phi.name == "same"
     return exact if as_they_lie or exact != "bf16" else "tf32"
