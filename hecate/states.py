@@ -109,6 +109,7 @@ class Parked(State, _ParkedFields):
     """
 
     __slots__ = ()
+    wide = ("scales",)  # which float16 has no numbers for
 
 
 def bytes_of(state: Any) -> int:

@@ -131,6 +131,17 @@ def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
     assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
 
 
+def test_an_export_of_the_folder_that_one_is_in_lies_beside_it(hecate, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    made = []
+    monkeypatch.setattr("hecate.train.export.export_weights", lambda run, to, out, which: made.append(out) or out)
+    for folder in (".", "../run/.", "../run/sub/.."):
+        assert hecate("export", folder)[0] == 0
+    assert [path.resolve() for path in made] == [tmp_path / "run-safetensors"] * 3
+    assert hecate("export", "/")[::2] == (2, "error: / has no name to make that of the new folder from; give --out\n")
+
+
 @pytest.mark.spec("TRAIN-CLI-D2")
 def test_a_diverged_run_exits_with_one(hecate):
     code, _, err = hecate("train", "tiny.yaml", "--set", "optim.lr=1e30", "--set", "clip=null",

@@ -127,3 +127,11 @@ def test_a_file_with_scales_of_another_tree_is_refused():
     parked = states.park({"a": torch.ones(1, 2, 3), "b": torch.ones(1)})
     with pytest.raises(CheckpointError, match="a scale for each of 2 leaves, got 1"):
         states.unpark(parked._replace(scales=parked.scales[:1]))
+
+
+@pytest.mark.spec("STATE-PARK-D1")
+def test_a_parked_state_that_changes_its_dtype_is_still_there():
+    state = {"small": 1e-6 * torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(0)) + 1e-6}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        found = states.unpark(states.to(states.park(state), dtype))["small"].float()
+        assert ((found - state["small"]).abs() <= 2**-8 * state["small"]).all(), dtype
