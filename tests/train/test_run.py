@@ -90,6 +90,17 @@ def test_the_page_of_a_report_needs_no_other_file(tmp_path, figures):
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")
+def test_names_of_others_stay_in_the_code_of_a_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/x/own/__main__.py", "train", "--set", "a\n\n# A heading\x1b[31m"])
+    config = tiny(budget={"steps": 1}, sample={"prompt": "<!-- kept -->"})
+    folder = run(config, tmp_path / "run\n```\n\n# Another").folder
+    text, page = (folder / "report.md").read_text(), (folder / "report.html").read_text()
+    assert "`python -m own train --set 'a\\n\\n# A heading\\x1b[31m'`" in text
+    assert re.findall(r"<h1>.*</h1>", page) == ["<h1>tiny</h1>"]
+    assert page.count("<pre>") == 2 and "&lt;!-- kept --&gt;" in page
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
 def test_the_commit_of_a_folder_is_what_git_says(tmp_path):
     def git(*words: str, at: Path = tmp_path) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
