@@ -20,7 +20,7 @@ from hecate.rule import RULES, Gates, MemoryConfig
 from tests.serve.common import made
 
 RECURRENT = {"momentum_delta", "mamba3", "pgdn", "pkda", "osdn", "mlstm", "abc", "large_chunk_ttt", "in_place_ttt"}
-FAST = {"gated_delta", "titans", "mlstm", "pgdn"}
+FAST = {"gated_delta", "titans", "delta_product", "mlstm", "pgdn"}
 OPEN = {0: Dim("B", min=1, max=1 << 10), 1: Dim("T", min=1, max=1 << 16)}
 
 
