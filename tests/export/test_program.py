@@ -84,6 +84,14 @@ def test_layers_with_steps_of_their_own_are_refused_by_name(fields, name):
         program(model, torch.zeros(2, 6, dtype=torch.int64), tokens=OPEN)
 
 
+@pytest.mark.spec("ENG-EXPORT-D1")
+def test_projected_queries_are_exported_or_refused_by_name():
+    own, x = layer("delta", query_projection="sum"), drawn(3, 9, 8)
+    near(program(own, drawn(2, 6, 8), x=OPEN).module()(x), own(x), atol=1e-6)
+    with pytest.raises(ConfigError, match="query_projection='orthogonal' steps through a sequence by itself"):
+        program(layer("delta", query_projection="orthogonal"), drawn(2, 6, 8), x=OPEN)
+
+
 @pytest.mark.parametrize("kind", ["gated_delta", pytest.param("levels", marks=pytest.mark.slow)])
 @pytest.mark.spec("ENG-EXPORT-D1")
 def test_a_language_model_goes_on_from_states_and_is_written_to_a_file(kind):
