@@ -108,7 +108,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("train", "tiny.yaml", "--resume"), 2,
          "error: there is no run of 'tiny' in runs/ to resume"),
         (("train", "--resume", "--out", "gone"), 2,
-         "error: gone is not a run folder: it has no config.yaml; leave --resume out to start a run there"),
+         "error: gone is not a run folder: it has no config.yaml; `hecate train --out` starts a run there"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
         (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml; name one that "

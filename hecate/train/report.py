@@ -106,7 +106,9 @@ def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> s
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    return markdown_table(("fact", "value"), [(name, _line(str(own)).replace("|", "\\|")) for name, own in facts.items()])
+    return markdown_table(
+        ("fact", "value"), [(name, _line(str(own)).replace("|", "\\|")) for name, own in facts.items()]
+    )
 
 
 def _line(text: str) -> str:

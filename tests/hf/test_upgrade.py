@@ -184,7 +184,13 @@ def test_what_else_is_refused_leaves_the_model_as_it_was():
         upgrade(nn.Linear(2, 2), "kda")
     with pytest.raises(ConfigError, match=r"layer 1 is none of a delta rule; they are \[0\]"):
         upgrade(model, "kda", layers=[0, 1])
-    for numbers, told in (([], r"\[\]"), (0, "0"), ("0", "'0'"), (torch.tensor(0), r"tensor\(0\)"), ([0.0], r"\[0.0\]")):
+    for numbers, told in (
+        ([], r"\[\]"),
+        (0, "0"),
+        ("0", "'0'"),
+        (torch.tensor(0), r"tensor\(0\)"),
+        ([0.0], r"\[0.0\]"),
+    ):
         with pytest.raises(ConfigError, match=f"layers must be numbers of layers, such as .*, got {told}"):
             upgrade(model, "kda", layers=numbers)
     assert len(upgrade(copy.deepcopy(model), "kda", layers=iter([0])).layers) == 1
