@@ -152,7 +152,8 @@ def _places(memory: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def from_layer(layer: Any) -> Memory:
-    """A memory with a layer's function and weights: a copy, in its dtype, on its device. [HF-LAYER-D1]
+    """A memory with a layer's function and weights: a copy, in its dtype, on its device, and frozen where the layer is.
+    [HF-LAYER-D1]
 
         memory = hecate.hf.from_layer(model.model.layers[0].linear_attn)    # Qwen3-Next, 3.5, 4, OLMo hybrid, Kimi ...
         y, state = memory(x)
@@ -172,9 +173,15 @@ def from_layer(layer: Any) -> Memory:
     for owner, name, of in ((memory.gates.retain, "rate", "rate"), (memory.gates.bias, "retain", "bias")):
         wide = torch.promote_types(like.dtype, weights[of].dtype)  # which models keep in float32
         setattr(owner, name, nn.Parameter(getattr(owner, name).to(wide)))
-    for name, place_of in _places(memory).items():
+    places = _places(memory)
+    for name, place_of in places.items():
         weight = weights[name].flip(-1) if name == "conv" else weights[name]  # the last tap is of the token itself
         place_of.copy_(weight.reshape(place_of.shape))
+    storage = lambda tensor: tensor.untyped_storage().data_ptr()  # noqa: E731  of a view and its parameter
+    trained = {storage(p) for p in layer.parameters() if p.requires_grad}
+    learned = {storage(places[name]) for name, weight in weights.items() if storage(weight) in trained}
+    for p in memory.parameters():
+        p.requires_grad_(storage(p) in learned)
     return memory.train(layer.training)
 
 

@@ -296,6 +296,9 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     learned = {key for key, p in new.named_parameters() if (key, p.shape) not in before}
     if strange := {key for key in learned if not key.startswith(wider.learns)}:
         raise ConfigError(f"{name} has {', '.join(sorted(strange))}, of which rule {rule!r} knows no start")
+    for key, p in memory.named_parameters():  # what was frozen stays so
+        if key not in learned:
+            new.get_parameter(key).requires_grad_(p.requires_grad)
     new.warn_if_unstable(name, new.qk_norm)
     return new.train(memory.training), learned | first
 

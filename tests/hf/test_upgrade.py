@@ -137,6 +137,22 @@ def test_it_trains_alone_or_with_the_rest(train):
 
 
 @pytest.mark.spec("HF-UPGRADE-D1")
+def test_what_is_frozen_stays_frozen():
+    def learns(model: Any) -> set[str]:
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    model = copy.deepcopy(model_of("qwen3_next")).requires_grad_(False)
+    layer = linear(model)
+    assert not any(p.requires_grad for p in from_layer(layer).parameters())
+    layer.out_proj.requires_grad_(True)
+    assert [name for name, p in from_layer(layer).named_parameters() if p.requires_grad] == ["out.weight"]
+    first = upgrade(model, "kda")
+    assert learns(model) == {*first.new, "model.layers.0.linear_attn.memory.out.weight"}
+    before, second = learns(model), upgrade(model, "momentum")
+    assert learns(model) == before | set(second.new)
+
+
+@pytest.mark.spec("HF-UPGRADE-D1")
 def test_the_table_of_rules():
     assert {own for wider in WIDER.values() for own in wider.contains} == {"gated_delta", "kda"}
     for rule in WIDER:
