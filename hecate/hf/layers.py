@@ -60,9 +60,9 @@ def describe(layer: Any) -> Described:
         squash, eps = norm.activation, norm.variance_epsilon
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(f"{name} is not laid out as one of those known: {shorten(str(error))}") from None
-    taken = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    taken = {*map(_storage, weights.values())}
     for own, weight in layer.named_parameters():
-        if weight.untyped_storage().data_ptr() not in taken:
+        if _storage(weight) not in taken:
             raise ConfigError(f"{name}.{own} has no place in a memory; merge or remove what it belongs to")
     if layer.activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act={layer.activation!r} of {name}: the convolution of a memory has silu")
@@ -90,6 +90,11 @@ def describe(layer: Any) -> Described:
     names |= {"d_value": ("head_v_dim", "head_dim"), "d_model": ("hidden_size",), "conv_kernel": ("conv_kernel_size",)}
     sizes = {key: next(vars(layer)[own] for own in each if own in vars(layer)) for key, each in names.items()}
     return Described(config, sizes, weights)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the numbers of a parameter, and of views of it, lie."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -177,11 +182,10 @@ def from_layer(layer: Any) -> Memory:
     for name, place_of in places.items():
         weight = weights[name].flip(-1) if name == "conv" else weights[name]  # the last tap is of the token itself
         place_of.copy_(weight.reshape(place_of.shape))
-    storage = lambda tensor: tensor.untyped_storage().data_ptr()  # noqa: E731  of a view and its parameter
-    trained = {storage(p) for p in layer.parameters() if p.requires_grad}
-    learned = {storage(places[name]) for name, weight in weights.items() if storage(weight) in trained}
+    trained = {_storage(p) for p in layer.parameters() if p.requires_grad}
+    learned = {_storage(places[name]) for name, weight in weights.items() if _storage(weight) in trained}
     for p in memory.parameters():
-        p.requires_grad_(storage(p) in learned)
+        p.requires_grad_(_storage(p) in learned)
     return memory.train(layer.training)
 
 
