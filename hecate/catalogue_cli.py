@@ -69,15 +69,22 @@ def init(
     )] = "quickstart",
 ) -> None:  # fmt: skip
     """Write a commented YAML file with every setting and its default, to change and train."""
-    from hecate.files import write_file
+    from hecate.files import refusing, write_file
     from hecate.train.settings import starter
 
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"the file must end in .yaml or .yml, as `hecate train` reads it, got {str(path)!r}")
     text = starter(source, str(path))
-    if path.exists():
-        raise ConfigError(f"{path} is there already; nothing was written: give another name or remove it")
-    write_file(path, text)
+    with refusing(f"write {path}", "give another name", kind=ConfigError):
+        try:
+            path.touch(exist_ok=False)  # in one step, so that what others put there meanwhile stays; links, too
+        except FileExistsError:
+            raise ConfigError(f"{path} is there already; nothing was written: give another name or remove it") from None
+        try:
+            write_file(path, text)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     echo(f"{path}: change it, then hecate train {path}")
 
 

@@ -467,7 +467,11 @@ def export_(
     """Write the weights of a run, or of a checkpoint folder, and its config into a new folder; with --to hf the model
     and its tokenizer as transformers loads them once hecate.hf is imported; with --to onnx the model of a run, or of a
     folder of --to hf, as files of ONNX: a sequence, and one token from a state."""
-    out = out or run.with_name(f"{run.name}-{to}")
+    if out is None:
+        named = run if run.name not in ("", "..") else run.resolve()  # `.` has no name
+        if not named.name:
+            raise ConfigError(f"{run} has no name to make that of the new folder from; give --out")
+        out = named.with_name(f"{named.name}-{to}")
     if to == "hf":
         return _export_hf(run, out, checkpoint)
     if to == "onnx":

@@ -24,6 +24,7 @@ TEMPORARY = ".tmp-"
 HOUR = 3600
 _CHECKPOINT = r"step_\d{8,}(-\d+)?|old-step_\d{8,}-\d+"
 _EVALUATION = re.compile(rf"{re.escape(TEMPORARY)}step-\d+(-\d+){{1,2}}")
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _OURS = re.compile(rf"{re.escape(TEMPORARY)}({_CHECKPOINT}|[\w.-]+\.(yaml|json|md|txt|png))-\d+")
 
 
@@ -239,32 +240,39 @@ def temporary_name(path: Path) -> Path:
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that is checked out in the git repository around a folder, as its files say it; None without one."""
+    """The commit that is checked out in the git repository around a folder, as its files say it; None without one, or
+    where they say no commit."""
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         try:
             if git.is_file():  # a worktree names its own folder
-                git = parent / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+                git = parent / _text(git).removeprefix("gitdir:").strip()
             elif not git.is_dir():
                 continue
-            return _resolved(git)
+            found = _resolved(git)
         except (OSError, ValueError):
             return None
+        return found if _COMMIT.fullmatch(found) else None
     return None
 
 
-def _resolved(git: Path) -> str | None:
+def _resolved(git: Path) -> str:
     """HEAD, through a branch if it names one."""
-    head = (git / "HEAD").read_text(encoding="utf-8").strip()
+    head = _text(git / "HEAD")
     if not head.startswith("ref: "):
-        return head or None
+        return head
     name = head.removeprefix("ref: ")
     common = git / "commondir"
-    for place in (git, git / common.read_text(encoding="utf-8").strip()) if common.is_file() else (git,):
+    for place in (git, git / _text(common)) if common.is_file() else (git,):
         if (place / name).is_file():
-            return (place / name).read_text(encoding="utf-8").strip()
+            return _text(place / name)
         packed = place / "packed-refs"
-        for line in packed.read_text(encoding="utf-8").splitlines() if packed.is_file() else ():
+        for line in _text(packed, 1 << 26).splitlines() if packed.is_file() else ():
             if line.endswith(f" {name}"):
                 return line.split()[0]
-    return None
+    return ""
+
+
+def _text(path: Path, most: int = 1 << 12) -> str:
+    """The words of a small file, which is not waited for."""
+    return read_whole(path, most).decode("utf-8").strip()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -125,7 +125,7 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
         whole = _converted(own, (_drawn(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
         given = (_drawn(model, 2, 1), [item.contiguous() for item in held.values()])
         step = _converted(own, given, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
-        error = max(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
+        error = _worst(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
     if not error <= TOLERANCE:
         raise ConfigError(
             f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
@@ -217,7 +217,12 @@ def _difference(own: _Sequence, whole: Any, step: Any, batch: int, length: int) 
     given = dict(zip(names, found, strict=True)) | {"input": more.numpy()}
     after = second.run(None, {item.name: given[item.name] for item in second.get_inputs()})
     pairs = zip((*wanted, *further), map(torch.from_numpy, (*found, *after)), strict=True)
-    return max(float(_relative(got, want)) for want, got in pairs if want.numel())
+    return _worst(float(_relative(got, want)) for want, got in pairs if want.numel())
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; NaN if one of them is, which `max` drops behind a number."""
+    return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
 def _session(made: Any) -> Any:

@@ -109,6 +109,7 @@ class Parked(State, _ParkedFields):
     """
 
     __slots__ = ()
+    wide = ("scales",)  # which float16 has no numbers for
 
 
 def bytes_of(state: Any) -> int:
@@ -179,7 +180,11 @@ def unpark(state: Any) -> Any:
     flat, spec = pytree.tree_flatten(clone(state.state))
     if len(flat) != len(state.scales):
         raise CheckpointError(f"a parked state has a scale for each of {len(flat)} leaves, got {len(state.scales)}")
-    pairs = zip(flat, state.scales, strict=True)
+    pairs = [*zip(flat, state.scales, strict=True)]
+    for x, scale in pairs:
+        both = isinstance(x, Tensor) and isinstance(scale, Tensor) and x.is_floating_point()
+        if scale is not None and not (both and scale.is_floating_point() and not scale.dim()):
+            raise CheckpointError("a parked state has a floating point scale [] for a tensor of such numbers, or None")
     return pytree.tree_unflatten([x if scale is None else x.to(scale.dtype) * scale for x, scale in pairs], spec)
 
 

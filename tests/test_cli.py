@@ -108,7 +108,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("train", "tiny.yaml", "--resume"), 2,
          "error: there is no run of 'tiny' in runs/ to resume"),
         (("train", "--resume", "--out", "gone"), 2,
-         "error: gone is not a run folder: it has no config.yaml; leave --resume out to start a run there"),
+         "error: gone is not a run folder: it has no config.yaml; `hecate train --out` starts a run there"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
         (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml; name one that "
@@ -129,6 +129,17 @@ def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
     found, out, err = hecate(*argv)
     assert (found, out) == (code, "")
     assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
+
+
+def test_an_export_of_the_folder_that_one_is_in_lies_beside_it(hecate, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    made = []
+    monkeypatch.setattr("hecate.train.export.export_weights", lambda run, to, out, which: made.append(out) or out)
+    for folder in (".", "../run/.", "../run/sub/.."):
+        assert hecate("export", folder)[0] == 0
+    assert [path.resolve() for path in made] == [tmp_path / "run-safetensors"] * 3
+    assert hecate("export", "/")[::2] == (2, "error: / has no name to make that of the new folder from; give --out\n")
 
 
 @pytest.mark.spec("TRAIN-CLI-D2")

@@ -350,7 +350,8 @@ def exported_scan(
     """`memory_scan` as a call of the operator. [ENG-EXPORT-D1]"""
     if tape is not None:
         raise ConfigError("a tape records calls, and torch.export makes none; leave tape out")
-    check_tokens(q, k, v)
+    if check_config(config).writes == 1:  # several are looked at where they are taken apart, in `_first`
+        check_tokens(q, k, v)
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=given["state"] is not None)
     tree = {"q": q, "k": k, "v": v, "gates": gates, "reset_mask": reset_mask, **given}

@@ -60,9 +60,9 @@ def describe(layer: Any) -> Described:
         squash, eps = norm.activation, norm.variance_epsilon
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(f"{name} is not laid out as one of those known: {shorten(str(error))}") from None
-    taken = {weight.untyped_storage().data_ptr() for weight in weights.values()}
+    taken = {*map(_storage, weights.values())}
     for own, weight in layer.named_parameters():
-        if weight.untyped_storage().data_ptr() not in taken:
+        if _storage(weight) not in taken:
             raise ConfigError(f"{name}.{own} has no place in a memory; merge or remove what it belongs to")
     if layer.activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act={layer.activation!r} of {name}: the convolution of a memory has silu")
@@ -90,6 +90,11 @@ def describe(layer: Any) -> Described:
     names |= {"d_value": ("head_v_dim", "head_dim"), "d_model": ("hidden_size",), "conv_kernel": ("conv_kernel_size",)}
     sizes = {key: next(vars(layer)[own] for own in each if own in vars(layer)) for key, each in names.items()}
     return Described(config, sizes, weights)
+
+
+def _storage(tensor: Tensor) -> int:
+    """Where the numbers of a parameter, and of views of it, lie."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _weights(layer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +157,8 @@ def _places(memory: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def from_layer(layer: Any) -> Memory:
-    """A memory with a layer's function and weights: a copy, in its dtype, on its device. [HF-LAYER-D1]
+    """A memory with a layer's function and weights: a copy, in its dtype, on its device, and frozen where the layer is.
+    [HF-LAYER-D1]
 
         memory = hecate.hf.from_layer(model.model.layers[0].linear_attn)    # Qwen3-Next, 3.5, 4, OLMo hybrid, Kimi ...
         y, state = memory(x)
@@ -172,9 +178,14 @@ def from_layer(layer: Any) -> Memory:
     for owner, name, of in ((memory.gates.retain, "rate", "rate"), (memory.gates.bias, "retain", "bias")):
         wide = torch.promote_types(like.dtype, weights[of].dtype)  # which models keep in float32
         setattr(owner, name, nn.Parameter(getattr(owner, name).to(wide)))
-    for name, place_of in _places(memory).items():
+    places = _places(memory)
+    for name, place_of in places.items():
         weight = weights[name].flip(-1) if name == "conv" else weights[name]  # the last tap is of the token itself
         place_of.copy_(weight.reshape(place_of.shape))
+    trained = {_storage(p) for p in layer.parameters() if p.requires_grad}
+    learned = {_storage(places[name]) for name, weight in weights.items() if _storage(weight) in trained}
+    for p in memory.parameters():
+        p.requires_grad_(_storage(p) in learned)
     return memory.train(layer.training)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -177,6 +178,8 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
     if not isinstance(model, nn.Module):
         raise TypeError(f"upgrade takes a torch module, got a {type(model).__name__}")
     expect_choice(train, "train", get_args(Train))
+    if layers is not None:
+        layers = _numbers(layers)
     found = _layers(model, layers)
     if not isinstance(rule, str) or rule not in WIDER:
         raise ConfigError(_not_wider(rule, found))
@@ -197,6 +200,17 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
         setattr(model.get_submodule(parent), last, hosted)
     hook_models(model)
     return Upgrade(rule, tuple(made), learns)
+
+
+def _numbers(layers: Any) -> tuple[int, ...]:
+    """Numbers of layers, one at least, of any iterable."""
+    try:
+        found = tuple(map(index, layers))
+    except TypeError:
+        found = ()
+    if not found:
+        raise ConfigError(f"layers must be numbers of layers, such as [0], or None for all, got {shorten(layers)}")
+    return found
 
 
 def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
@@ -282,6 +296,9 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     learned = {key for key, p in new.named_parameters() if (key, p.shape) not in before}
     if strange := {key for key in learned if not key.startswith(wider.learns)}:
         raise ConfigError(f"{name} has {', '.join(sorted(strange))}, of which rule {rule!r} knows no start")
+    for key, p in memory.named_parameters():  # what was frozen stays so
+        if key not in learned:
+            new.get_parameter(key).requires_grad_(p.requires_grad)
     new.warn_if_unstable(name, new.qk_norm)
     return new.train(memory.training), learned | first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,14 @@ def start_logit(start: float, power: int = 1) -> float:
 def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -> None:
     """Biases `[rows]` at `start_logit` of a number, or of one for each head's rows."""
     starts = start if isinstance(start, tuple) else (start,)
+    _fill_rows(bias, [start_logit(own, power) for own in starts])
+
+
+def _fill_rows(bias: Tensor, logits: Sequence[float]) -> None:
+    """Biases `[rows]` at one number, or at one for each head's rows."""
     value = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
-    for rows, own in zip(value.chunk(len(starts)), starts, strict=True):
-        rows.fill_(start_logit(own, power))
+    for rows, own in zip(value.chunk(len(logits)), logits, strict=True):
+        rows.fill_(own)
     overwrite(bias, value)
 
 
@@ -87,7 +93,8 @@ class RetainForm(nn.Module):
         if self.form.squash == "bounded":
             starts = start if isinstance(start, tuple) else (start,)
             nn.init.zeros_(self.rate)
-            fill_start(bias, tuple([math.log(max(own, 1e-30)) / self.form.lowest for own in starts]))
+            shares = [math.log(min(own, 1 - 1e-4)) / self.form.lowest for own in starts]
+            _fill_rows(bias, [-math.log(1 / min(share, 1 - 1e-4) - 1) for share in shares])
             return
         overwrite(self.rate, spread(tuple(self.rate.shape), source, *RATES))
         overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))

@@ -10,6 +10,7 @@ from torch import Tensor
 from hecate.checks import expect_choice
 from hecate.engine import L2_NORM, memory_scan, written_before
 from hecate.errors import ConfigError
+from hecate.nn.arguments import check_length
 from hecate.nn.rule import features_of
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -59,8 +60,10 @@ def project_queries(
     Shapes: q, k `[B, T, H, D]`, features `[B, T, H, P]`, masks `[B, T]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
     """
+    if projection == "orthogonal":
+        check_length(q, f"query_projection={projection!r}")
     phi_q, phi_k, _ = features_of(config, q, k, params, write=write)
-    position = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+    position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)  # `len` would fix an exported batch
     if memory is not None:
         position = memory.position[:, 0]
     opens = written_before(position, write, reset, q.shape[1]) % config.chunk == 0

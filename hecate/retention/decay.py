@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError, WrapValidator
@@ -119,6 +120,11 @@ class Decay(Forgetting):
     def conflicts(self) -> Conflicts:
         if self.gate != "bounded" and self.lowest != -5.0:
             yield ("lowest",), f"{self.lowest:g} bounds what gate 'bounded' forgets, and gate is {self.gate!r}"
+        starts, least = self.retain if isinstance(self.retain, tuple) else (self.default_retain,), math.exp(self.lowest)
+        told = self.retain != type(self).model_fields["retain"].default
+        if self.gate == "bounded" and told and min(starts) <= least:
+            reason = f"is not above exp(lowest) = {least:g}, the least that gate 'bounded' keeps"
+            yield ("retain",), f"{min(starts):g} {reason}; raise it, or lower lowest={self.lowest:g}"
 
     @property
     def gate_form(self) -> GateForm:

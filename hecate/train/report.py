@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from hecate.cms import LevelHealth
-from hecate.errors import install_line, printable
+from hecate.errors import MESSAGE, install_line, printable
 from hecate.files import write_file
 from hecate.train.document import dump_yaml, short
 from hecate.train.evaluate import Positions, Score, model_health, state_leaves
@@ -56,7 +56,7 @@ def write_report(
         "Levels": _levels(health),
         "Size": _sizes(trainer, leaves, records),
         "Settings": _settings(trainer),
-        "Data": markdown_table(("fact", "value"), trainer.source.describe().items()),
+        "Data": _facts(trainer.source.describe()),
         "State after one validation sequence": _states(leaves, config.seq_len),
         "Repeat": _commands(folder, environment),
     }
@@ -84,7 +84,7 @@ def html_page(text: str, folder: Path) -> str:
         data = base64.b64encode(picture.read_bytes()).decode() if inside else ""
         return f'src="data:image/png;base64,{data}"' if inside else match[0]
 
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"<!--.*?-->\n?", "", text))
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"(?m)^<!--.*-->\n?", "", text))
     title = html.escape(text.partition("\n")[0].removeprefix("# "))
     body = re.sub(r'src="([^":]+\.png)"', inline, body)
     return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>\n{body}'
@@ -95,13 +95,25 @@ def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> s
     budget, seed = trainer.config.budget, trainer.config.seed
     commit = f" at commit {environment['commit'][:12]}" if environment.get("commit") else ""
     program, *rest = environment.get("command") or [""]
-    words = [Path(program).name or "Python", *(shlex.quote(printable(part)) for part in rest)]
-    command = " ".join(words).replace("`", "'")
+    module = f"python -m {Path(program).parent.name}" if Path(program).name == "__main__.py" else ""
+    words = [module or Path(program).name or "Python", *map(shlex.quote, rest)]
+    command = _line(" ".join(words)).replace("`", "'")
     return (
         f"Run {status} at step {trainer.step} of {budget.steps}, seed {seed}. Started "
         f"{environment.get('started', 'at an unknown time')}{commit}, hecate {environment['versions']['hecate']}: "
         f"`{command}`."
     )
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    return markdown_table(
+        ("fact", "value"), [(name, _line(str(own)).replace("|", "\\|")) for name, own in facts.items()]
+    )
+
+
+def _line(text: str) -> str:
+    """A text that others have written as one line, so that it cannot end the code it is shown as."""
+    return printable(text, MESSAGE)
 
 
 def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) -> str:
@@ -177,7 +189,8 @@ def _states(leaves: Mapping[str, Tensor], length: int) -> str:
 
 def _commands(folder: Path, environment: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    config, again, run = (shlex.quote(str(path)) for path in (folder / "config.yaml", f"{folder}-again", folder))
+    places = folder / "config.yaml", f"{folder}-again", folder
+    config, again, run = (_line(shlex.quote(str(path))) for path in places)
     return (
         f"```\nhecate train {config} --out {again}\nhecate eval {run}\nhecate generate {run}\n```\n\nPython "
         f"{environment['python']}, {versions}; {environment['threads']} threads of {environment['cpus']} CPUs, "

@@ -162,7 +162,7 @@ def check_folder(folder: Path, resume: bool) -> None:
     exists = (folder / CONFIG).exists()
     if resume and not exists:
         raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; leave --resume out to start a run there"
+            f"{folder} is not a run folder: it has no config.yaml; `hecate train --out` starts a run there"
         )
     if exists and not resume:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from hecate.engine import Engine
-from hecate.errors import ConfigError, not_known
+from hecate.errors import MESSAGE, ConfigError, not_known, printable
 from hecate.rule import RULES
 from hecate.train.catalogue import FAMILIES, VARIANTS
 from hecate.train.compose import (
@@ -137,6 +137,7 @@ def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:
     """A commented YAML file with every setting: those of a preset or file as it writes them, the others behind a #,
     with the value that they have there. [TRAIN-START-D1]"""
     config, written = load_experiment(source), raw_settings(source)
+    source, target = (printable(str(name), MESSAGE) for name in (source, target))  # on one line
     lines = [
         f"# An experiment, begun from {source}. A setting right behind a # has that value without it, too:",
         "# take the # away to change it. `hecate list FAMILY` names the kinds of each family,",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,3 +170,33 @@ def test_a_folder_of_transformers(tmp_path):
         (tmp_path / "none").mkdir()
         (tmp_path / "none" / "config.json").write_text("{}")
         export_folder(tmp_path / "none", tmp_path / "other")
+
+
+def test_what_is_no_number_is_no_small_difference():
+    class Session:
+        def __init__(self, *outputs: Any) -> None:
+            self.outputs = outputs
+
+        def run(self, *_: Any) -> tuple[Any, ...]:
+            return self.outputs
+
+        def get_outputs(self) -> list[Any]:
+            return [SimpleNamespace(name=f"present.{place}") for place in range(2)]
+
+        def get_inputs(self) -> list[Any]:
+            return []
+
+    class Own(nn.Module):
+        model = Memory(4, 2, "gla")
+
+        def forward(self, x: Tensor, past: Any = ()) -> tuple[Tensor, ...]:
+            return torch.ones(2), torch.ones(3)
+
+    ones, broken = torch.ones(3).numpy(), torch.full((3,), torch.nan).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "_session", lambda made: made)
+        differences = [
+            exporting._difference(Own(), Session(ones[:2], whole), Session(ones[:2], step), 1, 1)
+            for whole, step in ((ones, ones), (broken, ones), (ones, broken))
+        ]
+    assert differences[0] == 0 and not any(found <= exporting.TOLERANCE for found in differences[1:])

@@ -20,7 +20,7 @@ from hecate.rule import RULES, Gates, MemoryConfig
 from tests.serve.common import made
 
 RECURRENT = {"momentum_delta", "mamba3", "pgdn", "pkda", "osdn", "mlstm", "abc", "large_chunk_ttt", "in_place_ttt"}
-FAST = {"gated_delta", "titans", "mlstm", "pgdn"}
+FAST = {"gated_delta", "titans", "delta_product", "mlstm", "pgdn"}
 OPEN = {0: Dim("B", min=1, max=1 << 10), 1: Dim("T", min=1, max=1 << 16)}
 
 
@@ -82,6 +82,14 @@ def test_layers_with_steps_of_their_own_are_refused_by_name(fields, name):
     model = LanguageModel({"vocab_size": 256, "d_model": 8, "heads": 2, "layers": 1, **fields})
     with pytest.raises(ConfigError, match=f"{name}.* steps through a sequence by itself"):
         program(model, torch.zeros(2, 6, dtype=torch.int64), tokens=OPEN)
+
+
+@pytest.mark.spec("ENG-EXPORT-D1")
+def test_projected_queries_are_exported_or_refused_by_name():
+    own, x = layer("delta", query_projection="sum"), drawn(3, 9, 8)
+    near(program(own, drawn(2, 6, 8), x=OPEN).module()(x), own(x), atol=1e-6)
+    with pytest.raises(ConfigError, match="query_projection='orthogonal' steps through a sequence by itself"):
+        program(layer("delta", query_projection="orthogonal"), drawn(2, 6, 8), x=OPEN)
 
 
 @pytest.mark.parametrize("kind", ["gated_delta", pytest.param("levels", marks=pytest.mark.slow)])

@@ -137,6 +137,22 @@ def test_it_trains_alone_or_with_the_rest(train):
 
 
 @pytest.mark.spec("HF-UPGRADE-D1")
+def test_what_is_frozen_stays_frozen():
+    def learns(model: Any) -> set[str]:
+        return {name for name, p in model.named_parameters() if p.requires_grad}
+
+    model = copy.deepcopy(model_of("qwen3_next")).requires_grad_(False)
+    layer = linear(model)
+    assert not any(p.requires_grad for p in from_layer(layer).parameters())
+    layer.out_proj.requires_grad_(True)
+    assert [name for name, p in from_layer(layer).named_parameters() if p.requires_grad] == ["out.weight"]
+    first = upgrade(model, "kda")
+    assert learns(model) == {*first.new, "model.layers.0.linear_attn.memory.out.weight"}
+    before, second = learns(model), upgrade(model, "momentum")
+    assert learns(model) == before | set(second.new)
+
+
+@pytest.mark.spec("HF-UPGRADE-D1")
 def test_the_table_of_rules():
     assert {own for wider in WIDER.values() for own in wider.contains} == {"gated_delta", "kda"}
     for rule in WIDER:
@@ -184,8 +200,16 @@ def test_what_else_is_refused_leaves_the_model_as_it_was():
         upgrade(nn.Linear(2, 2), "kda")
     with pytest.raises(ConfigError, match=r"layer 1 is none of a delta rule; they are \[0\]"):
         upgrade(model, "kda", layers=[0, 1])
-    with pytest.raises(ConfigError, match=r"the Qwen3NextForCausalLM has no layer"):
-        upgrade(model, "kda", layers=[])
+    for numbers, told in (
+        ([], r"\[\]"),
+        (0, "0"),
+        ("0", "'0'"),
+        (torch.tensor(0), r"tensor\(0\)"),
+        ([0.0], r"\[0.0\]"),
+    ):
+        with pytest.raises(ConfigError, match=f"layers must be numbers of layers, such as .*, got {told}"):
+            upgrade(model, "kda", layers=numbers)
+    assert len(upgrade(copy.deepcopy(model), "kda", layers=iter([0])).layers) == 1
     with pytest.raises(ConfigError, match="train must be"):
         upgrade(model, "kda", train="some")
     linear(model).activation = "relu"

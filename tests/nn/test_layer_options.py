@@ -138,6 +138,21 @@ def test_the_bounded_decay():
     assert torch.allclose(heads.gates(torch.zeros(1, 1, 8)).retain, torch.tensor([0.5, 0.9]))
 
 
+@pytest.mark.spec("NN-GATE-D2")
+@pytest.mark.parametrize("lowest", [-0.1, -5.0, -200.0, -1e4, -1e20])
+def test_a_bounded_decay_starts_where_it_is_told(lowest):
+    for retain in (0.99, 0.9999):
+        made = Memory(8, 2, {"retention": {"kind": "decay", "gate": "bounded", "lowest": lowest, "retain": retain}})
+        kept = made.gates(torch.zeros(1, 1, 8, dtype=torch.float64)).retain
+        assert torch.allclose(kept, torch.tensor(retain, dtype=torch.float64), rtol=0, atol=(1 - retain) * 1e-4)
+    fresh = Memory(8, 2, {"retention": {"kind": "decay", "gate": "bounded", "lowest": lowest, "retain": 1.0}})
+    assert (fresh.gates(torch.zeros(1, 1, 8)).retain < 1).all()  # from where it can be left
+    with pytest.raises(ConfigError, match=r"retain: 0.\d+ is not above exp\(lowest\) = 0.9.*lower lowest=-0.1"):
+        MemoryConfig(retention={"kind": "decay", "gate": "bounded", "lowest": -0.1, "retain": (0.99, 0.5)})
+    usual = MemoryConfig(retention={"kind": "decay", "gate": "bounded", "lowest": -1e-3})
+    assert MemoryConfig(**usual.model_dump()) == usual
+
+
 @pytest.mark.spec("NN-OPT-D1")
 def test_a_rectified_momentum_is_zero_at_zero_and_learns():
     rule = {"algorithm": {"kind": "momentum", "lr": 0.9, "momentum": 0.0}}

@@ -127,3 +127,21 @@ def test_a_file_with_scales_of_another_tree_is_refused():
     parked = states.park({"a": torch.ones(1, 2, 3), "b": torch.ones(1)})
     with pytest.raises(CheckpointError, match="a scale for each of 2 leaves, got 1"):
         states.unpark(parked._replace(scales=parked.scales[:1]))
+
+
+@pytest.mark.spec("STATE-PARK-D1")
+@pytest.mark.parametrize("scale", [torch.ones(3), torch.ones((), dtype=torch.int64), 2.0])
+def test_scales_that_are_none_of_a_parked_state_are_refused(scale):
+    parked = states.park({"a": torch.ones(1, 2, 2), "b": None, "c": torch.arange(2)})
+    for place in range(3):
+        scales = tuple(scale if at == place else own for at, own in enumerate(parked.scales))
+        with pytest.raises(CheckpointError, match="a parked state has a floating point scale"):
+            states.unpark(parked._replace(scales=scales))
+
+
+@pytest.mark.spec("STATE-PARK-D1")
+def test_a_parked_state_that_changes_its_dtype_is_still_there():
+    state = {"small": 1e-6 * torch.rand(1, 2, 3, generator=torch.Generator().manual_seed(0)) + 1e-6}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        found = states.unpark(states.to(states.park(state), dtype))["small"].float()
+        assert ((found - state["small"]).abs() <= 2**-8 * state["small"]).all(), dtype

@@ -90,6 +90,17 @@ def test_the_page_of_a_report_needs_no_other_file(tmp_path, figures):
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")
+def test_names_of_others_stay_in_the_code_of_a_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/x/own/__main__.py", "train", "--set", "a\n\n# A heading\x1b[31m"])
+    config = tiny(budget={"steps": 1}, sample={"prompt": "<!-- kept -->"})
+    folder = run(config, tmp_path / "run\n```\n\n# Another").folder
+    text, page = (folder / "report.md").read_text(), (folder / "report.html").read_text()
+    assert "`python -m own train --set 'a\\n\\n# A heading\\x1b[31m'`" in text
+    assert re.findall(r"<h1>.*</h1>", page) == ["<h1>tiny</h1>"]
+    assert page.count("<pre>") == 2 and "&lt;!-- kept --&gt;" in page
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
 def test_the_commit_of_a_folder_is_what_git_says(tmp_path):
     def git(*words: str, at: Path = tmp_path) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -107,7 +118,29 @@ def test_the_commit_of_a_folder_is_what_git_says(tmp_path):
     assert commit_of(tmp_path / "in/tree") == git("rev-parse", "other") != commit_of(tmp_path)
     git("checkout", "-q", "--detach")
     assert commit_of(tmp_path) == git("rev-parse", "HEAD")
-    (tmp_path / ".git/HEAD").write_bytes(b"\xff")
+
+
+@pytest.mark.spec("TRAIN-RUN-D1")
+@pytest.mark.timeout(20)
+def test_what_is_no_commit_is_none(tmp_path):
+    head, branch = tmp_path / ".git/HEAD", tmp_path / ".git/refs/heads/main"
+    branch.parent.mkdir(parents=True)
+    for content in (b"\xff", b"", b"\x1b[31m", b"a secret", b"ref: refs/heads/none", b"ref: ../secret", b"1" * 41):
+        (tmp_path / "secret").write_text("a secret")
+        head.write_bytes(content)
+        assert commit_of(tmp_path) is None
+    head.write_text("ref: refs/heads/main\n")
+    branch.write_text("ref: refs/heads/other\n")
+    assert commit_of(tmp_path) is None
+    branch.write_text("a1" * 32 + "\n")
+    assert commit_of(tmp_path) == "a1" * 32
+    branch.write_text("a1" * 20 + " " * (1 << 20))  # of a size that no branch has
+    assert commit_of(tmp_path) is None
+    head.unlink()
+    os.mkfifo(head)  # nobody writes there
+    assert commit_of(tmp_path) is None
+    head.unlink()
+    head.symlink_to("/dev/zero")
     assert commit_of(tmp_path) is None
 
 

@@ -7,9 +7,12 @@ from typing import Literal
 
 import pytest
 
+from hecate import files
 from hecate.bias import Bias
+from hecate.catalogue_cli import init
 from hecate.errors import ConfigError
 from hecate.phi import DPFP
+from hecate.train import settings
 from hecate.train.catalogue import FAMILIES, VARIANTS
 from hecate.train.compose import BACKBONES, load_experiment, shipped_presets
 from hecate.train.config import BudgetConfig, ExperimentConfig
@@ -39,6 +42,42 @@ def test_a_setting_behind_a_sign_can_be_changed(tmp_path):
     changed = load_experiment(file)
     assert changed.optim.clip == 0.5
     assert changed.model_copy(update={"optim": load_experiment("quickstart").optim}) == load_experiment("quickstart")
+
+
+@pytest.mark.spec("TRAIN-START-D1")
+def test_init_writes_into_no_name_that_is_taken(tmp_path, monkeypatch):
+    link, file = tmp_path / "link.yaml", tmp_path / "my.yaml"
+    link.symlink_to(tmp_path / "elsewhere.yaml")  # which is not there
+    with pytest.raises(ConfigError, match="link.yaml is there already; nothing was written"):
+        init(link)
+    assert link.is_symlink() and [*tmp_path.iterdir()] == [link]
+
+    def meanwhile(*_):
+        file.write_text("another's")
+        return "text"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(settings, "starter", meanwhile)
+        with pytest.raises(ConfigError, match="my.yaml is there already"):
+            init(file)
+    assert file.read_text() == "another's"
+    lost = tmp_path / "none/my.yaml"
+    with pytest.raises(ConfigError, match=re.escape(f"cannot write {lost}: No such file or directory; give another")):
+        init(lost)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "sync", lambda path: exec("raise OSError(28, 'No space left on device')"))
+        with pytest.raises(ConfigError, match="No space left on device; free some space"):
+            init(tmp_path / "full.yaml")
+    assert not (tmp_path / "full.yaml").exists()
+    init(tmp_path / "fine.yaml")
+    assert load_experiment(tmp_path / "fine.yaml") == load_experiment("quickstart")
+
+
+@pytest.mark.spec("TRAIN-START-D1")
+def test_a_name_stays_in_its_comment(tmp_path):
+    text = starter("quickstart", "a\nseed: 7\n#.yaml")
+    (tmp_path / "my.yaml").write_text(text)
+    assert load_experiment(tmp_path / "my.yaml") == load_experiment("quickstart")
 
 
 @pytest.mark.spec("TRAIN-LIST-D2")
