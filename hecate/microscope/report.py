@@ -97,7 +97,7 @@ def _sequence(trainer: Trainer, tokens: int | None) -> Tensor:
 
 
 def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str:
-    rows = [(f"`{name}`".replace("|", "\\|"), *_facts(item)) for name, item in view.items()]
+    rows = [(f"`{name}`", *_facts(item)) for name, item in view.items()]
     lines = [
         "## Memory microscope",
         f"Checkpoint of step {step}, the first {tokens} tokens of the first validation sequence. "

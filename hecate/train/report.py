@@ -106,9 +106,7 @@ def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> s
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    return markdown_table(
-        ("fact", "value"), [(name, _line(str(own)).replace("|", "\\|")) for name, own in facts.items()]
-    )
+    return markdown_table(("fact", "value"), [(name, _line(str(own))) for name, own in facts.items()])
 
 
 def _line(text: str) -> str:
@@ -240,9 +238,9 @@ def png(figure: Any, dpi: int = 120) -> bytes:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table as Markdown writes it."""
+    """A table as Markdown writes it; a bar in a cell does not end it."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _figures(

@@ -105,8 +105,7 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     if family not in FAMILIES:
         raise ConfigError(f"no family {family!r}{not_known(family, FAMILIES)}")
     if family == "presets":
-        shown = [*shipped_presets(), *(known for known in presets() if known not in shipped_presets())]
-        _known(family, name, shown)
+        _known(family, name, presets())
         about = f"{preset_about(name)}\n\n" if name in shipped_presets() else ""
         return f"{name}: {about}{dump_experiment(load_experiment(name))}".rstrip(), None, f"hecate train {name}"
     if family == "rules":

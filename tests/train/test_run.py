@@ -22,7 +22,7 @@ from hecate.files import commit_of
 from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
 from hecate.train.display import Display
 from hecate.train.loggers import MetricsWriter, read_metrics
-from hecate.train.report import column, html_page
+from hecate.train.report import column, html_page, markdown_table
 from hecate.train.trainer import Trainer
 
 from .common import TiedGRU, same_bits, tiny
@@ -98,6 +98,11 @@ def test_names_of_others_stay_in_the_code_of_a_report(tmp_path, monkeypatch):
     assert "`python -m own train --set 'a\\n\\n# A heading\\x1b[31m'`" in text
     assert re.findall(r"<h1>.*</h1>", page) == ["<h1>tiny</h1>"]
     assert page.count("<pre>") == 2 and "&lt;!-- kept --&gt;" in page
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    text = markdown_table(("fact", "value"), [("`a|b`", "c|d")])
+    assert text.splitlines()[2] == "| `a\\|b` | c\\|d |" and html_page(text, Path()).count("<td>") == 2
 
 
 @pytest.mark.spec("TRAIN-RUN-D1")
