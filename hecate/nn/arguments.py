@@ -175,8 +175,13 @@ def check_state(
                 f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
                 "was it made by another layer?"
             )
+    check_tensors(batch, {**tensors, **conv_tensors(state, conv, batch)})
+
+
+def conv_tensors(state: Any, conv: ShortConv | None, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
+    """A convolution's part of a state, for `check_tensors`."""
     inputs = None if conv is None else (batch, conv.kernel - 1, conv.weight.shape[1])
-    tensors = {**tensors, "conv": (state.conv, inputs)}
+    tensors: dict[str, tuple[Tensor | None, Any]] = {"conv": (state.conv, inputs)}
     if state.conv_segment is not None:  # there since a reset_mask was given
         tensors["conv_segment"] = (state.conv_segment, None if inputs is None else inputs[:2])
-    check_tensors(batch, tensors)
+    return tensors

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hecate.checks import Size, named
+from hecate.checks import Depth, Size, named
 from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
@@ -34,7 +34,8 @@ class AttentionConfig(Config):
             attends within segments to what the memory said at their start, "attention" leaves the memory out.
         window: tokens that a token sees, itself included; None for all. Not for mac.
         segment: tokens of a segment; mac needs it, nothing else has it.
-        persistent, rotary, kv_heads, qk_norm: as in `SlidingAttention`.
+        persistent, rotary, kv_heads, qk_norm, conv_kernel, output_gate: as in `SlidingAttention`; mac, whose attention
+            reads the memory's answers beside the tokens, has no convolution.
         gate: how two vectors become one, see `Gate`; None for multiply (mag, mac) or add (mal).
     """
 
@@ -45,6 +46,8 @@ class AttentionConfig(Config):
     rotary: bool = True
     kv_heads: Size | None = Field(None, ge=1)
     qk_norm: AttentionNorm = "rms"
+    conv_kernel: Depth = Field(0, ge=0)
+    output_gate: bool = False
     gate: Combination | None = None
 
     @model_validator(mode="after")
@@ -64,6 +67,12 @@ class AttentionConfig(Config):
             raise ConfigError(
                 f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}; set window instead",
                 path=("segment",),
+            )
+        if self.by_segment and self.conv_kernel:
+            raise ConfigError(
+                f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens, which are "
+                "no sequence of neighbours; leave it out, or choose kind 'mag', 'mal' or 'attention'",
+                path=("conv_kernel",),
             )
         if self.gate is not None and not self.has_memory:
             raise ConfigError(
@@ -201,7 +210,7 @@ class Composed(nn.Module):
             raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
-        own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm"})
+        own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm", "conv_kernel", "output_gate"})
         own |= {"window": config.segment if config.by_segment else config.window, "name": f"{name} (attention)"}
         self.attention = SlidingAttention(d_model, heads, generator=generator, **own, **place)
         self.memory: Any = memory

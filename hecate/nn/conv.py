@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,22 @@ def convolved(
     mixed, after = conv(x, past, segment, write_mask)
     kept = segment[:, x.shape[1] :]
     return mixed, after, kept - kept[:, -1:]
+
+
+class Past(NamedTuple):
+    """The inputs of a convolution before a piece, in the form that a layer's state has."""
+
+    conv: Tensor
+    conv_segment: Tensor | None
+
+
+def past_inputs(
+    context: Any, conv: ShortConv, x: Tensor, state: Any, write_mask: Tensor | None, reset_mask: Tensor | None
+) -> Past:
+    """The inputs before this rank's piece of a sequence that the ranks of a context share; `state` is that before the
+    first piece."""
+    past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
+    return Past(*context.halo(x, conv.kernel - 1, past, segment, write_mask, reset_mask))
 
 
 def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_mask: Tensor | None) -> Tensor:

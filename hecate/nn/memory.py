@@ -28,7 +28,7 @@ from hecate.nn.arguments import (
     check_state,
 )
 from hecate.nn.blocks import EPS, EXACT, readout, units
-from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, token_unit
+from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
@@ -353,13 +353,14 @@ class Memory(RuleParameters, MemoryLayer):
         """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
-        mixed, past, parts = self.qkv(x), state, self.splits
+        mixed, parts = self.qkv(x), self.splits
+        past: Any = state
         beside: list[Tensor] = []
         if self.conv_on_qk:
             parts = self.splits[:2]
             mixed, *beside = mixed.split([sum(parts), self.splits[2]], -1)
         if self.context is not None and self.conv is not None:
-            past = self._past(self.context, self.conv.kernel - 1, mixed, state, write_mask, reset_mask)
+            past = past_inputs(self.context, self.conv, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = list(mixed.split(parts, dim=-1)) + beside
@@ -395,14 +396,6 @@ class Memory(RuleParameters, MemoryLayer):
         start = self.initial.tensors
         asked = ScanArguments(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
         return asked, (conv, segment, features, held, gated or None), skip
-
-    def _past(
-        self, context: Context, kept: int, x: Tensor, state: Any, write: Tensor | None, reset: Tensor | None
-    ) -> LayerState:
-        """Inputs of the convolution before a piece, in the form of a state."""
-        past, segment = (None, None) if state is None else (state.conv, state.conv_segment)
-        past, segment = context.halo(x, kept, past, segment, write, reset)
-        return LayerState(None, past, segment)  # type: ignore[arg-type]
 
     def _gated(
         self, gating: GatingParameters, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks

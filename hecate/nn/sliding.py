@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors
-from hecate.nn.conv import normalise_qk
+from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors, conv_tensors
+from hecate.nn.blocks import readout
+from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
 from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
@@ -28,6 +29,8 @@ class _SlidingFields(NamedTuple):
     keys: Tensor
     values: Tensor
     present: Tensor
+    conv: Tensor | None = None
+    conv_segment: Tensor | None = None
 
 
 class SlidingState(State, _SlidingFields):
@@ -37,10 +40,12 @@ class SlidingState(State, _SlidingFields):
         keys, values: of the last written tokens, `[B, N, R, G, D]`: N = window - 1 entries (without a
             window one per token), R inputs per token, G key heads; keys before rotation.
         present: whether an entry is a token of the present document, `[B, N]` bool.
+        conv: the last inputs of the convolution, `[B, kernel-1, C]`; None without one.
+        conv_segment: the documents that they are of, `[B, kernel-1]` int64; None before any reset mask.
     """
 
     __slots__ = ()
-    whole = (("present", torch.bool),)
+    whole = (("present", torch.bool), ("conv_segment", torch.int64))
 
 
 @named()
@@ -48,7 +53,8 @@ class SlidingAttention(nn.Module):
     """Causal attention of width `window`: `(x [B, T, d_model], state=None) -> (y, state)`.
 
     y_t = W_out softmax(q_t . k_s / sqrt(D)) v_s over the `persistent` tokens and the written tokens s <= t of t's
-    document, the last `window` of them. [ATT-SLIDE-D1]
+    document, the last `window` of them. [ATT-SLIDE-D1] q, k, v = Linear(x), with `conv_kernel` the short convolution of
+    these; with `output_gate` each head's answer is normalised and multiplied by silu(W x) before W_out.
 
     A masked token takes no place: it sees the tokens written before it, not itself, nobody sees it, and the state stays
     as it was. Where it sees nothing y is 0. The kernel is torch's.
@@ -62,6 +68,9 @@ class SlidingAttention(nn.Module):
             other half carries none, and by it alone persistent tokens are found.
         kv_heads: heads of keys and values, each shared by heads // kv_heads; None means `heads`.
         qk_norm: "rms" gives q and k unit root mean square and q a learned gain per head.
+        conv_kernel: taps of a causal convolution with SiLU over q, k and v, as memories have one; 0 for none. The
+            inputs `persistent` have no neighbours and pass it by.
+        output_gate: whether the answers are normalised head by head and gated, as those of memories are.
         name: what errors call this layer.
         generator: source of all draws; None uses torch's default generator.
 
@@ -87,6 +96,8 @@ class SlidingAttention(nn.Module):
         rotary: bool = True,
         kv_heads: int | None = None,
         qk_norm: AttentionNorm = "rms",
+        conv_kernel: int = 0,
+        output_gate: bool = False,
         name: str = "attention",
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
@@ -99,14 +110,17 @@ class SlidingAttention(nn.Module):
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
         sizes: dict[str, Any] = {"window": window, "persistent": persistent, "kv_heads": kv_heads}
+        sizes["conv_kernel"] = conv_kernel
         for what, given in sizes.items():
             if given is not None or what != "window":
-                expect_count(given, what, 0 if what == "persistent" else 1)
+                expect_count(given, what, 0 if what in ("persistent", "conv_kernel") else 1)
                 check_size(given, what, "lower it")
         check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
         if heads % kv_heads:
             raise ConfigError(f"kv_heads={kv_heads} does not divide heads={heads}", ("kv_heads",))
         expect_choice(qk_norm, "qk_norm", get_args(AttentionNorm))
+        if conv_kernel == 1:
+            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
         if rotary and self.width % 4:
             raise ConfigError(
                 f"rotary=True turns half of a head's channels in pairs: d_model={d_model} over heads={heads} must be "
@@ -120,18 +134,28 @@ class SlidingAttention(nn.Module):
         if persistent:
             self.tokens = nn.Parameter(torch.empty(persistent, d_model, **place))
         self.gain = nn.Parameter(torch.empty(heads, 1, **place)) if qk_norm == "rms" else None
+        self.splits = d_model, 2 * kv_heads * self.width
+        self.conv = ShortConv(sum(self.splits), conv_kernel, **place) if conv_kernel else None
+        self.output_gate = self.norm = None
+        if output_gate:
+            self.output_gate = blank(nn.Linear, d_model, d_model, bias=False, **place)
+            self.norm = nn.Parameter(torch.empty(heads, self.width, **place))
         if self.out.weight.device.type != "meta":
             self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         source = source_of(generator)
-        for linear in (self.query, self.key_value, self.out):
-            draw_normal(linear.weight, self.d_model**-0.5, source)
+        for linear in (self.query, self.key_value, self.out, self.output_gate):
+            if linear is not None:
+                draw_normal(linear.weight, self.d_model**-0.5, source)
         if self.tokens is not None:
             draw_normal(self.tokens, 1.0, source)
-        if self.gain is not None:
-            nn.init.ones_(self.gain)
+        if self.conv is not None:
+            self.conv.reset_parameters(source)
+        for ones in (self.gain, self.norm):
+            if ones is not None:
+                nn.init.ones_(ones)
 
     def forward(
         self,
@@ -150,16 +174,19 @@ class SlidingAttention(nn.Module):
         check_length(x, f"attention of {self.name}")
         if beside is not None and beside.shape != x.shape:
             raise ShapeError(f"{self.name}: beside must be {list(x.shape)} like x, got {list(beside.shape)}")
+        if beside is not None and self.conv is not None:
+            raise ConfigError(
+                f"{self.name}: conv_kernel={self.conv.kernel} mixes neighbours in one sequence, and beside is a second "
+                "one; leave conv_kernel out, or give no beside",
+                path=("conv_kernel",),
+            )
         if state is not None and check_made(state, SlidingState, self.name):
             count = state.present.shape[-1] if self.window is None else self.window - 1
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
-            tensors = {"keys": (state.keys, shape), "values": (state.values, shape)}
-            check_tensors(x.shape[0], {**tensors, "present": (state.present, shape[:2])}, self.name)
-        inputs = x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2)
-        k, v = self._keys_values(inputs)
-        q = self.query(x).unflatten(-1, (self.heads, self.width))
-        if self.gain is not None:
-            q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
+            tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
+            tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
+            check_tensors(x.shape[0], tensors, self.name)
+        q, k, v, conv = self._projected(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
         if self.context is None:
@@ -178,7 +205,28 @@ class SlidingAttention(nn.Module):
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
-        return self.out(y.flatten(-2)), after
+        gate = None if self.output_gate is None else self.output_gate(x)
+        y = y.flatten(-2) if self.norm is None else readout(y, self.norm, gate)
+        return self.out(y), after._replace(conv=conv[0], conv_segment=conv[1])
+
+    def _projected(
+        self, x: Tensor, beside: Tensor | None, state: SlidingState | None, write: Mask, reset: Mask
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
+        """Queries `[B, T, H, D]`, keys and values `[B, T, R, G, D]`, and the convolution's part of the next state."""
+        after: tuple[Tensor | None, Tensor | None] = None, None
+        if self.conv is None:
+            q, kv = self.query(x), self.key_value(x.unsqueeze(2) if beside is None else torch.stack([beside, x], 2))
+        else:
+            mixed = torch.cat([self.query(x), self.key_value(x)], -1)
+            past = state if self.context is None else past_inputs(self.context, self.conv, mixed, state, write, reset)
+            mixed, *kept = convolved(self.conv, mixed, past, write, reset)
+            after = (kept[0], kept[1]) if self.context is None else self.context.final((kept[0], kept[1]))
+            q, kv = mixed.split(self.splits, -1)
+            kv = kv.unsqueeze(2)
+        q = q.unflatten(-1, (self.heads, self.width))
+        if self.gain is not None:
+            q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
+        return q, *self._keys_values(kv), after
 
     def _entered(
         self, x: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write_mask: Mask, reset_mask: Mask
@@ -196,9 +244,9 @@ class SlidingAttention(nn.Module):
         kept = None if self.window is None else self.window - 1
         return (k, v, entries), SlidingState(last(k, kept), last(v, kept), last(present, kept))
 
-    def _keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[..., G, D]` of inputs `[..., d_model]`."""
-        k, v = self.key_value(x).unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
+    def _keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[..., G, D]` of what `key_value` makes of inputs."""
+        k, v = kv.unflatten(-1, (2, self.kv_heads, self.width)).unbind(-3)
         return (k if self.gain is None else normalise_qk(k, "rms")), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, entries: Entries, *, plain: bool) -> Tensor:
@@ -219,7 +267,7 @@ class SlidingAttention(nn.Module):
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
         if self.tokens is not None:
-            own_k, own_v = self._keys_values(self.tokens)
+            own_k, own_v = self._keys_values(self.key_value(self.tokens))
             if self.rotary:  # the rotated half would make the answer depend on where counting began
                 own_k = F.pad(own_k[..., self.width // 2 :], (self.width // 2, 0))
             own_k, own_v = (part.expand(k.shape[0], -1, -1, -1) for part in (own_k, own_v))
@@ -240,7 +288,8 @@ class SlidingAttention(nn.Module):
         """The sizes."""
         return (
             f"{self.d_model}, heads={self.heads}, kv_heads={self.kv_heads}, window={self.window}, "
-            f"persistent={self.persistent}, rotary={self.rotary}, qk_norm={self.qk_norm}"
+            f"persistent={self.persistent}, rotary={self.rotary}, qk_norm={self.qk_norm}, "
+            f"output_gate={self.output_gate is not None}"
         )
 
 

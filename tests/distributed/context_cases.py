@@ -251,7 +251,10 @@ def quick_models() -> dict[str, dict[str, Any]]:
         "levels": {"levels": LEVELS},
         "nested levels": {"levels": NESTED, "composition": "nested"},
         "carried levels": {"levels": [FAST], "composition": "carry", "carry_levels": 3},
-        "attention in a window": {"memory": DELTA, "attention": {"kind": "mag", "window": 5, "persistent": 2}},
+        "attention in a window": {
+            "memory": DELTA,
+            "attention": {"kind": "mag", "window": 5, "persistent": 2, "conv_kernel": 3, "output_gate": True},
+        },
         "full attention": {"attention": {"kind": "attention"}},
         "memory as context": {"memory": DELTA, "attention": {"kind": "mac", "segment": 4}},
         "self-reference": {"self_reference": {"chunk": 4}},

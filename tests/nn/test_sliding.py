@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn import SlidingAttention
+from hecate.nn import Composed, SlidingAttention
+from hecate.nn.blocks import readout
 from hecate.nn.positions import rotated
 from hecate.nn.sliding import Windows, entries_of
 from tests.nn.attentions import D_MODEL, HEADS, masks_of, reference_of, shaken, sliding_of
@@ -28,6 +29,9 @@ def inputs(batch=2, length=LENGTH, *, seed=2):
 def same_state(got, expected, tolerance=1e-12):
     assert torch.equal(got.present, expected.present)
     near(got[:2], expected[:2], tolerance, "state")
+    assert (got.conv is None) == (expected.conv is None)
+    if got.conv is not None:
+        near(got.conv, expected.conv, tolerance, "conv")
 
 
 def expected_of(layer, x, write_mask=None, reset_mask=None):
@@ -46,6 +50,9 @@ LAYERS = {
     "wide": {"window": 66, "persistent": 1},
     "full": {"window": None},
     "full_persistent": {"window": None, "persistent": 2, "kv_heads": 1},
+    "gated": {"window": None, "output_gate": True},
+    "conv": {"window": 4, "conv_kernel": 3, "persistent": 1, "kv_heads": 1},
+    "conv_gated": {"window": None, "conv_kernel": 4, "output_gate": True},
 }
 every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 
@@ -120,6 +127,8 @@ def test_gradients_of_pieces_are_those_of_the_whole():
 def test_masked_tokens_take_no_place(options):
     layer, x = sliding_of(**options), inputs(1)
     write = torch.tensor([[False, True, True, False, False, True, True, False, True]])
+    if "conv_kernel" in options:  # a hole is zero to those behind it, padding ahead is as nothing
+        write = torch.arange(LENGTH).unsqueeze(0) >= 4
     y, state = layer(x, write_mask=write)
     alone, last = layer(x[write].unsqueeze(0))
     near(y[write].unsqueeze(0), alone)
@@ -128,7 +137,7 @@ def test_masked_tokens_take_no_place(options):
     assert torch.equal(state.present[:, hidden:], last.present)
     _, after = layer(inputs(1, 3, seed=8), state, write_mask=torch.zeros(1, 3, dtype=torch.bool))
     held = 0 if layer.window else 3
-    near([part[:, held:].double() for part in after], [part.double() for part in state], 0.0)
+    near([part[:, held:].double() for part in after[:3]], [part.double() for part in state[:3]], 0.0)
 
 
 @pytest.mark.spec("ATT-SLIDE-I2")
@@ -323,6 +332,8 @@ BUILDS = {
     "persistent must be an integer >= 0, got -1": {"persistent": -1},
     "kv_heads=3 does not divide heads=2": {"kv_heads": 3},
     "qk_norm must be one of .*'rms'.*got 'l2'": {"qk_norm": "l2"},
+    "conv_kernel: must be 0 .none. or at least 2, got 1": {"conv_kernel": 1},
+    "conv_kernel must be an integer >= 0, got -3": {"conv_kernel": -3},
     "d_model=12 over heads=2 must be divisible by 4, got 6.*rotary=False": {"d_model": 12},
     "d_model=15 is not divisible by heads=2": {"d_model": 15},
 }
@@ -347,6 +358,28 @@ CALLS = {
         inputs(), sliding_of(7)(inputs())[1]
     ),
 }
+
+
+@pytest.mark.spec("ATT-SLIDE-D1")
+def test_around_a_token_attention_has_what_a_memory_has():
+    """One token alone: softmax over itself is 1, so that y is what the layer around a memory makes of v."""
+    layer, x = sliding_of(None, conv_kernel=4, output_gate=True), inputs(length=1)
+    mixed = layer.conv(torch.cat([layer.query(x), layer.key_value(x)], -1))[0]
+    near(
+        layer(x)[0],
+        layer.out(readout(mixed[..., -D_MODEL:].unflatten(-1, (HEADS, -1)), layer.norm, layer.output_gate(x))),
+    )
+
+
+@pytest.mark.spec("ATT-SLIDE-I5")
+def test_a_convolution_has_one_sequence():
+    layer = sliding_of(5, conv_kernel=3, name="near")
+    with pytest.raises(ConfigError, match="near: conv_kernel=3.*beside"):
+        layer(inputs(), beside=inputs())
+    with pytest.raises(ConfigError, match="conv_kernel: is 3, but kind 'mac'"):
+        Composed(D_MODEL, HEADS, {"kind": "mac", "segment": 4, "conv_kernel": 3})
+    with pytest.raises(ShapeError, match=r"near: state.conv must be \[2, 2, 48\].*got None"):
+        layer(inputs(), sliding_of(5)(inputs())[1])
 
 
 @pytest.mark.spec("ATT-SLIDE-I5")

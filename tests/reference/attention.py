@@ -1,6 +1,16 @@
 """Attention and its compositions with a memory, token by token for one sequence, in float64."""
 
+from typing import Any, NamedTuple
+
 import torch
+
+
+class Mixed(NamedTuple):
+    """A token, and what its convolution makes of the projections of it and those before it."""
+
+    x: Any
+    q: Any
+    kv: Any
 
 
 def turned(x, steps, base=10_000.0):
@@ -22,14 +32,31 @@ class Attention:
     def _unit(self, x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-12).sqrt() if self.norm else x
 
+    def mixed(self, xs, write, reset):
+        """All tokens of a row behind the convolution, tap by tap: silu(sum_j w_j x_(t-j)) over the document, where a
+        masked token is zero to those after it."""
+        taps = self.w["conv.weight"]
+        rows = [torch.cat([self.w["query.weight"] @ x, self.w["key_value.weight"] @ x]) for x in xs]
+        found, first = [], 0
+        for t, x in enumerate(xs):
+            first = t if reset[t] else first
+            total = taps[0] * rows[t]
+            for j in range(1, min(len(taps), t - first + 1)):
+                total = total + taps[j] * rows[t - j] * float(write[t - j])
+            total = total / (1 + (-total).exp())
+            found.append(Mixed(x, total[: len(x)], total[len(x) :]))
+        return found
+
     def __call__(self, x, seen):
         """The answer to x over (input, places behind the query) pairs; no place: persistent."""
+        given = x if isinstance(x, Mixed) else Mixed(x, self.w["query.weight"] @ x, None)
+        x = given.x
         width = len(x) // self.heads
-        q = self._unit((self.w["query.weight"] @ x).reshape(self.heads, width))
+        q = self._unit(given.q.reshape(self.heads, width))
         if self.norm:
             q = q * self.w["gain"]
         answers = []
-        both = [(self.w["key_value.weight"] @ s).chunk(2) for s, _ in seen]
+        both = [(s.kv if isinstance(s, Mixed) else self.w["key_value.weight"] @ s).chunk(2) for s, _ in seen]
         for head in range(self.heads):
             own = head // (self.heads // self.kv_heads)
             scores, values = [], []
@@ -46,7 +73,12 @@ class Attention:
                 continue
             weight = torch.stack(scores).exp()
             answers.append((weight / weight.sum()) @ torch.stack(values))
-        return self.w["out.weight"] @ torch.cat(answers)
+        y = torch.stack(answers)
+        if "norm" in self.w:
+            gate = self.w["output_gate.weight"] @ x
+            y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.w["norm"]
+            y = y * (gate / (1 + (-gate).exp())).reshape(y.shape)
+        return self.w["out.weight"] @ y.flatten()
 
     @property
     def persistent(self):
@@ -56,7 +88,7 @@ class Attention:
 def sliding(attention, xs, window, write, reset):
     """Every token over persistent tokens and the last `window` places, masked tokens aside."""
     ys, before = [], []
-    for t, x in enumerate(xs):
+    for t, x in enumerate(attention.mixed(xs, write, reset) if "conv.weight" in attention.w else xs):
         before = [] if reset[t] else before
         reach = before[len(before) - (window - 1) :] if window and len(before) >= window else before
         seen = [(other, len(reach) - i) for i, other in enumerate(reach)]
