@@ -4,7 +4,7 @@
 
 Sphinx reads the repository itself, so links between README, pages, notebooks and specs are the same in both; nothing is
 copied. What is made here: the pages of the API and of variants (`docs/reference`, not kept), the contents of the book,
-which the front page carries, and the list of errata.
+which the landing page carries, and the list of errata.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ from mathematics import add_mathml  # noqa: E402
 from reference import equations_of_rules, write_reference  # noqa: E402
 
 project, author, copyright = "hecate", "the hecate authors", "the hecate authors, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
-root_doc = "README"
-include_patterns = ["*.md", "docs/pages/*.md", "docs/reference/*.md", "notebooks/*.ipynb", "specs/*.md"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+root_doc = "docs/landing"
+include_patterns = [
+    "*.md",
+    "docs/landing.md",
+    "docs/pages/*.md",
+    "docs/reference/*.md",
+    "notebooks/*.ipynb",
+    "specs/*.md",
+]
 exclude_patterns = [".*", "**/.*", "hecate", "runs", "site", "studies", "tests", "build", "dist"]
 
 html_theme = "furo"
@@ -36,7 +43,7 @@ html_title = "hecate"
 html_static_path = ["static"]
 html_css_files = ["hecate.css"]
 html_js_files = [("hecate.js", {"defer": "defer"})]
-html_extra_path = ["index.html"]  # leads to the front page, which is the README
+html_extra_path = ["index.html"]  # leads to the landing page
 html_show_sourcelink = html_copy_source = False
 pygments_dark_style = "github-dark"
 templates_path: list[str] = []
@@ -77,7 +84,7 @@ def parts() -> dict[str, list[str]]:
     others = sorted(path.stem for path in (ROOT / "docs/pages").glob("*.md") if path.stem not in named)
     more = sorted(f"notebooks/{path.stem}" for path in (ROOT / "notebooks").glob("*.ipynb"))
     return {
-        "Learn": [*LEARN, *(name for name in more if name not in LEARN)],
+        "Learn": ["README", *LEARN, *(name for name in more if name not in LEARN)],
         "Use": [f"docs/pages/{name}" for name in (*USE, *others)],
         "Reference": [
             "docs/reference/settings",
@@ -95,7 +102,8 @@ def parts() -> dict[str, list[str]]:
 def contents() -> str:
     """The book's table of contents."""
     trees = [
-        f"```{{toctree}}\n:hidden:\n:caption: {title}\n:maxdepth: 1\n\n" + "\n".join(f"/{name}" for name in names)
+        f"```{{toctree}}\n:hidden:\n:caption: {title}\n:maxdepth: 1\n\n"
+        + "\n".join("Start here </README>" if name == "README" else f"/{name}" for name in names)
         for title, names in parts().items()
     ]
     return "\n```\n\n".join(trees) + "\n```\n"
@@ -111,7 +119,7 @@ def errata() -> str:
 
 
 def complete(app: Any, name: str, content: list[str]) -> None:
-    """Puts the contents behind the front page, and the errata of specs into theirs."""
+    """Puts the contents behind the landing page, and the errata of specs into theirs."""
     if name == root_doc:
         content[0] += "\n\n" + contents()
     content[0] = content[0].replace("<!-- errata of the specs -->", errata())

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hecate.rule import RULES
 from hecate.train.catalogue import FAMILIES, VARIANTS, catalogue
 from hecate.train.settings import tables
 from hecate.variant import equation
+
+FIRST: dict[str, tuple[str, ...]] = {
+    "hecate": (),
+    "hecate.nn": ("Memory", "LinearAttention", "SlidingAttention", "Composed", "PerformerAttention", "Hopfield"),
+    "hecate.rule": ("MemoryConfig", "named_rule", "Gates", "MemoryState", "NamedRule", "LayerOptions"),
+    "hecate.engine": ("memory_scan", "memory_step", "stepper", "explain", "Engine", "TokenEngine"),
+    "hecate.phi": ("FeatureMap", "Traits"),
+    "hecate.cms": ("CMS", "CMSConfig", "LevelConfig", "SelfReferential", "SelfReferenceConfig"),
+    "hecate.models": ("LanguageModel", "LanguageModelConfig", "Hope", "HopeConfig", "LinearTransformer"),
+    "hecate.optim": ("PhiMomentum", "DeltaMomentum", "DeepMomentum", "KernelMomentum", "M3", "Muon", "DGD"),
+    "hecate.train": ("open_model", "generate", "run_experiment", "load_experiment", "Trainer", "ExperimentConfig"),
+    "hecate.data": ("Text", "Tokens", "Bundled", "MQAR", "Task"),
+    "hecate.hf": ("adopt", "release", "upgrade", "graft", "from_layer", "to_layer", "HecateForCausalLM"),
+    "hecate.serve": ("Scheduler", "Request", "PrefixCache", "Memories"),
+    "hecate.testing": ("check_feature_map", "check_rule", "check_vjp", "check_knobs", "check_streaming"),
+    "hecate.microscope": ("look", "write_strength", "implicit_attention"),
+    "hecate.compare": ("compare", "cells_of", "Budget"),
+    "hecate.evals": ("evaluate_tasks", "evaluate_run"),
+    "hecate.tape": ("Tape", "Block", "differentiate"),
+    "hecate.formula": ("bias_formula", "retention_formula"),
+    "hecate.bias": ("Bias",),
+    "hecate.retention": ("Retention", "Link"),
+    "hecate.algorithm": ("Algorithm",),
+    "hecate.structure": ("Structure",),
+    "hecate.gating": ("Gating",),
+    "hecate.readout": ("Readout",),
+}
+"""Packages in the order in which a newcomer meets them, and of each the names that come first."""
 
 
 def write_reference(root: Path) -> None:
@@ -31,18 +61,45 @@ def write_reference(root: Path) -> None:
 
 
 def api(packages: list[str]) -> str:
-    """The list of packages, each with its first line."""
+    """The packages in the order in which a newcomer meets them, each with its first line."""
     rows = []
-    for name in packages:
+    for name in sorted(packages, key=lambda name: [*FIRST, name].index(name)):
         first = (importlib.import_module(name).__doc__ or "").strip().split("\n\n")[0]
         rows.append(f"| [{name}]({name}.md) | {cell(' '.join(first.split()))} |")
     return "# API\n\n| package | what it is |\n|---|---|\n" + "\n".join(rows) + "\n" + toctree(packages)
 
 
 def package(name: str) -> str:
-    """The page of a package; the top one has the names of others, which have pages of their own."""
-    members = "   :no-members:\n" if name == "hecate" else ""
-    return f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{members}```\n"
+    """The page of a package: what it is, a summary of its names, the important ones first, then each in full; the top
+    one has the names of others, which have pages of their own."""
+    module = importlib.import_module(name)
+    head = f"# {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n"
+    if name == "hecate" or not hasattr(module, "__path__"):
+        return head + ("   :no-members:\n" if name == "hecate" else "") + "```\n"
+    first = FIRST.get(name, ())
+    names = [*first, *(other for other in module.__all__ if other not in first)]
+    own = {other: thing for other in names if _is_of(thing := getattr(module, other), name)}
+    rows = [(f"{{py:obj}}`{other} <{name}.{other}>`", summary(thing)) for other, thing in own.items()]
+    kinds = {other: "autoclass" if inspect.isclass(thing) else "autofunction" for other, thing in own.items()}
+    full = "\n".join(f".. {kind}:: {name}.{other}" for other, kind in kinds.items())
+    table = "\n".join(f"| {what} | {cell(text)} |" for what, text in rows)
+    return f"{head}   :no-members:\n```\n\n| name | what it is |\n|---|---|\n{table}\n\n```{{eval-rst}}\n{full}\n```\n"
+
+
+def _is_of(thing: Any, room: str) -> bool:
+    """True for a class or function with a docstring that no other package has."""
+    home = getattr(thing, "__module__", None) or ""
+    return (
+        f"{home}.".startswith(f"{room}.")
+        and (inspect.isclass(thing) or inspect.isroutine(thing))
+        and bool(thing.__doc__)
+    )
+
+
+def summary(thing: Any) -> str:
+    """The first sentence of a docstring, without the ids that it cites."""
+    text = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    return re.sub(r"\s*\[[A-Z]+-[^\]]*\]", "", re.split(r"(?<=[.])\s|:$", text)[0])
 
 
 def specs(root: Path) -> str:
@@ -103,5 +160,8 @@ def lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cell(text: str) -> str:
-    """A text inside a table: no bar ends the cell, no star starts an emphasis."""
-    return re.sub(r"([|*_<\[\]])", r"\\\1", str(text)) if text != "---" else text
+    """A text inside a table: no bar ends the cell, and outside of code no star starts an emphasis."""
+    if text == "---":
+        return text
+    parts = re.split(r"(`[^`]*`)", str(text))
+    return "".join(re.sub(r"\|" if part.startswith("`") else r"([|*_<\[\]])", r"\\\g<0>", part) for part in parts)

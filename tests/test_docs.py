@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from types import ModuleType
@@ -54,8 +55,15 @@ def test_the_page_of_rules_says_what_sets_layers_apart():
 
 
 def test_links_lead_somewhere():
-    pages = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+    pages = [
+        *PAGES,
+        ROOT / "docs/landing.md",
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    ]
     links = {(p, link) for p in pages for link in re.findall(r"\]\(([^)#]+)\)", p.read_text())}
+    links = {
+        pair for pair in links if "docs/reference" not in str((pair[0].parent / pair[1]).resolve())
+    }  # made at build
     own = {(path, link) for path, link in links if not link.startswith("https://")}
     assert own and not [link for path, link in own if not (path.parent / link).exists()]
 
@@ -86,6 +94,22 @@ def test_security_is_in_the_source_distribution():
 
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert "/SECURITY.md" in build["targets"]["sdist"]["include"]
+
+
+def test_pages_of_the_api_begin_with_a_summary(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from reference import FIRST, cell, package
+
+    for name, first in FIRST.items():
+        assert set(first) <= set(importlib.import_module(name).__all__), name
+    page = package("hecate.nn")
+    table, full = page.split("```{eval-rst}")[1:]
+    rows = re.findall(r"^\| \{py:obj\}`(\w+) <hecate\.nn\.\1>` \| (.+) \|$", table, re.MULTILINE)
+    names = [row[0] for row in rows]
+    assert names[: len(FIRST["hecate.nn"])] == list(FIRST["hecate.nn"])
+    assert re.findall(r"\.\. auto(?:class|function):: hecate\.nn\.(\w+)", full) == names
+    assert {"Memory", "SlidingState", "linear_attention"} <= set(names) and all(text for _, text in rows)
+    assert cell("`x [B, T] | y_t` and a_b | [c]") == r"`x [B, T] \| y_t` and a\_b \| \[c\]"
 
 
 def test_docstrings_become_what_sphinx_reads(monkeypatch: pytest.MonkeyPatch):

@@ -101,7 +101,7 @@ def linear_attention(
     autodiff: Autodiff = "auto",
     name: str = "linear_attention",
 ) -> tuple[Tensor, MemoryState]:
-    """y and the sums to go on from. [LIN-ATT-D1]
+    """Linear attention as a function: y, and the sums to go on from. [LIN-ATT-D1]
 
     Shapes: q `[B, T, H, D]`, k `[B, S, G, D]`, v `[B, S, G, V]`, H a multiple of G (query heads h G/H share a key
     head); y `[B, T, H, V]` in v's dtype. Causal attention needs S = T, as do positions and documents. The state is that

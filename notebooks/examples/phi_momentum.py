@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--freedom", type=float, default=1.5, help="degrees of freedom; 30 is nearly Gaussian")
 parser.add_argument("--steps", type=int, default=2000)
 given = parser.parse_args()
-WIDTH, RATES = 50, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+WIDTH, RATES = 50, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 OPTIMISERS = {
     "SGD with momentum": lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
