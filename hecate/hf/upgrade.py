@@ -25,6 +25,10 @@ from hecate.rule import LAYER, MemoryConfig
 from hecate.rule import RULES as NAMED
 
 Train = Literal["new", "all"]
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
 Start = Callable[[Memory, Memory], None]
 
 
@@ -188,7 +192,10 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
         memory = layer.memory if isinstance(layer, Hosted) else from_layer(layer)
         wide, new = widened(memory, rule, name)
         made[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
+        for own in _HOOKS:  # the very dictionaries, by which handles remove their hooks
+            setattr(made[name][0], own, getattr(layer, own))
     learns = tuple(f"{name}.memory.{own}" for name, (_, new) in made.items() for own in sorted(new))
+    every = [(name, part) for name, part in model.named_modules(remove_duplicate=False)]
     if train == "new":
         model.requires_grad_(False)
     for name, (hosted, new) in made.items():
@@ -196,8 +203,9 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
             hosted.requires_grad_(False)
             for own in new:
                 hosted.memory.get_parameter(own).requires_grad_()
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, hosted)
+        for place in [place for place, part in every if part is found[name]]:  # a layer may have several
+            parent, _, last = place.rpartition(".")
+            setattr(model.get_submodule(parent), last, hosted)
     hook_models(model)
     return Upgrade(rule, tuple(made), learns)
 
