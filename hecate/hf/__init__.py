@@ -23,8 +23,10 @@ from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
+from hecate.hf.graft_mlp import MLPGraftConfig, graft_mlp
 from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
+from hecate.hf.saved import load, save
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
 from hecate.hf.upgrade import Upgrade, upgrade
 
@@ -35,6 +37,7 @@ __all__ = [
     "HecateConfig",
     "HecateForCausalLM",
     "HecateModel",
+    "MLPGraftConfig",
     "StateLayer",
     "Upgrade",
     "adopt",
@@ -43,8 +46,11 @@ __all__ = [
     "from_cache",
     "from_layer",
     "graft",
+    "graft_mlp",
+    "load",
     "load_graft",
     "release",
+    "save",
     "save_graft",
     "to_cache",
     "to_layer",

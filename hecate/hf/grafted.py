@@ -197,7 +197,7 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     past: Any = model_kwargs.get("past_key_values")
     if type(past) is not DynamicCache or past.offloading:
         return
-    for index in [module.layer_idx for module in self.modules() if isinstance(module, Grafted)]:
+    for index in [module.layer_idx for module in self.modules() if isinstance(module, Holder)]:
         while len(past.layers) <= index:  # of a DynamicCache() that was made without a config
             past.layers.append(past.layer_class_to_replicate())
         layer = remembering(past.layers[index])
@@ -205,10 +205,14 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
             layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
 
 
-class Grafted(nn.Module):
-    """Mixin for an attention: its memory reads the same hidden states, without positions."""
+class Holder(nn.Module):
+    """Mixin for a part of a layer that has memories: their states lie in layer `layer_idx` of a cache."""
 
     layer_idx: int
+
+
+class Grafted(Holder):
+    """Mixin for an attention: its memory reads the same hidden states, without positions."""
 
     def _answers(self, x: Tensor, past: Any, masks: Masks) -> Tensor:
         """The memory's answers, behind the gate if there is one; the state goes into the cache."""

@@ -2,17 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hecate.checks import Depth, Size
 from hecate.errors import ConfigError
 from hecate.hf.adopted import CACHED, PACKING, STARTS, document_starts
 from hecate.hf.grafted import Masks, remembering
 from hecate.nn import LayerState, Memory
+from hecate.nn.arguments import Firing
+from hecate.rule import MemoryConfig
+from hecate.variant import Config
 
 HELD = "layer"
 """The place of a layer's own state in its layer of a cache."""
+
+
+LAYERS = "hecate_layers"
+"""The key of a model's upgraded layers in its config: a `HostedConfig` by the name of each."""
+
+
+class HostedConfig(Config):
+    """Config of a memory in a layer's place: all that is needed to load its weights again."""
+
+    version: Literal[1] = 1
+    memory: MemoryConfig
+    layer_idx: Depth = Field(ge=0)
+    d_model: Size
+    heads: Size
+    d_key: Size
+    d_value: Size
+    conv_kernel: Depth = Field(ge=0)
+    learned_initial: bool = False
+    firing: Firing = "always"
+
+    def build(self) -> Memory:
+        """The memory, without numbers."""
+        how = self.model_dump(include=set(OF_MEMORY))
+        return Memory(self.d_model, self.heads, self.memory, name=f"layer {self.layer_idx}", device="meta", **how)
+
+
+OF_MEMORY = ("d_key", "d_value", "conv_kernel", "learned_initial", "firing")
+"""Arguments of `hecate.nn.Memory` in which memories of `from_layer` and `upgrade` differ."""
+
+
+def arguments_of(memory: Memory) -> dict[str, Any]:
+    """The `OF_MEMORY` of a memory."""
+    learned = next(memory.initial.parameters(), None) is not None
+    firing = "learned" if "firing" in memory.gates.starts else "always"
+    kernel = 0 if memory.conv is None else memory.conv.kernel
+    return dict(zip(OF_MEMORY, (memory.d_key, memory.d_value, kernel, learned, firing), strict=True))
+
+
+def describe_hosted(model: nn.Module) -> None:
+    """Says in the config of a model of transformers which of its layers are memories."""
+    for root in [part for part in model.modules() if isinstance(part, PreTrainedModel)][:1]:
+        found = {}
+        for name, part in root.named_modules():
+            if isinstance(part, Hosted):
+                own = {"d_model": part.memory.d_model, "heads": part.memory.heads, **arguments_of(part.memory)}
+                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **own)
+                found[name] = config.model_dump(mode="json")
+        if found:
+            setattr(root.config, LAYERS, found)
 
 
 class Hosted(nn.Module):
