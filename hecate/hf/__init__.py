@@ -20,6 +20,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
     )
 
 from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
+from hecate.hf.as_layer import AsLayer
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
@@ -33,6 +34,7 @@ from hecate.hf.upgrade import Upgrade, upgrade
 __all__ = [
     "Adoption",
     "AdoptionWarning",
+    "AsLayer",
     "GraftConfig",
     "HecateConfig",
     "HecateForCausalLM",

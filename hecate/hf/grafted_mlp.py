@@ -79,7 +79,7 @@ class FastWeights(nn.Module):
 
 
 class Fast(nn.Module):
-    """What a graft adds to an MLP: a memory for each period.
+    """The memories of an MLP, one for each period.
 
     Fields:
         last: the name of the layer whose weights go on learning; None where all do.
@@ -113,14 +113,12 @@ class Fast(nn.Module):
         x, keys = x.to(dtype), keys.to(dtype)
         if masks.write is not None:  # attention answers padding with NaN where it has no key to look at
             x, keys = (item.masked_fill(~masks.write.unsqueeze(-1), 0) for item in (x, keys))
-        total, after = None, []
+        answers, after = [], []
         for index, level in enumerate(self.levels):
             y, state = level(x, keys, initial, None if states is None else states[index], masks)
-            y = y if self.mix is None else self.mix[index] * y
-            total = y if total is None else total + y
+            answers.append(y if self.mix is None else self.mix[index] * y)
             after.append(state)
-        assert total is not None  # there is a memory
-        return total, tuple(after)
+        return sum(answers[1:], answers[0]), tuple(after)
 
 
 class FastMLP(Holder):

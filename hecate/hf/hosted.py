@@ -31,10 +31,10 @@ class HostedConfig(Config):
     version: Literal[1] = 1
     memory: MemoryConfig
     layer_idx: Depth = Field(ge=0)
-    d_model: Size
-    heads: Size
-    d_key: Size
-    d_value: Size
+    d_model: Size = Field(ge=1)
+    heads: Size = Field(ge=1)
+    d_key: Size = Field(ge=1)
+    d_value: Size = Field(ge=1)
     conv_kernel: Depth = Field(ge=0)
     learned_initial: bool = False
     firing: Firing = "always"

@@ -115,25 +115,25 @@ def _facts(folder: Path) -> dict[str, Any]:
 def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConfig], MLPGraftConfig | None]:
     """Upgraded layers by name, and the graft into MLPs."""
     layers, mlps = facts.get(LAYERS) or {}, facts.get(KEY)
-    for key, part in ((LAYERS, layers), (KEY, mlps)):
-        versions = [own.get("version") for own in (part.values() if key == LAYERS else [part]) if isinstance(own, dict)]
-        if part and (not versions or any(version != 1 for version in versions)):
-            raise CheckpointError(f"{folder}: {key} is of another version than 1; load it with a newer hecate")
+    every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
+    if any(not isinstance(own, dict) or own.get("version") != 1 for own in every):
+        raise CheckpointError(f"{folder} has {LAYERS} or {KEY} of another version than 1; load it with a newer hecate")
     try:
         found = {str(name): HostedConfig.model_validate(own) for name, own in layers.items()}
         return found, None if mlps is None else MLPGraftConfig.model_validate(mlps)
-    except (HecateError, AttributeError) as error:
-        raise CheckpointError(f"{folder} has settings that do not fit: {shorten(str(error), 200)}") from None
+    except HecateError as error:
+        raise CheckpointError(f"{folder} has settings that do not fit: {error.line}") from None
 
 
 def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
     """Puts an upgraded layer in the place of the one that the official class has there."""
     parent, _, last = name.rpartition(".")
     try:
-        layer = model.get_submodule(name)
+        layer, made = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
     except AttributeError:
         raise CheckpointError(f"{folder} has an upgraded layer {name}, and its model none of that name") from None
-    made = Hosted(config.build(), config.layer_idx)
+    except HecateError as error:
+        raise CheckpointError(f"{folder} has settings of {name} that do not fit: {error.line}") from None
     _take(folder, made, f"{name}.")
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     setattr(model.get_submodule(parent), last, made.to(device).train(layer.training))
