@@ -195,13 +195,15 @@ def install_mlps(
     for index, (name, fast) in made.items():
         _install(getattr(decoder.layers[index], name), fast, index)
         layer: Any = decoder.layers[index]
-        layer.__class__ = with_base(type(layer), Handing)
+        kind: Any = type(layer)
+        layer.__class__ = with_base(kind, Handing)
     return announce(model, decoder, KEY, json.loads(config.model_dump_json()))
 
 
 def _install(mlp: Any, fast: Fast, index: int) -> Any:
     setattr(mlp, BRANCH, fast.train(mlp.training))
-    mlp.layer_idx, mlp.__class__ = index, with_base(type(mlp), FastMLP)
+    kind: Any = type(mlp)
+    mlp.layer_idx, mlp.__class__ = index, with_base(kind, FastMLP)
     return mlp
 
 

@@ -109,7 +109,7 @@ class Fast(nn.Module):
         self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, states: States | None, masks: Masks
     ) -> tuple[Tensor, States]:
         """x `[B, T, d_model]`, keys `[B, T, d_key]`: the answers of all memories, added, and their states."""
-        dtype = self.levels[0].value.weight.dtype  # type: ignore[union-attr]
+        dtype: Any = self.levels[0].value.weight.dtype  # type: ignore[union-attr]
         x, keys = x.to(dtype), keys.to(dtype)
         if masks.write is not None:  # attention answers padding with NaN where it has no key to look at
             x, keys = (item.masked_fill(~masks.write.unsqueeze(-1), 0) for item in (x, keys))
@@ -153,7 +153,7 @@ class FastMLP(Holder):
             y = linear(hidden)
             return y + beside.to(y.dtype)
 
-        y = super(FastMLP, changed(self, **{fast.last: last})).forward(x)  # type: ignore[misc]
+        y = super(FastMLP, changed(self, **{fast.last: last})).forward(x)
         return y, after  # type: ignore[return-value]
 
 
@@ -170,7 +170,7 @@ class Handing(nn.Module):
         if past is not None:
             _expect_read(past, mlp.layer_idx)
         told = changed(self, **{name: partial(mlp, hecate_call=Call(past, masks))})
-        return super(Handing, told).forward(*args, **kwargs)  # type: ignore[misc]
+        return super(Handing, told).forward(*args, **kwargs)
 
 
 def _expect_read(past: Any, index: int) -> None:
@@ -193,6 +193,6 @@ def changed(module: Any, **attributes: Any) -> Any:
 
 
 @cache
-def with_base(kind: type, base: type[nn.Module]) -> type:
+def with_base(kind: Any, base: Any) -> Any:
     """A class of transformers with a mixin ahead of it, under its name."""
     return type(f"{base.__name__}{kind.__name__}", (base, kind), {})
