@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,6 @@ from hecate.rule import Gates, MemoryConfig
 PLACE = "mlp"
 """The place of its states in a layer of a cache."""
 States = tuple[LayerState, ...]
-
-
-class Call(NamedTuple):
-    """A call of an MLP's layer: its cache and masks."""
-
-    past: Any
-    masks: Masks
 
 
 class FastWeights(nn.Module):
@@ -124,8 +117,8 @@ class Fast(nn.Module):
 class FastMLP(Holder):
     """Mixin for an MLP whose weights are where memories start."""
 
-    def forward(self, x: Tensor, *, hecate_call: Call | None = None) -> Tensor:
-        """x `[B, T, d_model]`; the answers of the weights as they are by then."""
+    def forward(self, x: Tensor, *, hecate_call: tuple[Any, Masks] | None = None) -> Tensor:
+        """x `[B, T, d_model]`; the answers of the weights as they are by then. `hecate_call`: the cache and masks."""
         if hecate_call is None:
             raise ConfigError(
                 f"no masks reached the MLP of layer {self.layer_idx}: it was called on its own; call its layer or model"
@@ -169,7 +162,7 @@ class Handing(nn.Module):
             raise ConfigError(f"no masks reached layer {mlp.layer_idx}: it was called on its own; call its model")
         if past is not None:
             _expect_read(past, mlp.layer_idx)
-        told = changed(self, **{name: partial(mlp, hecate_call=Call(past, masks))})
+        told = changed(self, **{name: partial(mlp, hecate_call=(past, masks))})
         return super(Handing, told).forward(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -262,6 +263,35 @@ def test_checkpointing_copies_hooks_and_the_linear_layers_of_a_hybrid():
     built("qwen3_5")(input_ids=IDS, past_key_values=fresh)
     with pytest.raises(ShapeError, match="the MLP of layer 0 has not read"):
         hybrid(input_ids=IDS[:, :1], past_key_values=fresh)
+
+
+@pytest.mark.spec("HF-MLP-I1")
+def test_threads_share_a_model():
+    model = moved(graft_mlp(model_of(), periods=(3,)))
+    rows = [IDS[:1], IDS[1:]]
+    alone = [in_pieces(model, row, 20, 4, 16) for row in rows]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            together = [*pool.map(lambda row: in_pieces(model, row, 20, 4, 16), rows)]
+            assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # those of peft are not ours
+@pytest.mark.spec("HF-MLP-I1")
+def test_one_graph_and_adapters():
+    model = moved(graft_mlp(model_of(), periods=(3,)))
+    whole = logits(model)
+    found = torch._dynamo.explain(model)(input_ids=IDS, use_cache=False)
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    torch._dynamo.reset()
+    peft = pytest.importorskip("peft")
+    how = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["hecate"], "r": 2}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**how))
+    adapted(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    kept = {n for n, p in adapted.named_parameters() if p.grad is not None and bool(p.grad.any())}
+    assert any("lora_B" in n and "down_proj" in n for n in kept) and any("value.weight" in n for n in kept)
+    assert off(logits(adapted.merge_and_unload()), whole) < 1e-6
 
 
 def changed(**parts: Any) -> Any:
