@@ -173,6 +173,21 @@ def test_every_new_parameter_learns_and_alone(memory, fast):
 
 
 @pytest.mark.spec("HF-MLP-D1")
+def test_what_a_gating_adds_to_answers():
+    """Mamba-2's D v, beside its memory."""
+    model = graft_mlp(model_of(), layers=[0], memory="mamba2")
+    (mlp,) = mlps(model)
+    (level,) = mlp.hecate.levels
+    nn.init.normal_(level.value.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 9, 32, dtype=torch.float32, generator=torch.Generator().manual_seed(2))
+    masks: dict[str, Any] = {"write_mask": None, "reset_mask": None}
+    with torch.no_grad():
+        before, d = mlp.masked(x, None, **masks)[0], level.gating.params.tensors["d"]
+        d += 2.0
+        assert off(mlp.masked(x, None, **masks)[0] - before, 2 * level.value(x)) < 1e-5
+
+
+@pytest.mark.spec("HF-MLP-D1")
 def test_the_start_is_learned_with_the_rest():
     model = moved(graft_mlp(model_of(), fast="whole", periods=(4,), train="all"))
     model(input_ids=IDS, labels=IDS).loss.backward()
