@@ -247,7 +247,14 @@ def test_tokens_are_taken_back_and_a_cache_of_others_is_refused():
             layer.activate_past_recording()
         model(input_ids=IDS.flip(1)[:, :5], past_key_values=cache)
         cache.crop(-5)
-        assert off(model(input_ids=IDS[:, 20:], past_key_values=cache).logits, whole[:, 20:]) < 3e-6
+        assert off(model(input_ids=IDS[:, 20:25], past_key_values=cache).logits, whole[:, 20:25]) < 3e-6
+        cache.reorder_cache(torch.tensor([1, 0]))
+        rows = model(input_ids=IDS.flip(0)[:, 25:30], past_key_values=cache).logits
+        assert off(rows, whole.flip(0)[:, 25:30]) < 3e-6
+        cache.batch_select_indices(torch.tensor([0]))
+        cache.batch_repeat_interleave(3)
+        rows = model(input_ids=IDS[1:, 30:].expand(3, -1), past_key_values=cache).logits
+        assert off(rows, whole[1:, 30:].expand(3, -1, -1)) < 3e-6
         other = DynamicCache(config=model.config)
         plain(input_ids=IDS[:, :4], past_key_values=other)
         with pytest.raises(ShapeError, match="holds (4 )?tokens that the (memory|MLP) of layer 0 has not read"):

@@ -316,13 +316,18 @@ def test_recorded_tokens_are_taken_back(rule):
     read(cache, ids[:, :20])
     assert cache.is_croppable
     read(cache, drafts[:, :5])
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-5)
     assert off(read(cache, ids[:, 20:28]), whole[:, 20:28]) < 3e-6
     read(cache, drafts[:, :1])
     cache.crop(-4)  # of the tokens ahead of the draft, too
     assert off(read(cache, ids[:, 25:]), whole[:, 25:]) < 3e-6
+    other = DynamicCache(config=model.config)
+    read(other, ids[:, :20])
+    other.reorder_cache(torch.tensor([1, 0]))
+    assert off(read(other, ids.flip(0)[:, 20:25]), whole.flip(0)[:, 20:25]) < 3e-6
+    other.batch_select_indices(torch.tensor([0]))
+    other.batch_repeat_interleave(3)
+    assert off(read(other, ids[1:, 25:].expand(3, -1)), whole[1:, 25:].expand(3, -1, -1)) < 3e-6
     with pytest.raises(ConfigError, match="3000 tokens are to be taken back"):
         cache.crop(-3000)
     plain = DynamicCache(config=model.config)
