@@ -69,8 +69,9 @@ maximum_signature_line_length = 80
 copybutton_exclude = ".linenos, .gp, .go"
 
 LEARN = [
-    "notebooks/quickstart", "notebooks/own_model", "notebooks/own_task", "notebooks/choosing_phi",
-    "notebooks/memory_per_level", "notebooks/phi_momentum", "notebooks/your_own_parts", "notebooks/reading_the_tape",
+    "notebooks/quickstart", "notebooks/own_model", "notebooks/bring_your_model", "notebooks/own_task",
+    "notebooks/choosing_phi", "notebooks/memory_per_level", "notebooks/phi_momentum", "notebooks/your_own_parts",
+    "notebooks/reading_the_tape",
 ]  # fmt: skip
 USE = ["guide", "recurrences", "memories", "text", "runs", "scale", "extend"]
 MEASURED = ["speed", "quality", "rules", "optimisers", "studies", "others"]

@@ -20,21 +20,26 @@ if int(transformers.__version__.split(".")[0]) < 5:
     )
 
 from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
+from hecate.hf.as_layer import AsLayer
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
+from hecate.hf.graft_mlp import MLPGraftConfig, graft_mlp
 from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
+from hecate.hf.saved import load, save
 from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
 from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [
     "Adoption",
     "AdoptionWarning",
+    "AsLayer",
     "GraftConfig",
     "HecateConfig",
     "HecateForCausalLM",
     "HecateModel",
+    "MLPGraftConfig",
     "StateLayer",
     "Upgrade",
     "adopt",
@@ -43,8 +48,11 @@ __all__ = [
     "from_cache",
     "from_layer",
     "graft",
+    "graft_mlp",
+    "load",
     "load_graft",
     "release",
+    "save",
     "save_graft",
     "to_cache",
     "to_layer",

@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
@@ -33,9 +33,11 @@ from hecate.variant import Config, read_json
 
 Mode = Literal["add", "replace"]
 Train = Literal["memory", "all"]
-_TENSORS, _FACTS, _KEY = "graft.safetensors", "graft.json", "hecate_graft"
+_TENSORS, _FACTS = "graft.safetensors", "graft.json"
+GRAFT = "hecate_graft"
+"""The key of a graft beside attention in a model's config."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.self_attn\.{BRANCH}\.(.+)")
 
 
@@ -113,7 +115,7 @@ def graft(
         ConfigError: what cannot be; the model is then as it was.
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    decoder = _decoder(model)
+    decoder = decoder_of(model, Grafted)
     given = range(len(decoder.layers)) if layers is None else layers
     given = tuple(given) if isinstance(given, range) else given
     config = GraftConfig.model_validate({"layers": given, "memory": memory, "mode": mode, "dtype": name, **sizes})
@@ -126,28 +128,46 @@ def _build(
     decoder: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None
 ) -> dict[int, tuple[Any, Branch]]:
     """The attention of each layer and the memory for it; changes nothing."""
-    for index in config.layers:
-        if index >= len(decoder.layers):
-            raise ConfigError(
-                f"has layer {index}, but the model has layers 0 to {len(decoder.layers) - 1}", ("layers",)
-            )
-    if len(set(config.layers)) < len(config.layers):
-        raise ConfigError(f"names a layer twice: {list(config.layers)}", ("layers",))
+    expect_layers(decoder, config.layers)
     found = {index: _attention(decoder, index, reuse) for index in config.layers}
     return {index: (at, _branch(index, at, config, reuse, generator)) for index, at in found.items()}
 
 
+def expect_layers(decoder: Any, layers: Sequence[int]) -> None:
+    """Refuses layers that are not there, or named twice."""
+    for index in layers:
+        if index >= len(decoder.layers):
+            raise ConfigError(
+                f"has layer {index}, but the model has layers 0 to {len(decoder.layers) - 1}", ("layers",)
+            )
+    if len(set(layers)) < len(layers):
+        raise ConfigError(f"names a layer twice: {list(layers)}", ("layers",))
+
+
+def freeze(model: Any) -> None:
+    """Freezes all weights but those of grafts."""
+    for name, parameter in model.named_parameters():
+        if f".{BRANCH}." not in name:
+            parameter.requires_grad_(False)
+
+
 def _install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tuple[Any, Branch]], train: str) -> Any:
-    for parameter in model.parameters() if train == "memory" else ():
-        parameter.requires_grad_(False)
+    if train == "memory":
+        freeze(model)
     for attention, branch in made.values():
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
         kind: Any = type(attention)
         attention.__class__ = grafted(kind, Beside if config.mode == "add" else InPlace)
-    decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
-    setattr(model.config, _KEY, json.loads(config.model_dump_json()))
+    return announce(model, decoder, GRAFT, json.loads(config.model_dump_json()))
+
+
+def announce(model: Any, decoder: Any, key: str, config: Any) -> Any:
+    """Lets a model, whose config says so from now on, hand masks to memories and generate with their states."""
+    if hand_masks not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(hand_masks, with_kwargs=True)
+    setattr(model.config, key, config)
     model.init_continuous_batching = no_continuous_batching
     model._prepare_cache_for_generation = MethodType(prepare_cache, model)  # a method: a copy of the model has its own
     if getattr(model, "generation_config", None) is not None:
@@ -161,8 +181,8 @@ def _unchanged_mask(*, attention_mask: Tensor | None, **_: Any) -> Tensor | None
     return attention_mask
 
 
-def _decoder(model: Any) -> Any:
-    """The part of a model that has the layers."""
+def decoder_of(model: Any, kind: type[nn.Module]) -> Any:
+    """The part of a model that has the layers, none of which has a graft of this kind."""
     if not isinstance(model, PreTrainedModel):
         after = "; graft the model first and wrap it then" if hasattr(model, "get_base_model") else ""
         raise ConfigError(f"a graft needs a PreTrainedModel of transformers, got a {type(model).__name__}{after}")
@@ -171,18 +191,18 @@ def _decoder(model: Any) -> Any:
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not layers:
         raise ConfigError(f"a graft needs a decoder with a list of layers, and the {name} has no .layers")
-    if any(isinstance(module, Grafted) for module in model.modules()):
+    if any(isinstance(module, kind) for module in model.modules()):
         raise ConfigError(f"the {name} has a graft already; begin with the model as it was and name all layers at once")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(f"the {name} is on the meta device; load its weights before the graft")
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise ConfigError(f"the {name} is sharded over devices; graft it before it is sharded")
     for part in (decoder, layers[0]):
-        _expect_keywords(part, **{"**": "does not hand keywords on, by which its memories get masks"})
+        expect_keywords(part, **{"**": "does not hand keywords on, by which its memories get masks"})
     return decoder
 
 
-def _expect_keywords(module: nn.Module, **needed: str) -> None:
+def expect_keywords(module: nn.Module, **needed: str) -> None:
     """Refuses a module whose forward lacks an argument, `**` for any keyword."""
     known = inspect.signature(type(module).forward).parameters.values()
     names = {"**" if p.kind is p.VAR_KEYWORD else p.name for p in known}
@@ -201,7 +221,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
     for name in (*_PROJECTIONS, "head_dim", "layer_idx"):
         if not hasattr(attention, name):
             raise ConfigError(f"layer {index}: a graft needs self_attn.{name}, which {kind} does not have")
-    _expect_keywords(attention, past_key_values="takes no past_key_values, where memories keep their states")
+    expect_keywords(attention, past_key_values="takes no past_key_values, where memories keep their states")
     if "forward" in vars(attention):
         raise ConfigError(
             f"layer {index}: the forward of its {kind} is not that of its class, as where accelerate dispatches a "
@@ -209,7 +229,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
         )
     for name in _PROJECTIONS if reuse else ():
         linear = getattr(attention, name)
-        plain = isinstance(linear, nn.Linear) and str(linear.weight.dtype).removeprefix("torch.") in _FLOATS
+        plain = isinstance(linear, nn.Linear) and str(linear.weight.dtype).removeprefix("torch.") in FLOATS
         if not plain:
             dtype = linear.weight.dtype if isinstance(getattr(linear, "weight", None), Tensor) else "no tensor"
             raise ConfigError(
@@ -222,7 +242,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
 def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None) -> Branch:
     """A memory for an attention, with its weights where they fit."""
     width, linear = attention.head_dim, attention.q_proj
-    model_dtype = linear.weight.dtype if str(linear.weight.dtype).removeprefix("torch.") in _FLOATS else torch.float32
+    model_dtype = linear.weight.dtype if str(linear.weight.dtype).removeprefix("torch.") in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
     own = config.model_dump(
         include={"conv_kernel", "qk_norm", "output_gate", "learned_initial", "firing", "query_projection"}
@@ -278,7 +298,7 @@ def save_graft(model: Any, folder: str | Path) -> None:
         make_folder(folder.absolute().parent)
         with new_folder(folder.absolute()) as room:
             write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _TENSORS)
-            write_file(room / _FACTS, json.dumps(getattr(model.config, _KEY), indent=2) + "\n")
+            write_file(room / _FACTS, json.dumps(getattr(model.config, GRAFT), indent=2) + "\n")
 
 
 def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory", **options: Any) -> Any:
@@ -301,10 +321,10 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
     if model is None:
         if (folder / _FACTS).exists():
             raise CheckpointError(f"{folder} holds what a graft added alone; give the model it was made from as model=")
-        model = _load_plain(folder, options)
+        model = load_plain(folder, options)
     elif options:
         raise ConfigError(f"{', '.join(options)} would load a model, and one is given as model=; leave one of them out")
-    decoder = _decoder(model)
+    decoder = decoder_of(model, Grafted)
     try:
         made = _build(decoder, config, False, torch.Generator().manual_seed(0))
     except HecateError as error:
@@ -347,9 +367,9 @@ def _read_config(folder: Path) -> GraftConfig:
             continue
         try:
             facts = read_json(read_whole(file))
-            return GraftConfig.model_validate(facts if file.name == _FACTS else facts[_KEY])
+            return GraftConfig.model_validate(facts if file.name == _FACTS else facts[GRAFT])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"has no {_KEY}" if isinstance(error, KeyError) else f"is not of a graft ({shorten(str(error))})"
+            why = f"has no {GRAFT}" if isinstance(error, KeyError) else f"is not of a graft ({shorten(str(error))})"
             raise CheckpointError(f"{file} {why}; name a folder of save_graft or of a grafted model") from None
     raise CheckpointError(f"{folder} has neither {_FACTS} nor config.json; name a folder of save_graft")
 
@@ -358,25 +378,34 @@ def _read_tensors(folder: Path) -> dict[int, dict[str, Tensor]]:
     """The tensors of a graft by layer and name, on the CPU."""
     pattern = _TENSORS if (folder / _FACTS).exists() else "model*.safetensors"
     found: dict[int, dict[str, Tensor]] = {}
-    for path in sorted(folder.glob(pattern)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    if match := _NAME.search(name):
-                        found.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(name)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
+    for name, value in read_tensors(folder, _NAME.search, pattern):
+        if match := _NAME.search(name):
+            found.setdefault(int(match[1]), {})[match[2]] = value
     if not found:
         raise CheckpointError(f"{folder} has no tensors of a graft in {pattern}; save the grafted model again")
     return found
 
 
-def _load_plain(folder: Path, options: Mapping[str, Any]) -> Any:
-    """The folder's model without its graft."""
+def read_tensors(
+    folder: Path, wanted: Callable[[str], Any], pattern: str = "model*.safetensors"
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder whose names are wanted, on the CPU."""
+    for path in sorted(folder.glob(pattern)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
+
+
+def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:
+    """The folder's model without what hecate added, and without the weights of layers, by the beginnings of their
+    names, that others stand in for."""
     with _without_report():
         model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
-    strange = sorted(name for name in facts["unexpected_keys"] if not _NAME.search(name))
-    missing = sorted(facts["missing_keys"])
+    added = f".{BRANCH}."
+    strange = sorted(n for n in facts["unexpected_keys"] if added not in n and not n.startswith(instead))
+    missing = sorted(name for name in facts["missing_keys"] if not name.startswith(instead))
     for what, names in (("lacks", missing), ("has, unexpectedly,", strange)):
         if names:
             raise CheckpointError(f"{folder} {what} {names[0]} (and {len(names) - 1} more); save the model again")
@@ -385,7 +414,7 @@ def _load_plain(folder: Path, options: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Without what transformers says of names it does not know, as those of a graft are; `_load_plain` looks itself."""
+    """Without what transformers says of names it does not know, as those of a graft are; `load_plain` looks itself."""
 
     def quiet(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()

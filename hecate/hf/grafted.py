@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from abc import ABC
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from hecate.checks import described
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf.cache import check_crop, recorded_by
-from hecate.models.rollback import WINDOW, Recorded, RecordedCall, advance, take_back
+from hecate.models.rollback import WINDOW, Recorded, advance, take_back
 from hecate.nn import LayerState, Memory
 from hecate.states import each_row
 
@@ -74,78 +76,89 @@ class Branch(nn.Module):
         return f"from {', '.join(self.reused)}" if self.reused else ""
 
 
-class Remembering(CacheLayerMixin):  # or a cache layer could not become one: its layout would be another
-    """Mixin for a cache layer: the state of the memory beside its keys and values, a pytree with a row per sequence.
+_NOTHING = Recorded(None, ())
+
+
+# Without ABC a cache layer could not become one: its layout would be another.
+class Remembering(ABC):  # noqa: B024
+    """Mixin for a cache layer: the states of memories beside its own, pytrees with a row per sequence, by their places.
 
     States are replaced, never written in place: a copy of the cache stays what it was.
     """
 
     # `is_compileable` stays: static layers tell by it that they are longer than what they hold.
-    memory_state: LayerState | None = None
+    memories: Mapping[str, Recorded] = MappingProxyType({})
     record_past = False
     window = WINDOW
-    calls: tuple[RecordedCall, ...] = ()
-    _branch: Callable[[], Any] = staticmethod(lambda: None)
+    _owners: Mapping[str, Callable[[], Any]] = MappingProxyType({})
+
+    @property
+    def _own(self) -> Any:
+        """The layer without the mixin; None of one for linear attention that holds nothing of its own."""
+        held = vars(self).get("is_recurrent_states_initialized")
+        bare = held is not None and not isinstance(self, CacheLayerMixin) and not any(held.values())
+        return None if bare else super()
 
     @property
     def is_croppable(self) -> bool:
         """True while the past is recorded, beside keys and values that can be cropped."""
-        return self.record_past and bool(super().is_croppable)
+        return self.record_past and (self._own is None or bool(self._own.is_croppable))
 
     def activate_past_recording(self, tokens: int = WINDOW) -> None:
         """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
-        if hasattr(super(), "activate_past_recording"):
-            super().activate_past_recording()
-        self.calls = self.calls if self.record_past else ()
+        if self._own is not None and hasattr(self._own, "activate_past_recording"):
+            self._own.activate_past_recording()
         self.record_past, self.window = True, max(self.window, tokens)
 
-    def answers(self, branch: Branch, x: Tensor, masks: Masks) -> Tensor:
-        """The memory's answers to x `[B, T, d_model]`; its state is kept."""
-        if not self.record_past:
-            y, self.memory_state = branch(x, self.memory_state, masks)
-            return y
-        past, named = Recorded(self.memory_state, self.calls), {"write_mask": masks.write, "reset_mask": masks.reset}
-        y, (self.memory_state, self.calls) = advance(branch.masked, x, past, self.window, **named)
-        self._branch = weakref.ref(branch)  # a copy of the cache has no copy of it
+    def answers(self, place: str, owner: Any, x: Tensor, masks: Masks) -> Tensor:
+        """The answers of a memory, `owner.masked`, to x `[B, T, d_model]`; its state is kept."""
+        past, named = self.memories.get(place, _NOTHING), {"write_mask": masks.write, "reset_mask": masks.reset}
+        if self.record_past:
+            y, after = advance(owner.masked, x, past, self.window, **named)
+            self._owners = {**self._owners, place: weakref.ref(owner)}  # a copy of the cache has no copy of it
+        else:
+            y, state = owner.masked(x, past.state, **named)
+            after = Recorded(state, ())
+        self.memories = {**self.memories, place: after}
         return y
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
-        self.memory_state, self.calls = each_row((self.memory_state, self.calls), function)
+    def _map(self, name: str, function: Callable[[Tensor], Tensor], *args: Any) -> None:
+        """Does to every state what a method does to the layer's own."""
+        if hasattr(self._own, name):
+            getattr(self._own, name)(*args)
+        self.memories = each_row(dict(self.memories), function)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows in another order, as beams go on."""
-        super().reorder_cache(beam_idx)
-        self._map(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._map("reorder_cache", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)), beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self._map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self._map("batch_repeat_interleave", lambda tensor: tensor.repeat_interleave(repeats, 0), repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Some rows alone."""
-        super().batch_select_indices(indices)
-        self._map(lambda tensor: tensor[indices.to(tensor.device)])
+        self._map("batch_select_indices", lambda tensor: tensor[indices.to(tensor.device)], indices)
 
     def reset(self) -> None:
         """As before the first token."""
-        super().reset()
-        self.memory_state, self.calls = None, ()
+        super().reset()  # type: ignore[misc]
+        self.memories = {}
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens back, memory, keys and values. [HF-GRAFT-I4]
+        """Takes the last `-tokens_to_remove` tokens back, memories, keys and values. [HF-GRAFT-I4]
 
         Raises:
             ConfigError: a positive number, more tokens than are recorded, and any while none are.
         """
-        count, past = check_crop(tokens_to_remove, self.record_past), Recorded(self.memory_state, self.calls)
+        count = check_crop(tokens_to_remove, self.record_past)
         if count:
-            branch = recorded_by(self._branch, past, count)
-            self.memory_state, self.calls = take_back(branch.masked, past, count)
-        if self.record_past:
-            super().crop(tokens_to_remove)
+            owners = {n: recorded_by(self._owners.get(n, type(None)), past, count) for n, past in self.memories.items()}
+            self.memories = {n: take_back(owners[n].masked, past, count) for n, past in self.memories.items()}
+        if self.record_past and self._own is not None:
+            self._own.crop(tokens_to_remove)
         if getattr(self, "is_sliding", False):  # its keys are now as many as its window needs
-            self.calls = ()
+            self.memories = {name: past._replace(calls=()) for name, past in self.memories.items()}
 
 
 @cache
@@ -162,10 +175,14 @@ def remembering(layer: Any) -> Any:
     return layer
 
 
-def cache_layer(past: Any, index: int, read: int) -> Any:
-    """The layer of a cache that holds the state of the memory beside attention `index`, after it took `read` tokens."""
+def cache_layer(past: Any, index: int, place: str, read: int) -> Any:
+    """The layer of a cache that holds the state of a memory, after the attention of the same layer took `read` tokens.
+
+    Raises:
+        ShapeError: it holds tokens that the memory has not read.
+    """
     layer = remembering(past.layers[index])
-    if layer.memory_state is None and (held := int(layer.get_seq_length()) - read) > 0:
+    if place not in layer.memories and (held := int(layer.get_seq_length()) - read) > 0:
         raise ShapeError(
             f"past_key_values holds {held} tokens that the memory of layer {index} has not read; fill it with the "
             "grafted model, and leave prefix tuning out"
@@ -180,7 +197,7 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
     past: Any = model_kwargs.get("past_key_values")
     if type(past) is not DynamicCache or past.offloading:
         return
-    for index in [module.layer_idx for module in self.modules() if isinstance(module, Grafted)]:
+    for index in [module.layer_idx for module in self.modules() if isinstance(module, Holder)]:
         while len(past.layers) <= index:  # of a DynamicCache() that was made without a config
             past.layers.append(past.layer_class_to_replicate())
         layer = remembering(past.layers[index])
@@ -188,17 +205,21 @@ def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any
             layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
 
 
-class Grafted(nn.Module):
-    """Mixin for an attention: its memory reads the same hidden states, without positions."""
+class Holder(nn.Module):
+    """Mixin for a part of a layer that has memories: their states lie in layer `layer_idx` of a cache."""
 
     layer_idx: int
+
+
+class Grafted(Holder):
+    """Mixin for an attention: its memory reads the same hidden states, without positions."""
 
     def _answers(self, x: Tensor, past: Any, masks: Masks) -> Tensor:
         """The memory's answers, behind the gate if there is one; the state goes into the cache."""
         branch = getattr(self, BRANCH)
         if past is None:
             return branch(x, None, masks)[0]
-        return cache_layer(past, self.layer_idx, x.shape[1]).answers(branch, x, masks)
+        return cache_layer(past, self.layer_idx, BRANCH, x.shape[1]).answers(BRANCH, branch, x, masks)
 
     def _handed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Masks]:
         """The cache and the masks among the arguments of a call; the masks are no longer there."""

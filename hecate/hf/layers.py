@@ -256,7 +256,7 @@ def from_cache(cache: Any, index: int) -> LayerState:
     """The state of layer `index` in a cache of transformers, as `from_layer`'s memory goes on from it. [HF-LAYER-D2]
 
     Raises:
-        ConfigError: a layer of the cache without the state of a linear layer.
+        ConfigError: no number, or a layer of the cache without the state of a linear layer.
     """
     held = _held(cache, index)
     if not any(held.has_previous_state.values()) or held.recurrent_states.get(0) is None:
@@ -273,7 +273,7 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
     """Writes the state of `from_layer`'s memory into layer `index` of a cache of transformers. [HF-LAYER-D2]
 
     Raises:
-        ConfigError: a layer of the cache without the state of a linear layer; documents in the convolution.
+        ConfigError: no number; a layer of the cache without the state of a linear layer; documents in the convolution.
         ShapeError: a state of another rule, of other sizes or of another batch.
     """
     held, memory = _held(cache, index), state.memory
@@ -298,6 +298,8 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
 
 def _held(cache: Any, index: int) -> Any:
     layers = getattr(cache, "layers", [])
+    if not isinstance(index, int) or isinstance(index, bool):
+        raise ConfigError(f"index must be the number of a layer, got {shorten(index)}")
     held = layers[index] if 0 <= index < len(layers) else None
     if not hasattr(held, "recurrent_states"):
         raise ConfigError(f"the cache has no layer {index} of linear attention; make it with config=model.config")

@@ -16,7 +16,7 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.hf.adopt import hook_models
 from hecate.hf.adopted import official, rule_of
-from hecate.hf.hosted import Hosted
+from hecate.hf.hosted import Hosted, arguments_of, describe_hosted
 from hecate.hf.layers import RULES, from_layer
 from hecate.nn import Memory
 from hecate.nn.parameters import draw_normal
@@ -25,6 +25,10 @@ from hecate.rule import LAYER, MemoryConfig
 from hecate.rule import RULES as NAMED
 
 Train = Literal["new", "all"]
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
+)  # fmt: skip
 Start = Callable[[Memory, Memory], None]
 
 
@@ -188,7 +192,10 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
         memory = layer.memory if isinstance(layer, Hosted) else from_layer(layer)
         wide, new = widened(memory, rule, name)
         made[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
+        for own in _HOOKS:  # the very dictionaries, by which handles remove their hooks
+            setattr(made[name][0], own, getattr(layer, own))
     learns = tuple(f"{name}.memory.{own}" for name, (_, new) in made.items() for own in sorted(new))
+    every = [(name, part) for name, part in model.named_modules(remove_duplicate=False)]
     if train == "new":
         model.requires_grad_(False)
     for name, (hosted, new) in made.items():
@@ -196,9 +203,11 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
             hosted.requires_grad_(False)
             for own in new:
                 hosted.memory.get_parameter(own).requires_grad_()
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, hosted)
+        for place in [place for place, part in every if part is found[name]]:  # a layer may have several
+            parent, _, last = place.rpartition(".")
+            setattr(model.get_submodule(parent), last, hosted)
     hook_models(model)
+    describe_hosted(model)
     return Upgrade(rule, tuple(made), learns)
 
 
@@ -276,19 +285,15 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
         first = set[str]()
     if rule_name(memory.config) not in wider.contains:
         raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {own} already")
-    options: dict[str, Any] = {
-        "learned_initial": next(memory.initial.parameters(), None) is not None,
-        "firing": "learned" if "firing" in memory.gates.starts else "always",
-    }
+    options = arguments_of(memory)
     config = memory.config.model_copy(update=wider.rule(memory))
     if config == memory.config and wider.layer.items() <= options.items():
         raise ConfigError(f"{name} has {wider.adds} already: rule {rule!r} adds nothing to it")
     like = memory.out.weight
-    sizes = {"d_key": memory.d_key, "d_value": memory.d_value, "conv_kernel": memory.conv.kernel if memory.conv else 0}
     place: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "generator": torch.Generator().manual_seed(0)}
     with warnings.catch_warnings():  # of the draws, which do not stay
         warnings.simplefilter("ignore")
-        new = Memory(memory.d_model, memory.heads, config, name=name, **{**sizes, **options, **wider.layer, **place})
+        new = Memory(memory.d_model, memory.heads, config, name=name, **{**options, **wider.layer, **place})
     old = memory.state_dict()
     _take(new, {key: old[key] for key, p in new.state_dict().items() if key in old and old[key].shape == p.shape})
     wider.start(new, memory)

@@ -15,6 +15,7 @@ from hecate.errors import ConfigError
 from hecate.structure.base import Memory, Structure
 from hecate.structure.graph import INPUT, ONE, Act, Add, Apply, Graph, Linear, Multiply, Normalise
 from hecate.tape import Block, Tensors
+from hecate.variant import Conflicts
 
 
 class Layered(Structure):
@@ -76,6 +77,14 @@ class Layered(Structure):
         return tuple(gmemory), tuple(ginputs)
 
 
+def _one_width(structure: Any) -> Conflicts:
+    """Refuses a hidden width beside another expansion than the default."""
+    usual, d_hidden = type(structure).model_fields["expansion"].default, structure.d_hidden
+    if d_hidden is not None and structure.expansion != usual:
+        both = f"expansion={structure.expansion} and d_hidden={d_hidden} both say how wide the hidden layer is"
+        yield ("d_hidden",), f"{both}; leave one of them out"
+
+
 def _products(d: Memory, h: Memory) -> Memory:
     """d h^T of every layer, for one token."""
     return tuple(di.mT * hi for di, hi in zip(d, h, strict=True))
@@ -135,8 +144,8 @@ class MLP(Layered):
 
     The deep memory of Titans, and with `residual` and `norm="layer"` the p + LN(f(p)) of TTT, one layer for TTT-linear.
     The norm has no gain and no offset; the gradient goes through it. `bias` adds b_i to every layer. Hidden width is
-    `expansion` times the larger of the input and output widths. W_L starts at `last` times its draw: a memory that says
-    little before it was written takes its first writes whole.
+    `expansion` times the larger of the input and output widths, or `d_hidden`. W_L starts at `last` times its draw: a
+    memory that says little before it was written takes its first writes whole.
 
     `tanh` without bias is odd, f(-p) = -f(p): it learns odd maps fastest and even ones not at all; for these take gelu
     and bias. [STR-MLP-D2]
@@ -158,6 +167,7 @@ class MLP(Layered):
     kind: Literal["mlp"] = "mlp"
     layers: Depth = Field(2, ge=1)
     expansion: Size = Field(4, ge=1)
+    d_hidden: Size | None = Field(None, ge=1, description="hidden width; null: expansion times the larger width")
     activation: ActivationKind = GELU()
     residual: bool = False
     norm: Literal["none", "layer"] = "none"
@@ -165,11 +175,14 @@ class MLP(Layered):
     bias: bool = False
     last: float = Field(1.0, gt=0)
 
+    def conflicts(self) -> Conflicts:
+        yield from _one_width(self)
+
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
             ends = f"the input of width d_phi={d_phi} to the output of width {d_v}"
             raise ConfigError(f"residual=True adds {ends}; make them equal or set residual=False", ("residual",))
-        hidden = self.expansion * max(d_phi, d_v)
+        hidden = self.expansion * max(d_phi, d_v) if self.d_hidden is None else self.d_hidden
         widths = [d_phi, *[hidden] * (self.layers - 1), d_v]
         shapes: dict[str, tuple[int, ...]] = {}
         for i in range(self.layers):
@@ -205,7 +218,7 @@ class GatedMLP(Layered):
     r"""gated_mlp: pred = W_2 (act(W_1 p) * (W_3 p)).
 
     SwiGLU with silu: the fast weights of large-chunk test-time training, without biases. Hidden width is `expansion`
-    times the larger of the input and output widths.
+    times the larger of the input and output widths, or `d_hidden`.
 
     Formula: $f(M, p) = W_2 \left(\mathrm{act}(W_1 p) \odot (W_3 p)\right)$
     Shapes: W_1, W_3 `[N, E, P]`, W_2 `[N, V, E]`, p `[N, P]`, u `[N, V]`.
@@ -219,10 +232,14 @@ class GatedMLP(Layered):
 
     kind: Literal["gated_mlp"] = "gated_mlp"
     expansion: Size = Field(2, ge=1)
+    d_hidden: Size | None = Field(None, ge=1, description="hidden width; null: expansion times the larger width")
     activation: ActivationKind = SiLU()
 
+    def conflicts(self) -> Conflicts:
+        yield from _one_width(self)
+
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
-        hidden = self.expansion * max(d_phi, d_v)
+        hidden = self.expansion * max(d_phi, d_v) if self.d_hidden is None else self.d_hidden
         return {"w1": (hidden, d_phi), "w2": (d_v, hidden), "w3": (hidden, d_phi)}
 
     def graph(self) -> Graph:

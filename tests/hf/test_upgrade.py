@@ -260,3 +260,78 @@ def test_a_model_in_bfloat16():
     before, exact = logits(model), logits(copy.deepcopy(model).float())
     upgrade(model, "gated_delta_2")
     assert model.dtype == torch.bfloat16 and off(logits(model), exact) < 1.5 * off(before, exact)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.spec("HF-UPGRADE-D1")
+def test_hooks_of_a_layer_go_on_and_can_be_removed():
+    model, seen = copy.deepcopy(model_of("qwen3_next")), []
+    layer = linear(model)
+
+    def after(_: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+        seen.append(("after", "hidden_states" in kwargs or bool(args)))
+        return 2 * y
+
+    handle = layer.register_forward_hook(after, with_kwargs=True)
+    layer.register_forward_pre_hook(lambda *_: seen.append("before"))
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("back"))
+    doubled = logits(model)
+    upgrade(model, "kda")
+    upgrade(model, "momentum")
+    seen.clear()
+    assert off(logits(model), doubled) < 1e-6 and seen == ["before", ("after", True)]
+    handle.remove()
+    seen.clear()
+    assert off(logits(model), logits(model_of("qwen3_next"))) < 1e-6 and seen == ["before"]
+    model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    assert seen == ["before", "before", "back"]
+
+
+@pytest.mark.spec("HF-UPGRADE-D1")
+def test_a_layer_of_two_names_is_upgraded_under_both():
+    model = copy.deepcopy(model_of("qwen3_next"))
+    model.mine = nn.ModuleDict({"first": linear(model)})
+    before = logits(model)
+    report = upgrade(model, "kda")
+    assert len(report.layers) == 1 and isinstance(model.mine["first"], Hosted)
+    assert model.mine["first"] is model.model.layers[0].linear_attn
+    assert off(logits(model), before) < 1e-6
+    assert set(report.new) <= {name for name, _ in model.named_parameters()}
+
+
+@WARNS
+@pytest.mark.spec("HF-UPGRADE-I1")
+@pytest.mark.parametrize("rule", ["gated_delta_2", "delta_product"])
+def test_recorded_tokens_are_taken_back(rule):
+    model = copy.deepcopy(model_of("qwen3_next"))
+    moved(model, upgrade(model, rule).new)
+    ids, drafts = IDS, IDS.flip(1)
+
+    def read(cache: Any, some: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(input_ids=some, past_key_values=cache).logits
+
+    whole, cache = logits(model), DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    read(cache, ids[:, :20])
+    assert cache.is_croppable
+    read(cache, drafts[:, :5])
+    cache.crop(-5)
+    assert off(read(cache, ids[:, 20:28]), whole[:, 20:28]) < 3e-6
+    read(cache, drafts[:, :1])
+    cache.crop(-4)  # of the tokens ahead of the draft, too
+    assert off(read(cache, ids[:, 25:]), whole[:, 25:]) < 3e-6
+    other = DynamicCache(config=model.config)
+    read(other, ids[:, :20])
+    other.reorder_cache(torch.tensor([1, 0]))
+    assert off(read(other, ids.flip(0)[:, 20:25]), whole.flip(0)[:, 20:25]) < 3e-6
+    other.batch_select_indices(torch.tensor([0]))
+    other.batch_repeat_interleave(3)
+    assert off(read(other, ids[1:, 25:].expand(3, -1)), whole[1:, 25:].expand(3, -1, -1)) < 3e-6
+    with pytest.raises(ConfigError, match="3000 tokens are to be taken back"):
+        cache.crop(-3000)
+    plain = DynamicCache(config=model.config)
+    read(plain, ids[:, :4])
+    assert not plain.is_croppable
+    with pytest.raises(ConfigError, match="has recorded nothing"):
+        plain.crop(-1)

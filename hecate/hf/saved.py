@@ -1,0 +1,171 @@
+"""Changed models of transformers in folders: `save`, and `load` of what was adopted, upgraded or grafted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+
+from hecate.checks import expect_choice
+from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
+from hecate.files import by_library, make_folder, new_folder, read_whole, refusing
+from hecate.hf.adopt import hook_models
+from hecate.hf.graft import GRAFT, Train, decoder_of, freeze, load_graft, load_plain, read_tensors
+from hecate.hf.graft_mlp import KEY, MLPGraftConfig, build_mlps, install_mlps
+from hecate.hf.grafted import BRANCH
+from hecate.hf.grafted_mlp import Fast, FastMLP
+from hecate.hf.hosted import LAYERS, Hosted, HostedConfig, describe_hosted
+from hecate.train.checkpoint import write_tensors
+from hecate.variant import read_json
+
+_TENSORS = "hecate.safetensors"
+
+
+def save(model: Any, folder: str | Path) -> None:
+    """Writes a model, adopted, upgraded or grafted, into a new folder, complete or not at all. [HF-SAVED-D1]
+
+        hecate.hf.save(model, "mine")
+        model = hecate.hf.load("mine")
+
+    It is the folder of `save_pretrained` with a config.json that says what was changed, and beside it the weights of
+    what was put in, in hecate.safetensors. Where only kernels were (`adopt`), it is the folder of the official class.
+
+    Raises:
+        TypeError: no model of transformers.
+        ConfigError: one that `AutoModelForCausalLM` does not load, or weights sharded over devices.
+        CheckpointError: a folder that exists, or cannot be written.
+    """
+    if not isinstance(model, PreTrainedModel):
+        after = "; save the model of its merge_and_unload()" if hasattr(model, "get_base_model") else ""
+        raise TypeError(f"save takes a model of transformers, got a {type(model).__name__}{after}")
+    kind = type(model.config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__ != type(model).__name__:
+        raise ConfigError(f"{type(model).__name__} is no class of AutoModelForCausalLM, by which load loads")
+    if any(hasattr(parameter, "placements") for parameter in model.parameters()):
+        raise ConfigError("the model is sharded over devices; write it with save_pretrained of accelerate or Trainer")
+    folder = Path(folder)
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already; choose another folder")
+    describe_hosted(model)
+    tensors = model.state_dict()
+    own = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added(model)}
+    with refusing(f"write {folder}", "choose another folder"), by_library():
+        make_folder(folder.absolute().parent)
+        with new_folder(folder.absolute()) as room:
+            model.save_pretrained(room, state_dict=tensors)
+            if own:
+                write_tensors(own, room / _TENSORS)
+
+
+def _added(model: Any) -> list[str]:
+    """Names of the tensors of upgraded layers and of grafts into MLPs: those that transformers, which gives some names
+    of a model others in a file, writes elsewhere than they are."""
+    parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
+    return [f"{name}.{own}" for name, part in parts.items() for own in part.state_dict()]
+
+
+def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
+    """The model of a folder that `save`, `save_pretrained` or Trainer wrote of a changed model: upgraded layers and
+    grafts are there again, with the same bits. [HF-SAVED-D1]
+
+    Kernels are those of transformers: `adopt` it again.
+
+    Args:
+        folder: on disk.
+        train: "memory" freezes all weights but those of grafts; "all" none.
+        options: of `AutoModelForCausalLM.from_pretrained`; weights of memories keep their dtype.
+
+    Raises:
+        CheckpointError: a folder without a model, or one whose weights do not fit its config, or of a newer version.
+        ConfigError: options that dispatch or quantise the model, which comes first.
+    """
+    expect_choice(train, "train", ("memory", "all"))
+    for name in ("device_map", "quantization_config", "load_in_4bit", "load_in_8bit"):
+        if options.get(name) is not None:
+            raise ConfigError(f"{name}: memories are put into a model on one device, in floating point; leave it out")
+    folder = Path(folder)
+    facts = _facts(folder)
+    hosted, mlps = _settings(folder, facts)
+    model = load_plain(folder, options, tuple(f"{name}." for name in hosted))
+    for name, config in hosted.items():
+        _host(folder, model, name, config)
+    hook_models(model)
+    describe_hosted(model)
+    if facts.get(GRAFT) is not None:
+        load_graft(folder, model, train="all")
+    if mlps is not None:
+        _fill_mlps(folder, model, mlps)
+    if train == "memory":
+        freeze(model)
+    return model
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    try:
+        facts = read_json(read_whole(folder / "config.json"))
+        if not isinstance(facts, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} has no config.json of a model ({shorten(str(error))}); name another") from None
+    return facts
+
+
+def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConfig], MLPGraftConfig | None]:
+    """Upgraded layers by name, and the graft into MLPs."""
+    layers, mlps = facts.get(LAYERS) or {}, facts.get(KEY)
+    every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
+    if any(not isinstance(own, dict) or own.get("version") != 1 for own in every):
+        raise CheckpointError(f"{folder} has {LAYERS} or {KEY} of another version than 1; load it with a newer hecate")
+    try:
+        found = {str(name): HostedConfig.model_validate(own) for name, own in layers.items()}
+        return found, None if mlps is None else MLPGraftConfig.model_validate(mlps)
+    except HecateError as error:
+        raise CheckpointError(f"{folder} has settings that do not fit: {error.line}") from None
+
+
+def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
+    """Puts an upgraded layer in the place of the one that the official class has there."""
+    parent, _, last = name.rpartition(".")
+    try:
+        layer, made = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
+    except AttributeError:
+        raise CheckpointError(f"{folder} has an upgraded layer {name}, and its model none of that name") from None
+    except HecateError as error:
+        raise CheckpointError(f"{folder} has settings of {name} that do not fit: {error.line}") from None
+    _take(folder, made, f"{name}.")
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+    setattr(model.get_submodule(parent), last, made.to(device).train(layer.training))
+
+
+def _fill_mlps(folder: Path, model: Any, config: MLPGraftConfig) -> None:
+    decoder = decoder_of(model, FastMLP)
+    try:
+        made = build_mlps(decoder, config, torch.Generator().manual_seed(0))
+    except HecateError as error:
+        raise CheckpointError(f"{folder} does not fit its model: {error.line}") from None
+    where = next(name for name, part in model.named_modules() if part is decoder)
+    for index, (name, fast) in made.items():
+        device = next(fast.parameters()).device
+        _take(folder, fast, f"{where}.layers.{index}.{name}.{BRANCH}.".lstrip("."))
+        fast.to(device)
+    install_mlps(model, decoder, config, made, "all")
+
+
+def _take(folder: Path, part: Any, start: str) -> None:
+    """The tensors of a folder whose names begin so, in their dtypes, as those of a part."""
+    pattern = _TENSORS if (folder / _TENSORS).exists() else "model*.safetensors"  # of save_pretrained, of Trainer
+    found = read_tensors(folder, lambda name: name.startswith(start), pattern)
+    own = {name.removeprefix(start): value for name, value in found}
+    wanted = part.state_dict()
+    for name in sorted(own.keys() | wanted.keys()):
+        shapes = [list(each[name].shape) if name in each else None for each in (own, wanted)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{folder} does not fit its config: {start}{name} is of shape {shapes[0]}, expected {shapes[1]}; save "
+                "the model again"
+            )
+    part.load_state_dict(own, assign=True)
+    for parameter in part.parameters():
+        parameter.requires_grad_(True)
