@@ -40,7 +40,11 @@ def gym(
         return
     wanted = [name.strip() for name in tasks.split(",")] if tasks is not None else ()
     say = partial(echo, err=True)
-    found = run(named or (), wanted, seeds=seeds, out=out, reference=reference, quick=quick, say=say)
+    try:
+        found = run(named or (), wanted, seeds=seeds, out=out, reference=reference, quick=quick, say=say)
+    except KeyboardInterrupt:
+        echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
+        raise
     written = report.write(found, out)
     with afterwards():
         print_table(*report.table(found))

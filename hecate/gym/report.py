@@ -48,9 +48,19 @@ def _row(result: Result) -> list[str]:
     return [
         task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
         "" if result.pair is None else f"{result.pair.adjusted:.2g}", default,
-        ", ".join(f"{path.split('.')[-1]} {value:g}" for path, value in result.setting.items()),
+        _setting(result),
         f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
     ]  # fmt: skip
+
+
+def _setting(result: Result) -> str:
+    if not result.scores:
+        return ""
+    shown = (
+        f"{path.split('.')[-1]} {value:g}" if isinstance(value, float) else f"{path} {value}"
+        for path, value in result.setting.items()
+    )
+    return (", ".join(shown) + f" (of {result.settings})").strip()
 
 
 def _spread(value: Interval) -> str:
@@ -67,7 +77,7 @@ def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
             "reason": one.reason, "mean": one.spread.mean, "half": one.spread.half, "seeds": len(one.scores),
             "chance": one.task.chance(), "floor": one.floor, "difference": pair and pair.difference.mean,
             "difference_half": pair and pair.difference.half, "p": pair and pair.p, "p_dunnett": pair and pair.adjusted,
-            "default": one.default, "setting": json.dumps(dict(one.setting)), "settings": one.settings,
+            "default": one.default, "setting": json.dumps(dict(one.setting), default=str), "settings": one.settings,
             "state": one.state, "seconds": one.seconds, "scores": list(one.scores), "parts": dict(one.parts),
         }  # fmt: skip
         rows.append({name: _finite(value) for name, value in row.items()})
@@ -116,7 +126,7 @@ def _image(found: Sequence[Result]) -> bytes | None:
         _panel(axes, [one for one in found if one.task.kind == kind], names)
     for axes in grid.flat[len(kinds) :]:
         axes.set_visible(False)
-    grid[0, 0].set_yticks(range(len(names)), [printable(name, 40).replace("$", r"\$") for name in names], fontsize=8)
+    grid[0, 0].set_yticks(range(len(names)), [printable(name, 40).replace("$", r"\$") for name in names])
     grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
     return png(figure, 130)
 
@@ -140,8 +150,9 @@ def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
         axes.axvline(max(value, LEAST) if errors else value, color=COLOURS[2], linestyle=":", linewidth=1)
     limits = {"xscale": "log", "xlim": (0.8 * LEAST, 1.2 * MOST)} if errors else {"xlim": (-0.03, 1.03)}
     better = "relative error (left is better)" if errors else "accuracy (right is better)"
-    finish(axes, f"{task.kind}: {task.about}", better, "", legend=False, **limits)
-    axes.title.set_fontsize(8)
+    finish(axes, f"{task.kind}\n{task.about}", better, "", legend=False, **limits)
+    axes.title.set_fontsize(9)
+    axes.tick_params(labelsize=8)
 
 
 def listing(known: Sequence[Contender]) -> list[Table]:

@@ -12,7 +12,7 @@ import torch
 
 from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError
-from hecate.gym import Contender, run, tasks
+from hecate.gym import Contender, report, run, tasks
 from hecate.gym.run import answered
 from hecate.gym.tasks import Facts, LinearMap, NoisyMap, Recall
 
@@ -208,6 +208,8 @@ def test_settings_are_chosen_on_another_seed_and_divergence_is_told():
     assert (lost.verdict, lost.reason) == ("diverged", "with every setting") and math.isnan(lost.default)
     assert late.verdict == "diverged" and late.reason == "on 1 of 2 seeds"
     assert finds.setting == {"at": None, "gain": 0.0} and math.isnan(finds.default)
+    shown = {line[1]: line for line in report.table(rows)[1]}
+    assert shown["finds"][7] == "at None, gain 0 (of 2)" and shown["lost"][4] == "diverged: with every setting"
 
 
 def test_who_reads_too_little_is_not_run():
