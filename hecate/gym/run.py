@@ -65,7 +65,7 @@ class Result:
         scores: one a seed, NaN where it diverged; empty where it was not run.
         spread: mean and 95 % interval, by the deviation pooled over the contenders that are alive.
         setting: the one that was chosen, of `settings` that it had; default: the score of the first on the tuning seed.
-        pair: the difference to the reference, smaller is better, with p by Dunnett; None of the flagged.
+        pair: the score less that of the reference, with p by Dunnett; None of the flagged.
     """
 
     task: GymTask
@@ -331,6 +331,8 @@ def _judged(rows: Sequence[Result], base: str) -> list[Result]:
         pair, spread = pairs.get(row.contender), row.spread
         if row.contender in spreads:
             spread = Interval(spread.mean, spreads[row.contender].half)
+        if pair is not None:
+            pair = pair._replace(difference=Interval(sign * pair.difference.mean, pair.difference.half))
         beside = "reference" if row is own else pair.verdict if pair is not None else "no reference"
         found.append(replace(row, verdict=row.verdict or beside, spread=spread, pair=pair))
     return found

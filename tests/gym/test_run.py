@@ -13,6 +13,7 @@ import torch
 from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError
 from hecate.gym import Contender, report, run, tasks
+from hecate.gym.peers import Attention
 from hecate.gym.run import answered
 from hecate.gym.tasks import Facts, LinearMap, NoisyMap, Recall
 
@@ -110,6 +111,9 @@ def test_accuracies_have_a_chance_too():
     deaf, full = run([dead, "attention"], [task], seeds=2, reference="attention")
     assert deaf.verdict == "no better than chance" and abs(deaf.spread.mean - 1 / 16) < 1e-12
     assert full.verdict == "reference" and full.spread.mean == 1
+    soft = Contender("soft", lambda setting, seed: Attention(1.0))
+    half, _ = run([soft, "attention"], [task], seeds=2, reference="attention")
+    assert half.verdict == "worse" and half.pair.difference.mean == half.spread.mean - 1 < 0 < half.spread.mean - 1 / 16
 
 
 def bad(found):
