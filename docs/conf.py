@@ -74,7 +74,7 @@ LEARN = [
     "notebooks/reading_the_tape",
 ]  # fmt: skip
 USE = ["guide", "recurrences", "memories", "text", "runs", "scale", "extend"]
-MEASURED = ["speed", "quality", "rules", "optimisers", "studies", "others"]
+MEASURED = ["speed", "quality", "gym", "rules", "optimisers", "studies", "others"]
 THEORY = ["notation", "exact", "errata"]
 ERRATUM = re.compile(r"^- \*\*([A-Z0-9-]+-E\d+)\*\*(.*?)(?=^- |^\s*$)", re.MULTILINE | re.DOTALL)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hecate import catalogue_cli, data_cli, serve_cli, terminal
+from hecate import catalogue_cli, data_cli, gym_cli, serve_cli, terminal
 from hecate.data_cli import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
@@ -557,6 +557,12 @@ def report(
             echo(str(path))
         echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
+
+_command(
+    short_help="What memories remember, learn and follow, against peers.",
+    epilog="Examples: hecate gym --quick | hecate gym titans 'titans + gated_delta' attention --tasks odd,two_paces | "
+    "hecate gym gated_delta mine:memory --out runs/mine",
+)(gym_cli.gym)
 
 _command(
     short_help="What this machine has and lacks, and which engines run.",

@@ -263,7 +263,7 @@ def compare(
     reported, other = seeds_of(seeds, tuning)
     _check_cells(cells, budget, lrs, jobs)
     until = None if minutes is None else time.monotonic() + 60 * minutes
-    with _locked(out) as lock, Signals() as signals:
+    with locked(out) as lock, Signals() as signals:
         work = _Work(out, jobs, imports, until, signals, say, lock)
         steps = _steps(work, cells, budget)
         notes: list[str] = []
@@ -313,7 +313,7 @@ def plan(
     check_once(cells, budget, lrs)
     reported, other = seeds_of(seeds, tuning)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0
-    with _locked(out) as lock, Signals() as signals:
+    with locked(out) as lock, Signals() as signals:
         found = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)
     steps = {cell.label: budget.steps_of(cell, found[cell.label]) for cell in cells}
     shorter = _shorter(steps, part)
@@ -437,7 +437,7 @@ def _rows(
 
 
 @contextmanager
-def _locked(out: Path) -> Iterator[int]:
+def locked(out: Path) -> Iterator[int]:
     """One comparison in a folder at a time; processes of one that was killed hold the lock until they have ended."""
     with refusing(f"write {out}", "choose another --out"):
         make_folder(out)

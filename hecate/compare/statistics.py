@@ -1,19 +1,27 @@
-"""Intervals and verdicts from a few seeds: Student's t, paired over seeds, corrected by Holm.
+"""Intervals and verdicts from a few seeds: Student's t, paired over seeds, corrected by Holm; and several cells against
+one, with a deviation pooled over them, corrected by Dunnett.
 
 Seeds are few (3 to 10): a bootstrap of so few values takes intervals that are too narrow, t takes them as wide as few
-values call for, where what is averaged is about normal. References: Student (1908); Holm (1979).
+values call for, where what is averaged is about normal. References: Student (1908); Dunnett (1955);
+Holm (1979).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import combinations
 from typing import Literal, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from hecate.errors import ConfigError
 
+Array = NDArray[np.float64]
 Verdict = Literal["better", "worse", "cannot tell"]
 
 
@@ -25,8 +33,8 @@ class Interval(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Of two cells the mean of first less second over seeds, its interval, p by the paired t test, p after Holm, and
-    the verdict on the first; smaller is better."""
+    """Of two cells the mean of first less second over seeds, its interval, p by the t test, p corrected for the number
+    of pairs, and the verdict on the first; smaller is better."""
 
     first: str
     second: str
@@ -56,13 +64,54 @@ def tail(t: float, freedom: int) -> float:
 
 def critical(freedom: int, level: float = 0.95) -> float:
     """The t beyond which, to both sides, lies what is outside of `level`."""
+    return _root(lambda t: tail(t, freedom), 1 - level)
+
+
+def _root(falling: Callable[[float], float], value: float) -> float:
+    """Where a falling function of a number above 0 has a value."""
     low, high = 0.0, 1.0
-    while tail(high, freedom) > 1 - level:
+    while falling(high) > value:
         high *= 2
-    for _ in range(100):
+    while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle, freedom) > 1 - level else (low, middle)
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
     return (low + high) / 2
+
+
+def dunnett(t: float, others: int, freedom: int) -> float:
+    """The probability that any of `others` differences to one control, of equal truth and equal numbers, is beyond +-t
+    of their common standard error. [COMPARE-STAT-D3]
+
+    The differences share the control, X_i - X_0 with correlation 1/2, and the deviation s of `freedom` degrees:
+
+        1 - E_s E_z [Phi(z + sqrt(2) t s) - Phi(z - sqrt(2) t s)]^others,   z ~ N(0, 1), s^2 ~ chi^2_freedom / freedom
+
+    by Gauss-Hermite over z and Gauss-Legendre over s; of one it is Student's t. Source: Dunnett (1955).
+    """
+    if freedom < 1 or others < 1:
+        raise ConfigError(f"Dunnett's test needs others and degrees of freedom of at least 1, got {others}, {freedom}")
+    (z, by_z), (at, by_s) = _nodes()
+    reach = 8 / math.sqrt(2 * freedom)
+    low, high = max(0.0, 1 - reach), 1 + reach
+    s = (low + high + (high - low) * at) / 2
+    by_s = by_s * np.exp((freedom - 1) * np.log(s) - freedom * (s**2 - 1) / 2)
+    width = torch.from_numpy(math.sqrt(2) * abs(t) * s)[:, None]
+    middle = torch.from_numpy(z)
+    inside = (torch.special.ndtr(middle + width) - torch.special.ndtr(middle - width)) ** others
+    found = by_s @ inside.numpy() @ by_z / (by_s.sum() * by_z.sum())
+    return min(max(1 - float(found), 0.0), 1.0)
+
+
+@cache
+def _nodes() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Nodes and weights of `dunnett`, over z and over s."""
+    return np.polynomial.hermite_e.hermegauss(80), np.polynomial.legendre.leggauss(120)
+
+
+def dunnett_critical(others: int, freedom: int, level: float = 0.95) -> float:
+    """The t beyond which, to both sides, any of `others` differences to one control lies with what is outside of
+    `level`: Dunnett's tables."""
+    return _root(lambda t: dunnett(t, others, freedom), 1 - level)
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -105,4 +154,42 @@ def pairs(losses: Mapping[str, Sequence[float]], level: float = 0.95) -> list[Pa
         if adjusted < 1 - level:
             verdict = "better" if statistics.fmean(gap) < 0 else "worse"
         found.append(Pair(one, two, interval(gap, level), p, adjusted, verdict))
+    return found
+
+
+def pooled(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
+    """Standard deviation around the means of cells, pooled over them, and its degrees of freedom. [COMPARE-STAT-D3]"""
+    freedom = sum(len(own) - 1 for own in values.values())
+    squares = sum((value - statistics.fmean(own)) ** 2 for own in values.values() for value in own)
+    return (math.sqrt(squares / freedom) if freedom else math.nan), freedom
+
+
+def pooled_intervals(values: Mapping[str, Sequence[float]], level: float = 0.95) -> dict[str, Interval]:
+    """Mean and t interval of each cell by the pooled deviation; NaN where all have one value. [COMPARE-STAT-D3]"""
+    deviation, freedom = pooled(values)
+    reach = critical(freedom, level) * deviation if freedom else math.nan
+    return {name: Interval(statistics.fmean(own), reach / math.sqrt(len(own))) for name, own in values.items()}
+
+
+def against(values: Mapping[str, Sequence[float]], reference: str, level: float = 0.95) -> list[Pair]:
+    """Every other cell compared with one, corrected by Dunnett: a value per seed each, as many for all; smaller is
+    better. [COMPARE-STAT-D3]"""
+    if len({len(own) for own in values.values()}) > 1:
+        raise ConfigError("cells are compared over the same seeds; give each the same number of values")
+    others = [name for name in values if name != reference]
+    deviation, freedom = pooled(values)
+    found: list[Pair] = []
+    if not others:
+        return found
+    reach = dunnett_critical(len(others), freedom, level) if freedom else math.nan
+    for name in others:
+        gap = statistics.fmean(values[name]) - statistics.fmean(values[reference])
+        if not freedom or not math.isfinite(gap):
+            found.append(Pair(name, reference, Interval(gap, math.nan), 1.0, 1.0, "cannot tell"))
+            continue
+        error = deviation * math.sqrt(2 / len(values[reference]))
+        t = gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
+        p, adjusted = (tail(t, freedom), dunnett(t, len(others), freedom)) if math.isfinite(t) else (0.0, 0.0)
+        verdict: Verdict = ("better" if gap < 0 else "worse") if adjusted < 1 - level else "cannot tell"
+        found.append(Pair(name, reference, Interval(gap, reach * error), p, adjusted, verdict))
     return found

@@ -349,7 +349,9 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, blind = config.retention.uses_retain, config.forms.target  # u does not look at the prediction
     grad = torch.sub if config.forms.error else config.bias.grad
-    full = not isinstance(given_lr, Tensor) and (config.algorithm.lr if given_lr is None else given_lr) == 1
+    scaled = config.by_key or config.algorithm.dampens  # the lr that arrives is another than the given one
+    lr_given = config.algorithm.lr if given_lr is None else given_lr
+    full = not scaled and not isinstance(given_lr, Tensor) and lr_given == 1
 
     def step(
         k: Tensor, q: Tensor, v: Tensor, lr: Tensor, retain: Tensor, momentum: Tensor, state: MemoryState

@@ -132,6 +132,24 @@ def test_every_convention_and_gates_of_every_kind(kind: str, fields: dict[str, A
     assert len(config.programs) == 1
 
 
+UNIT_LR: dict[str, dict[str, Any]] = {
+    **{step: {"step": step} for step in ("raw", "implicit", "flow", "normalized", "key_normalized")},
+    "dampened": {"algorithm": {"kind": "momentum", "lr": 1.0, "dampening": True}},
+}
+
+
+@pytest.mark.spec("ENG-STEP-I2")
+@pytest.mark.parametrize("gates", [Gates(), Gates(1.0)], ids=["default", "number"])
+@pytest.mark.parametrize("fields", UNIT_LR.values(), ids=UNIT_LR)
+def test_an_lr_of_one_is_divided_and_dampened_like_any_other(fields: dict[str, Any], gates: Gates):
+    config, g, state = MemoryConfig.model_validate(fields), torch.Generator().manual_seed(0), None
+    for _ in range(4):
+        q, k, v, _ = token(config, "none", g)
+        expected = whole(config, q, k, v, gates, state=state)
+        assert same(memory_step(config, q, k, v, gates, state=state), expected)
+        state = expected[1]
+
+
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_a_second_token_goes_the_short_way(fields: dict[str, Any], short_only: Any):
     config, g = MemoryConfig.model_validate({"retention": "decay", **fields}), torch.Generator().manual_seed(0)

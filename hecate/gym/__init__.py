@@ -1,0 +1,8 @@
+"""A gym of behaviour: streams that ask a memory directly what it remembers, learns and follows, with known levels."""
+
+from hecate.gym.contenders import Contender, Memory, contender_of
+from hecate.gym.peers import contenders
+from hecate.gym.run import Result, run
+from hecate.gym.tasks import GymTask, Stream, tasks
+
+__all__ = ["Contender", "GymTask", "Memory", "Result", "Stream", "contender_of", "contenders", "run", "tasks"]

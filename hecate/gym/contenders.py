@@ -1,0 +1,283 @@
+"""Contenders: memories behind one signature, each with a small grid of settings; hecate's rules, and sums of them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hecate.engine import memory_scan
+from hecate.errors import ConfigError, not_known, shorten
+from hecate.processes import import_modules
+from hecate.rule import RULES, MemoryConfig
+from hecate.train.document import parse_value, read_yaml
+
+SETTINGS = 8
+"""The most settings that a contender chooses from."""
+Setting = Mapping[str, Any]
+
+
+class Memory(Protocol):
+    """Signature of a memory: `(keys [B, T, D], values [B, T, V], state) -> (answers [B, T, V], state)`. [GYM-CALL-D1]
+
+    Every key is answered from what was written before its token, then written with its value. With values None keys
+    are answered and nothing is written. `state` is None at the start; what is carried on is in it alone. A method
+    `write(keys, values, state) -> state`, where there is one, is called for tokens whose answers are not scored. A
+    memory that diverges raises `NonFiniteError`.
+    """
+
+    def __call__(self, keys: Tensor, values: Tensor | None, state: Any, /) -> tuple[Tensor, Any]:
+        """Answers, and the state behind the last token."""
+        ...
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A contender of the gym.
+
+    Fields:
+        name: its name in tables.
+        build: from a setting and a seed to a `Memory`, whose random maps and starts are drawn from the seed.
+        settings: what it chooses from, on another seed than the reported ones; the first is its default.
+        facts: what decides its numbers, as JSON has it; kept results are those of equal facts.
+        longest: tokens of a row beyond which it is not asked.
+        missing: why it cannot run here, with the line that helps; empty where it can.
+    """
+
+    name: str
+    build: Callable[[Setting, int], Memory]
+    settings: Sequence[Setting] = ({},)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+    missing: str = ""
+
+
+class Rule:
+    """hecate's memory of a config as a `Memory`: one head, read before the write, random draws from the seed. Values,
+    of a mean length of about 1, come sqrt(V) times as long where the rule's layer gives them a unit root mean square.
+    """
+
+    def __init__(self, config: MemoryConfig, seed: int) -> None:
+        self.config, self._seed = changed(config, {"read": "before"}), seed
+
+    def __call__(self, keys: Tensor, values: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        config, (width, held) = self.config, state or ((keys if values is None else values).shape[-1], None)
+        features, start, mask = config.feature_map.output_dim(keys.shape[-1]), None, None
+        params = config.feature_map.init(keys.shape[-1], generator=torch.Generator().manual_seed(self._seed))
+        if config.structure.drawn:
+            start = config.structure.init(features, width, generator=torch.Generator().manual_seed(self._seed))
+        if values is None:
+            mask = torch.zeros(keys.shape[:2], dtype=torch.bool)
+            values = keys.new_zeros(*mask.shape, width)
+        k, scale = keys.unsqueeze(2), width**0.5 if config.layer_v_norm == "rms" else 1.0
+        how: dict[str, Any] = {"phi_params": params, "initial": start, "write_mask": mask}
+        answers, held = memory_scan(config, k, k, scale * values.unsqueeze(2), state=held, **how)
+        return answers.squeeze(2) / scale, (width, held)
+
+
+class Together:
+    """Several memories as one: levels, each of which is written with what those before it leave, and whose answers are
+    summed; or heads, each written with the value, of whose answers the mean is taken."""
+
+    def __init__(self, members: Sequence[Memory], levels: bool) -> None:
+        self.members, self.levels = members, levels
+
+    def __call__(self, keys: Tensor, values: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        total, states = torch.zeros(()), []
+        for member, own in zip(self.members, state or [None] * len(self.members), strict=True):
+            left = values - total if self.levels and values is not None else values
+            answers, own = member(keys, left, own)
+            total = total + answers
+            states.append(own)
+        return total if self.levels else total / len(states), tuple(states)
+
+
+def numbers(state: Any, rows: int) -> int:
+    """Floating-point numbers of a row in a tree of tensors; whole numbers, which count tokens, are none."""
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()) // rows
+
+
+def changed(config: MemoryConfig, setting: Setting) -> MemoryConfig:
+    """The config with fields set by their paths, such as `algorithm.lr`."""
+    fields = config.model_dump()
+    for path, value in setting.items():
+        *above, last = path.split(".")
+        place = fields
+        for name in above:
+            place = place[name]
+        place[last] = value
+    return MemoryConfig.model_validate(fields)
+
+
+def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination of values by path, the first of each first."""
+    return [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+
+
+def of_rules(
+    name: str, parts: Sequence[str], *, levels: bool = True, axes: Mapping[str, Sequence[Any]] | None = None
+) -> Contender:
+    """A rule of hecate's, or several as levels or heads, each the name of a rule or YAML; paths of axes begin with the
+    place of the member where there are several. Settings that a config refuses are left out."""
+    configs = [_config(part) for part in parts]
+    alone = len(configs) == 1
+
+    def built(setting: Setting) -> list[MemoryConfig]:
+        own: list[dict[str, Any]] = [{} for _ in configs]
+        for path, value in setting.items():
+            place, _, rest = ("0", "", path) if alone else path.partition(".")
+            own[int(place)][rest] = value
+        return [changed(config, fields) for config, fields in zip(configs, own, strict=True)]
+
+    def build(setting: Setting, seed: int) -> Memory:
+        members = [Rule(config, seed + place) for place, config in enumerate(built(setting))]
+        return members[0] if alone else Together(members, levels)
+
+    settings: list[Setting] = []
+    for setting in grid(_axes(configs) if axes is None else axes):
+        try:
+            built(setting)
+        except ConfigError:
+            continue
+        settings.append(setting)
+    facts = {"rules": [config.model_dump(mode="json") for config in configs], "levels": levels}
+    return Contender(name, build, settings or [{}], facts)
+
+
+def _config(text: str) -> MemoryConfig:
+    """The config of a rule's name, of YAML, or of a file of it."""
+    try:
+        if text.endswith((".yaml", ".yml")):
+            return MemoryConfig.model_validate(read_yaml(Path(text)).value)
+        found = parse_value(text, "contender")[0] if text.startswith("{") else text
+        config = MemoryConfig.model_validate(found)
+    except ConfigError as error:
+        raise ConfigError(f"contender {shorten(text)}: {error.line}") from None
+    if config.writes > 1:
+        raise ConfigError(
+            f"contender {shorten(text)} writes {config.writes} pairs a token, and a stream has one: set writes to 1"
+        )
+    return config
+
+
+_SHARES = {1: (1, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02), 2: (1, 0.5, 0.2, 0.05), 3: (1, 0.2)}
+"""Shares of its lr that a rule chooses from, by the number of settings that it chooses."""
+
+
+def _axes(configs: Sequence[MemoryConfig]) -> dict[str, list[Any]]:
+    """The grid of rules that nobody has given one: lr, what is retained, and the bandwidth of a random map."""
+    axes: dict[str, list[Any]] = {}
+    for place, config in enumerate(configs):
+        lead = f"{place}." if len(configs) > 1 else ""
+        if hasattr(config.algorithm, "lr"):
+            axes[f"{lead}algorithm.lr"] = [config.algorithm.lr]
+        kept = getattr(config.retention, "retain", None)
+        if isinstance(kept, float) and (place + 1 == len(configs)):
+            axes[f"{lead}retention.retain"] = [kept, 0.98 if kept == 1 else 1.0]
+        if hasattr(config.feature_map, "sigma") and len(configs) == 1:
+            axes["feature_map.sigma"] = [config.feature_map.sigma, config.feature_map.sigma / 2]
+    shares = _SHARES[min(len(axes), 3)] if axes else ()
+    for path, values in axes.items():
+        if path.endswith("algorithm.lr"):
+            axes[path] = [values[0] * share for share in shares]
+    return axes
+
+
+def _function(text: str) -> Contender:
+    """A user's `module:name`: a contender, or a memory."""
+    module, _, name = text.partition(":")
+    import_modules([module])
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, Contender):
+        return found
+    if not callable(found):
+        raise ConfigError(f"contender {shorten(text)}: {module} has no memory called {name!r}; name a function of it")
+    return of_callable(text, found)
+
+
+def of_callable(name: str, memory: Memory) -> Contender:
+    """A contender of one memory without settings; kept results are those of the same source."""
+    return Contender(name, lambda setting, seed: memory, facts={"source": source_of(memory)})
+
+
+def source_of(made: Any) -> str:
+    """Digest of the file that a function or the class of an object stands in; of its name where that has no file."""
+    inner = getattr(made, "func", made)  # of a partial
+    code = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
+    try:
+        text = Path(inspect.getsourcefile(code) or "").read_text(encoding="utf-8")
+    except (OSError, TypeError):
+        text = repr(code.__qualname__)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def contender_of(given: str | Contender | Memory, known: Mapping[str, Callable[[], Contender]]) -> Contender:
+    """A contender by its name; a rule's name, YAML of a config, or a file; several joined by + (levels) or | (heads);
+    a user's `module:name`; or an object. [GYM-NAME-D1]"""
+    if isinstance(given, Contender):
+        return given
+    if not isinstance(given, str):
+        if not callable(given):
+            raise ConfigError(f"a contender must be a name, a Contender or a function, got {shorten(given)}")
+        return of_callable(getattr(given, "__name__", type(given).__name__), given)
+    if given in known:
+        return known[given]()
+    sign = "|" if "|" in given else "+"
+    parts = [part.strip() for part in re.split(rf"[{sign}](?![^{{]*\}})", given)]
+    if len(parts) == 1 and not given.startswith("{") and not given.endswith((".yaml", ".yml")):
+        if ":" in given:
+            return _function(given)
+        if given not in RULES:
+            raise ConfigError(f"no contender {shorten(given)}{not_known(given, [*known, *RULES])}")
+    return of_rules(given, parts, levels=sign == "+")
+
+
+def _titans(**fields: str) -> str:
+    return "{kind: titans, " + ", ".join(f"{name}: {value}" for name, value in fields.items()) + "}"
+
+
+_RFF = "{feature_map: {kind: random_fourier, d_phi: 128, sigma: 0.4}}"
+_GELU = "{kind: mlp, layers: 2, expansion: 2, activation: gelu, bias: true, last: 0.1}"
+_PRINTED = _titans(
+    retention="{kind: decay, retain: 0.99, towards: zero}", step="raw", algorithm="{kind: momentum, lr: 0.01}"
+)
+
+
+def ours() -> Iterator[tuple[str, Callable[[], Contender]]]:
+    """The contenders of hecate that run where none is named."""
+
+    def rules(name: str, *parts: str, **how: Any) -> tuple[str, Callable[[], Contender]]:
+        return name, partial(of_rules, name, parts or (name,), **how)
+
+    def both(*rates: float) -> dict[str, Any]:
+        return {"0.algorithm.lr": rates, "1.algorithm.lr": (0.4, 0.7), "1.retention.retain": (0.98, 0.995)}
+
+    deep = {"algorithm.lr": (2.0, 1.0, 0.5, 0.1), "retention.retain": (0.9999, 1.0)}
+    yield rules("linear_attention")
+    yield rules("delta")
+    yield rules("gated_delta", axes={"algorithm.lr": (1.0, 0.4, 0.1, 0.03), "retention.retain": (0.99, 1.0)})
+    yield rules("delta, rff", _RFF, axes={"algorithm.lr": (1.0, 0.1), "feature_map.sigma": (0.4, 0.2, 0.8, 1.6)})
+    yield rules("delta, dpfp", "{key_norm: l2, feature_map: {kind: dpfp, nu: 4}}")
+    yield rules("titans", axes=deep)
+    yield rules("titans, gelu", _titans(structure=_GELU), axes=deep)
+    yield rules("titans, chunk 16", _titans(chunk="16"), axes=deep)
+    yield rules("titans, chunk 64", _titans(chunk="64"), axes=deep)
+    printed = {"algorithm.lr": (0.01, 0.003, 0.03, 0.05), "retention.retain": (0.99, 1.0)}
+    yield rules("titans, as printed", _PRINTED, axes=printed)
+    yield rules("ttt_mlp", axes={"algorithm.lr": (0.1, 1.0, 0.5, 0.2, 0.05, 0.02, 0.01, 0.005)})
+    yield rules("titans + gated_delta", "titans", "gated_delta", axes=both(2.0, 0.5))
+    yield rules("delta + gated_delta", "delta", "gated_delta", axes=both(0.03, 0.01))
+    yield rules("delta | gated_delta", "delta", "gated_delta", levels=False, axes=both(0.1, 0.4))

@@ -1,0 +1,171 @@
+"""Output of the gym: one table, gym.csv, gym.json and a figure with a panel a task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hecate.compare.statistics import Interval
+from hecate.errors import printable
+from hecate.files import make_folder, refusing, write_file
+from hecate.gym.contenders import Contender
+from hecate.gym.run import Result
+from hecate.gym.tasks import tasks
+from hecate.microscope.style import COLOURS, finish
+from hecate.train.report import Table, csv_text, figure_type, png
+from hecate.train.run import versions
+
+LEAST, MOST = 3e-4, 4.0
+"""Errors that the figure shows; what lies outside stands at its edge."""
+
+
+def table(found: Sequence[Result]) -> Table:
+    """A row for each task and contender, the best first and flagged ones last."""
+    header = ("task", "contender", "score", "chance", "verdict", "p", "as named", "setting", "state", "seconds")
+    return header, [_row(result) for result in _ranked(found)]
+
+
+def _ranked(found: Sequence[Result]) -> list[Result]:
+    kinds = list(dict.fromkeys(result.task.kind for result in found))
+
+    def rank(result: Result) -> tuple[int, bool, float]:
+        sign = 1 if result.task.metric == "error" else -1
+        mean = result.spread.mean
+        return kinds.index(result.task.kind), bool(result.reason), math.inf if math.isnan(mean) else sign * mean
+
+    return sorted(found, key=rank)
+
+
+def _row(result: Result) -> list[str]:
+    task, mean = result.task, result.spread.mean
+    score = "" if math.isnan(mean) else f"{result.task.metric} {_spread(result.spread)}"
+    default = "" if math.isnan(result.default) else f"{result.default:.3g}"
+    floor = f" (floor {result.floor:.3g})" if result.floor else ""
+    verdict = result.verdict + (f": {result.reason}" if result.reason else "")
+    return [
+        task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
+        "" if result.pair is None else f"{result.pair.adjusted:.2g}", default,
+        _setting(result),
+        f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
+    ]  # fmt: skip
+
+
+def _setting(result: Result) -> str:
+    if not result.scores:
+        return ""
+    shown = (
+        f"{path.split('.')[-1]} {value:g}" if isinstance(value, float) else f"{path} {value}"
+        for path, value in result.setting.items()
+    )
+    return (", ".join(shown) + f" (of {result.settings})").strip()
+
+
+def _spread(value: Interval) -> str:
+    return f"{value.mean:.4f}" + ("" if math.isnan(value.half) else f" +- {value.half:.4f}")
+
+
+def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
+    """A row for each task and contender, in numbers; None where there is none."""
+    rows = []
+    for one in found:
+        pair = one.pair
+        row = {
+            "task": one.task.kind, "metric": one.task.metric, "contender": one.contender, "verdict": one.verdict,
+            "reason": one.reason, "mean": one.spread.mean, "half": one.spread.half, "seeds": len(one.scores),
+            "chance": one.task.chance(), "floor": one.floor, "difference": pair and pair.difference.mean,
+            "difference_half": pair and pair.difference.half, "p": pair and pair.p, "p_dunnett": pair and pair.adjusted,
+            "default": one.default, "setting": json.dumps(dict(one.setting), default=str), "settings": one.settings,
+            "state": one.state, "seconds": one.seconds, "scores": list(one.scores), "parts": dict(one.parts),
+        }  # fmt: skip
+        rows.append({name: _finite(value) for name, value in row.items()})
+    return rows
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(found: Sequence[Result], out: Path) -> list[Path]:
+    """Writes gym.json, gym.csv, and gym.png where matplotlib is installed; their paths. [GYM-RUN-D1]"""
+    rows, asked = facts(found), {result.task.kind: result.task for result in found}
+    told = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
+    whole = {"tasks": told, "results": rows, "versions": versions()}
+    contents: dict[str, str | bytes] = {
+        "gym.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
+        "gym.csv": csv_text(rows, [name for name in rows[0] if name not in ("scores", "parts")]),
+    }
+    image = _image(found)
+    if image is not None:
+        contents["gym.png"] = image
+    with refusing(f"write {out}", then="call the same line again"):
+        make_folder(out)
+        for name, content in contents.items():
+            write_file(out / name, content)
+    return [out / name for name in contents]
+
+
+def _image(found: Sequence[Result]) -> bytes | None:
+    """A panel for each task, contenders from top to bottom; flagged ones are grey crosses."""
+    drawn_on = figure_type()
+    if drawn_on is None:
+        return None
+    kinds = list(dict.fromkeys(one.task.kind for one in found))
+    names = list(dict.fromkeys(one.contender for one in found))
+    columns = min(3, len(kinds))
+    rows = -(-len(kinds) // columns)
+    figure = drawn_on(figsize=(2.6 + 3.7 * columns, rows * (1.1 + 0.23 * len(names))), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes, kind in zip(grid.flat, kinds, strict=False):
+        _panel(axes, [one for one in found if one.task.kind == kind], names)
+    for axes in grid.flat[len(kinds) :]:
+        axes.set_visible(False)
+    grid[0, 0].set_yticks(range(len(names)), [printable(name, 40).replace("$", r"\$") for name in names])
+    grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
+    return png(figure, 130)
+
+
+def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
+    task = own[0].task
+    errors = task.metric == "error"
+    for one in own:
+        mean, half = one.spread
+        if math.isnan(mean):
+            continue
+        height, half = names.index(one.contender), 0.0 if math.isnan(half) else half
+        place = min(max(mean, LEAST), MOST) if errors else mean
+        low = place - max(mean - half, LEAST) if errors else half
+        flagged = {"fmt": "x", "color": "0.55"} if one.reason else {"fmt": "o", "color": COLOURS[0]}
+        axes.errorbar(
+            place, height, xerr=[[max(low, 0.0)], [half if place == mean else 0.0]], markersize=5, capsize=2, **flagged
+        )
+    axes.axvline(task.chance(), color=COLOURS[1], linestyle="--", linewidth=1)
+    for value in task.known().values():
+        axes.axvline(max(value, LEAST) if errors else value, color=COLOURS[2], linestyle=":", linewidth=1)
+    limits = {"xscale": "log", "xlim": (0.8 * LEAST, 1.2 * MOST)} if errors else {"xlim": (-0.03, 1.03)}
+    better = "relative error (left is better)" if errors else "accuracy (right is better)"
+    finish(axes, f"{task.kind}\n{task.about}", better, "", legend=False, **limits)
+    axes.title.set_fontsize(9)
+    axes.tick_params(labelsize=8)
+
+
+def listing(known: Sequence[Contender]) -> list[Table]:
+    """Tasks with their chance and known levels; contenders with their number of settings, or what they lack."""
+    shown = [(kind, task.model_validate({})) for kind, task in tasks().items()]
+    asked = [
+        [
+            kind,
+            task.about,
+            f"{task.metric}, chance {task.chance():.3g}",
+            ", ".join(f"{name} {value:.3g}" for name, value in task.known().items()),
+        ]
+        for kind, task in shown
+    ]
+    rows = [[one.name, str(len(one.settings)), one.missing or "runs here"] for one in known]
+    return [(("task", "asks for", "score", "known levels"), asked), (("contender", "settings", "here"), rows)]

@@ -1,0 +1,338 @@
+"""The gym in its folder: settings chosen on another seed, every cell kept, cheats and the dead told as such."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.compare.cells import seeds_of
+from hecate.compare.run import locked
+from hecate.compare.statistics import Interval, Pair, against, interval, pooled_intervals
+from hecate.errors import CheckpointError, ConfigError, NonFiniteError, StabilityWarning, not_known, shorten
+from hecate.files import read_whole, refusing, write_file
+from hecate.gym.contenders import Contender, Memory, Setting, contender_of, numbers, source_of
+from hecate.gym.peers import contenders
+from hecate.gym.tasks import GymTask, Stream, tasks
+from hecate.variant import read_json
+
+RECORDS = "cells.json"
+PIECE, CHECKED = 16_384, 48
+"""Tokens of a call; tokens of a stream on which a contender's answers are checked one by one."""
+ROUNDING = 1e-3
+"""Difference of two answers, as a share of the largest, that rounding may make in `CHECKED` tokens."""
+Say = Callable[[str], None]
+
+
+class Cell(NamedTuple):
+    """Outcome of a contender with a setting on a seed of a task: scores of rows (none where it diverged), scores of
+    parts, numbers of a row's state at the end, seconds."""
+
+    rows: list[float]
+    parts: dict[str, float]
+    state: int
+    seconds: float
+
+    @property
+    def score(self) -> float:
+        """Mean over rows; NaN where it diverged."""
+        return statistics.fmean(self.rows) if self.rows else math.nan
+
+
+_NOTHING = Interval(math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A contender in a task.
+
+    Fields:
+        verdict: beside the reference: better, worse, cannot tell, reference; or what it is flagged for.
+        reason: why, of a flag; empty else.
+        scores: one a seed, NaN where it diverged; empty where it was not run.
+        spread: mean and 95 % interval, by the deviation pooled over the contenders that are alive.
+        setting: the one that was chosen, of `settings` that it had; default: the score of the first on the tuning seed.
+        pair: the score less that of the reference, with p by Dunnett; None of the flagged.
+    """
+
+    task: GymTask
+    contender: str
+    verdict: str
+    reason: str = ""
+    scores: tuple[float, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    spread: Interval = _NOTHING
+    setting: Setting = field(default_factory=dict)
+    settings: int = 0
+    default: float = math.nan
+    state: int = 0
+    seconds: float = 0.0
+    floor: float = 0.0
+    pair: Pair | None = None
+
+
+@dataclass
+class _Kept:
+    """Cells of a folder by digest; without a folder they are kept for the call."""
+
+    folder: Path | None
+    cells: dict[str, Any] = field(default_factory=dict)
+    fresh: int = 0
+
+    def __post_init__(self) -> None:
+        if self.folder is None or not (path := self.folder / RECORDS).is_file():
+            return
+        try:
+            for digest, cell in read_json(read_whole(path)).items():
+                self.cells[digest] = cell if isinstance(cell, str) else list(Cell(*cell))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; delete it, and its cells are run anew") from None
+
+    def get(self, made: Callable[[], Any], *what: Any) -> Any:
+        """The cell that is kept under these facts, or made now."""
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
+        if digest not in self.cells:
+            self.cells[digest] = made()
+            self.fresh += 1
+        return self.cells[digest]
+
+    def save(self) -> None:
+        """Writes the cells, where any is new."""
+        if self.folder is not None and self.fresh:
+            with refusing(f"write {self.folder / RECORDS}", then="call the same line again"):
+                write_file(self.folder / RECORDS, json.dumps(self.cells, indent=0) + "\n")
+            self.fresh = 0
+
+
+def answered(memory: Memory, stream: Stream, name: str) -> tuple[dict[str, Tensor], int]:
+    """Scores of rows by part of a memory in a stream, and numbers of its state: predicted, then written, by pieces."""
+    asked = torch.stack(list(stream.parts.values())).any(0)
+    answers, state = torch.zeros_like(stream.values), None
+    for span in _spans(stream.written, asked):
+        keys, values = stream.keys[:, span], stream.values[:, span]
+        if stream.written[span.start] and not asked[span.start] and hasattr(memory, "write"):
+            state = memory.write(keys, values, state)
+            continue
+        given, state = memory(keys, values if stream.written[span.start] else None, state)
+        answers[:, span] = _checked(given, values, name, span.start)
+    return {part: stream.scores(answers, part) for part in stream.parts}, numbers(state, len(stream.keys))
+
+
+def _spans(*masks: Tensor) -> Iterator[slice]:
+    """Pieces in which every mask is constant."""
+    marks, length = torch.stack(masks), masks[0].shape[0]
+    borders = ((marks[:, 1:] != marks[:, :-1]).any(0).nonzero().flatten() + 1).tolist()
+    for start, end in zip([0, *borders], [*borders, length], strict=True):
+        for first in range(start, end, PIECE):
+            yield slice(first, min(first + PIECE, end))
+
+
+def _checked(answers: Any, values: Tensor, name: str, start: int) -> Tensor:
+    if not isinstance(answers, Tensor) or answers.shape != values.shape:
+        got = list(answers.shape) if isinstance(answers, Tensor) else type(answers).__name__
+        raise ConfigError(f"contender {shorten(name)} must answer with a tensor {list(values.shape)}, got {got}")
+    if not answers.isfinite().all():
+        row, token, _ = (~answers.isfinite()).nonzero()[0].tolist()
+        raise ConfigError(
+            f"contender {shorten(name)} answers with what is not finite at row {row}, token {start + token}; raise "
+            "NonFiniteError where a memory diverges"
+        )
+    return answers.detach()
+
+
+def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
+    """Why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty where
+    they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
+    whole, state = memory(keys, values, None)
+    whole = _checked(whole, values, name, 0)
+    once, asked = memory(keys, None, state)
+    twice = memory(keys, None, asked)[0]
+    held, single = None, []
+    for token in range(keys.shape[1]):
+        one = slice(token, token + 1)
+        # Ahead of the first write no memory knows the width of values: it is asked beside a value of the other sign.
+        found, asked = memory(keys[:, one], None if token else -values[:, one], held)
+        single.append(found)
+        held = memory(keys[:, one], values[:, one], asked if token else None)[1]
+    after = memory(keys, None, held)[0]
+    blind = memory(keys, None, memory.write(keys, values, None))[0] if hasattr(memory, "write") else after
+    largest = max(float(item.abs().max()) for item in (whole, values, once))
+    for what, left, right in (
+        ("answers depend on later tokens or on the right answer", whole, torch.cat(single, 1)),
+        ("being asked changes its answers", once, twice),
+        ("a state handed on in pieces is another", once, after),
+        ("writing without an answer leaves another state", after, blind),
+    ):
+        apart = (left - right).abs().amax((0, 2)) / largest
+        if not bool((apart <= ROUNDING).all()):
+            first = int((~(apart <= ROUNDING)).nonzero()[0])
+            return f"{what}: token {first} differs by {float(apart[first]):.2g} of the largest"
+    return ""
+
+
+def run(
+    given: Sequence[str | Contender | Memory] = (),
+    wanted: Sequence[str | GymTask] = (),
+    *,
+    seeds: int = 5,
+    out: Path | str | None = None,
+    reference: str | None = None,
+    quick: bool = False,
+    say: Say = lambda text: None,
+) -> list[Result]:
+    """Every contender in every task. [GYM-RUN-D1]
+
+    Args:
+        given: contenders by name, as `hecate gym --list` has them, or as objects; all that ship if empty.
+        wanted: tasks by name, or as objects; all if empty.
+        seeds: how many are reported, 0 and on; settings are chosen on another one.
+        out: a folder, where finished cells are kept and the same call goes on.
+        reference: the contender that others are compared with; gated_delta, or the first.
+        quick: small tasks, two seeds at most and two settings: a look, no measurement.
+        say: is told of every contender that is done.
+
+    Raises:
+        ConfigError: an unknown task or contender, no seeds, answers of a wrong shape or that are not finite.
+    """
+    reported, (tuning,) = seeds_of(min(seeds, 2) if quick else seeds, 1)
+    chosen = [_task(task) for task in wanted or tasks()]
+    chosen = [task.quick() for task in chosen] if quick else chosen
+    known = contenders()
+    fighters = [contender_of(name, known) for name in given or known]
+    if quick and not given:  # importing them alone takes as long as all others
+        fighters = [fighter for fighter in fighters if "package" not in fighter.facts]
+    names = [fighter.name for fighter in fighters]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"contender {shorten(name)} is named twice; name it once")
+    base = reference or ("gated_delta" if "gated_delta" in names else names[0])
+    if base not in names:
+        raise ConfigError(f"--reference {shorten(base)} is no contender here{not_known(base, names)}")
+    folder = None if out is None else Path(out)
+    found: list[Result] = []
+    with nullcontext() if folder is None else locked(folder), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", StabilityWarning)
+        kept = _Kept(folder)
+        for task in chosen:
+            stream = lru_cache(len(reported) + 1)(task.stream)
+            rows = []
+            for fighter in fighters:
+                try:
+                    rows.append(_entered(kept, task, fighter, stream, reported, tuning, quick))
+                finally:
+                    kept.save()
+                last = rows[-1]
+                say(f"{task.kind}: {fighter.name}: {last.spread.mean:.4g} {last.verdict} {last.reason}".rstrip())
+            found += _judged(rows, base)
+    return found
+
+
+def _task(task: str | GymTask) -> GymTask:
+    if isinstance(task, GymTask):
+        return task
+    if task not in tasks():
+        raise ConfigError(f"no task {shorten(task)} in the gym{not_known(task, tasks())}")
+    return tasks()[task].model_validate({})
+
+
+def _entered(
+    kept: _Kept, task: GymTask, fighter: Contender, stream: Callable[[int], Stream], seeds: Sequence[int], tuning: int,
+    quick: bool,
+) -> Result:  # fmt: skip
+    """A contender in a task: its setting chosen, its answers checked, its scores; judged as far as it is alone."""
+    length = stream(tuning).keys.shape[1] if fighter.longest is not None else 0
+    if fighter.missing or (fighter.longest is not None and length > fighter.longest):
+        return Result(task, fighter.name, "not run", fighter.missing or f"it reads {fighter.longest:,} tokens at most")
+    code = sys.modules["hecate"].__version__, source_of(fighter.build)
+    facts = task.model_dump(mode="json"), fighter.name, dict(fighter.facts), code
+
+    def cell(setting: Setting, seed: int) -> Cell:
+        return Cell(*kept.get(lambda: list(_cell(task, fighter, setting, stream(seed), seed)), *facts, setting, seed))
+
+    settings = list(fighter.settings)[: 2 if quick else None]
+    sign = 1 if task.metric == "error" else -1
+    tried = [cell(setting, tuning).score for setting in settings]
+    places = [place for place, score in enumerate(tried) if math.isfinite(score)]
+    same: dict[str, Any] = {"settings": len(settings), "default": tried[0]}
+    if not places:
+        return Result(task, fighter.name, "diverged", "with every setting", **same)
+    setting = settings[min(places, key=lambda place: sign * tried[place])]
+    count = CHECKED // 4 if quick else CHECKED
+    check = "check", count, *facts, setting
+    reason = kept.get(lambda: unlike(fighter.build(setting, tuning), *stream(tuning).head(count), fighter.name), *check)
+    cells = [cell(setting, seed) for seed in seeds]
+    scores = tuple(one.score for one in cells)
+    floors = [stream(seed).floor for seed in seeds]
+    same |= {
+        "setting": setting, "scores": scores, "spread": interval(scores), "state": cells[0].state,
+        "parts": {part: statistics.fmean(one.parts.get(part, math.nan) for one in cells) for part in cells[0].parts},
+        "floor": statistics.fmean(floors), "seconds": statistics.median(one.seconds for one in cells),
+    }  # fmt: skip
+    verdict, why = _alone(task, [row for one in cells for row in one.rows], scores, [stream(seed) for seed in seeds])
+    return Result(task, fighter.name, *(("cheats", reason) if reason else (verdict, why)), **same)
+
+
+def _alone(task: GymTask, rows: Sequence[float], scores: Sequence[float], streams: Sequence[Stream]) -> tuple[str, str]:
+    """Verdict on scores that need no other contender, and why; empty where they are those of a living memory."""
+    lost = sum(map(math.isnan, scores))
+    if lost:
+        return "diverged", f"on {lost} of {len(scores)} seeds"
+    for stream, score in zip(streams, scores, strict=True):
+        if score < _least(stream):
+            return "beats what is possible", f"{score:.4g}, where {stream.floor:.4g} is noise"
+    sign, spread = (1 if task.metric == "error" else -1), interval(rows)
+    if sign * (spread.mean - task.chance()) + (0.0 if math.isnan(spread.half) else spread.half) >= 0:
+        return "no better than chance", f"chance is {task.chance():.3g}"
+    return "", ""
+
+
+def _cell(task: GymTask, fighter: Contender, setting: Setting, stream: Stream, seed: int) -> Cell:
+    began = time.perf_counter()
+    try:
+        parts, state = answered(fighter.build(setting, seed), stream, fighter.name)
+    except NonFiniteError:
+        return Cell([], {}, 0, time.perf_counter() - began)
+    rows = parts[next(iter(parts))].tolist()
+    rows = rows if all(map(math.isfinite, rows)) else []
+    return Cell(rows, {name: float(own.mean()) for name, own in parts.items()}, state, time.perf_counter() - began)
+
+
+def _least(stream: Stream) -> float:
+    """The floor less what luck may give: answers that know nothing of the noise gain at most z^2 of the n noisy
+    coordinates' energy, a share z^2 / n, z standard normal; z = 5. [GYM-FLAG-D1]"""
+    scored = int(next(iter(stream.parts.values())).sum()) * stream.values.shape[0] * stream.values.shape[2]
+    return stream.floor * (1 - 25 / scored)
+
+
+def _judged(rows: Sequence[Result], base: str) -> list[Result]:
+    """Verdicts beside the reference: the deviation is pooled over it and those that are alive. [GYM-RUN-D1]"""
+    sign = 1 if rows[0].task.metric == "error" else -1
+    own = next(row for row in rows if row.contender == base)
+    usable = own.verdict in ("", "no better than chance")
+    compared = [row for row in rows if not row.verdict or (usable and row is own)]
+    values = {row.contender: [sign * score for score in row.scores] for row in compared}
+    spreads = pooled_intervals(values) if values else {}
+    pairs = {pair.first: pair for pair in against(values, base)} if usable else {}
+    found = []
+    for row in rows:
+        pair, spread = pairs.get(row.contender), row.spread
+        if row.contender in spreads:
+            spread = Interval(spread.mean, spreads[row.contender].half)
+        if pair is not None:
+            pair = pair._replace(difference=Interval(sign * pair.difference.mean, pair.difference.half))
+        beside = "reference" if row is own else pair.verdict if pair is not None else "no reference"
+        found.append(replace(row, verdict=row.verdict or beside, spread=spread, pair=pair))
+    return found

@@ -1,0 +1,451 @@
+"""Tasks of the gym: streams of keys and values, a row a function of (seed, index) alone, and the levels that are known
+without a memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from hecate.checks import Size
+from hecate.variant import Conflicts, Variant
+
+Array = NDArray[np.float64]
+Metric = Literal["error", "accuracy"]
+
+
+class Stream(NamedTuple):
+    """Tokens of B rows: each is asked for the value of its key, then written, if it is written at all.
+
+    Fields:
+        keys, values: `[B, T, D]` and `[B, T, V]`; the value is what is written, and the right answer.
+        written: `[T]` bool; where False the key is asked and nothing is written.
+        parts: `[T]` bool by name, the answers that are scored; the first is the score, others are told beside it.
+        candidates: `[B, N, V]`, of which the value nearest to an answer is taken; None where its error is measured.
+        floor: the relative error that no memory can be below; 0 where it could know everything.
+    """
+
+    keys: Tensor
+    values: Tensor
+    written: Tensor
+    parts: dict[str, Tensor]
+    candidates: Tensor | None = None
+    floor: float = 0.0
+
+    def scores(self, answers: Tensor, part: str) -> Tensor:
+        """Of each row in a part the sum of |answer - value|^2 over that of |value|^2, or the share of answers whose
+        nearest candidate is the value: `[B]`. [GYM-SCORE-D1]"""
+        chosen = self.parts[part]
+        given, right = answers[:, chosen].double(), self.values[:, chosen].double()
+        if self.candidates is None:
+            return (given - right).square().sum((1, 2)) / right.square().sum((1, 2))
+        among = self.candidates.double()
+        return (torch.cdist(given, among).argmin(-1) == torch.cdist(right, among).argmin(-1)).double().mean(1)
+
+    def head(self, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first tokens of two rows."""
+        return self.keys[:2, :count], self.values[:2, :count]
+
+
+class Row(NamedTuple):
+    """One row of a stream: keys `[T, D]`, values `[T, V]`, candidates `[N, V]`, and what of the values is noise."""
+
+    keys: Array
+    values: Array
+    candidates: Array | None = None
+    noise: Array | None = None
+
+
+class GymTask(Variant, family="gym_task"):
+    """A task of the gym: `row` draws a row, `layout` says which tokens are written and which answers are scored."""
+
+    rows: Size = Field(8, ge=1, description="Rows of a seed, whose scores are averaged.")
+    width: Size = Field(16, ge=4, le=1024, description="Width of keys and of values.")
+
+    metric: ClassVar[Metric] = "error"
+    about: ClassVar[str] = ""
+
+    def row(self, rng: np.random.Generator) -> Row:
+        """One row, drawn from `rng` alone."""
+        raise NotImplementedError(f"{type(self).__name__} does not define row")
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """`Stream.written` and `Stream.parts`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define layout")
+
+    def chance(self) -> float:
+        """The score without a memory: answering zero has a relative error of 1, exactly. [GYM-SCORE-D1]"""
+        return 1.0
+
+    def known(self) -> dict[str, float]:
+        """Scores that are known by a formula, by name, beside that of chance."""
+        return {}
+
+    def quick(self) -> Self:
+        """The same task, small: for a look."""
+        return self.model_copy(update={"rows": 2})
+
+    def stream(self, seed: int) -> Stream:
+        """The rows of a seed. [GYM-ROW-D1]"""
+        name = int.from_bytes(hashlib.sha256(self.kind.encode()).digest()[:4])
+        draws = (np.random.SeedSequence((name, seed, index)) for index in range(self.rows))
+        rows = [self.row(np.random.Generator(np.random.PCG64(draw))) for draw in draws]
+
+        def stacked(*arrays: Array) -> Tensor:
+            return torch.from_numpy(np.stack(arrays).astype(np.float32))
+
+        candidates = [row.candidates for row in rows if row.candidates is not None]
+        written, parts = self.layout()
+        scored = next(iter(parts.values())).numpy()
+        noisy = [
+            (row.noise[scored] ** 2).sum() / (row.values[scored] ** 2).sum() for row in rows if row.noise is not None
+        ]
+        return Stream(
+            stacked(*(row.keys for row in rows)), stacked(*(row.values for row in rows)), written, parts,
+            stacked(*candidates) if candidates else None, float(sum(noisy)) / len(rows),
+        )  # fmt: skip
+
+
+def _units(rng: np.random.Generator, *shape: int) -> Array:
+    drawn = rng.standard_normal(shape)
+    return np.asarray(drawn / np.linalg.norm(drawn, axis=-1, keepdims=True))
+
+
+def _orthonormal(rng: np.random.Generator, width: int, count: int) -> Array:
+    """`[count, width]`, of which the span is uniform."""
+    return np.asarray(np.linalg.qr(rng.standard_normal((width, count)))[0].T)
+
+
+def _scaled(values: Array, share: float = 1.0) -> Array:
+    """Values whose mean square length is `share`."""
+    return np.asarray(values * math.sqrt(share / (values**2).sum(-1).mean()))
+
+
+def _span(length: int, start: int, end: int) -> Tensor:
+    found = torch.zeros(length, dtype=torch.bool)
+    found[start:end] = True
+    return found
+
+
+class _Predicted(GymTask):
+    """Helper for streams that are predicted from end to end: one map from keys to values, or several."""
+
+    length: Size = Field(8192, ge=64, le=1 << 20, description="Tokens of a row.")
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        half = self.length // 2
+        parts = {"second half": _span(self.length, half, self.length), "first half": _span(self.length, 0, half)}
+        return torch.ones(self.length, dtype=torch.bool), parts
+
+    def quick(self) -> Self:
+        return self.model_copy(update={"rows": 2, "length": max(64, self.length // 8)})
+
+
+def _forgotten(width: int, start: int, end: int) -> float:
+    """Mean of (1 - 1/D)^t over tokens: what the delta rule with lr 1 has left of an error in random directions."""
+    rate = 1 - 1 / width
+    return (rate**start - rate**end) * width / (end - start)
+
+
+class LinearMap(_Predicted):
+    """linear: v = A k, A a matrix of N(0, 1) for each row, k uniform on the unit sphere; scored from token D to 4 D.
+
+    How fast a memory learns: recursive least squares knows A after D tokens, and the delta rule with lr 1 has a mean
+    error of exactly (1 - 1/D)^t after t of them (Strohmer and Vershynin, 2009, with equality for isotropic keys).
+
+    Origin: in-context linear regression (Garg et al., 2022, arXiv 2208.01066), predicted before it is written.
+    [GYM-MAP-D1]
+    """
+
+    kind: Literal["linear"] = "linear"
+    length: Size = Field(64, ge=16, le=1 << 20, description="Tokens of a row.")
+    rows: Size = Field(32, ge=1, description="Rows of a seed, whose scores are averaged.")
+    about: ClassVar[str] = "a linear map, learned fast: tokens D to 4 D"
+
+    def conflicts(self) -> Conflicts:
+        if self.length < 2 * self.width:
+            yield ("length",), f"length={self.length} ends before width={self.width} keys are learned; give twice that"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys = _units(rng, self.length, self.width)
+        return Row(keys, keys @ rng.standard_normal((self.width, self.width)))
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        start, end = self.width, min(4 * self.width, self.length)
+        return torch.ones(self.length, dtype=torch.bool), {"D to 4 D": _span(self.length, start, end)}
+
+    def known(self) -> dict[str, float]:
+        """The delta rule with lr 1, and least squares."""
+        end = min(4 * self.width, self.length)
+        return {"delta rule, lr 1": _forgotten(self.width, self.width, end), "least squares": 0.0}
+
+
+class NoisyMap(_Predicted):
+    """noisy: v = A k + e, e of N(0, s^2) with a share `noise` of |v|^2; the error is that of the noisy value.
+
+    No memory is below the share of noise, which the stream knows to the last digit; the delta rule with a constant lr
+    is at noise (1 + lr / (2 - lr)) in the end, its error standing where contraction and noise balance.
+
+    Origin: misadjustment of normalised LMS (Widrow and Stearns, 1985). [GYM-MAP-D1]
+    """
+
+    kind: Literal["noisy"] = "noisy"
+    length: Size = Field(1024, ge=64, le=1 << 20, description="Tokens of a row.")
+    noise: float = Field(0.2, gt=0, lt=1, description="Share of the values' energy that is noise.")
+    about: ClassVar[str] = "a linear map, noise in the values"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys = _units(rng, self.length, self.width)
+        clean = _scaled(keys @ rng.standard_normal((self.width, self.width)), 1 - self.noise)
+        noise = rng.standard_normal(clean.shape) * math.sqrt(self.noise / self.width)
+        return Row(keys, clean + noise, noise=noise)
+
+    def known(self) -> dict[str, float]:
+        """The least error, and that of the delta rule with lr 1."""
+        return {"floor": self.noise, "delta rule, lr 1": 2 * self.noise}
+
+
+class _Teacher(_Predicted):
+    """Helper for values V f(W k), W two orthonormal directions times `scale`."""
+
+    rows: Size = Field(4, ge=1, description="Rows of a seed, whose scores are averaged.")
+
+    scale: float = Field(9.0, gt=0, description="Length of the two directions that the teacher looks along.")
+
+    def taught(self, rng: np.random.Generator, keys: Array, share: float = 1.0) -> Array:
+        """Values of the teacher, `[T, V]`."""
+        seen = self.bent(keys @ (self.scale * _orthonormal(rng, self.width, 2)).T)
+        return _scaled(seen @ rng.standard_normal((2, self.width)), share)
+
+    def bent(self, seen: Array) -> Array:
+        """f."""
+        return np.tanh(seen)
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys = _units(rng, self.length, self.width)
+        return Row(keys, self.taught(rng, keys))
+
+    def best_linear(self) -> float:
+        """Relative error of the best linear map, which sees each direction by itself: 1 - E[u f]^2 / (E[u^2] E[f^2]),
+        u / scale a coordinate of the unit sphere, of density (1 - u^2)^((D - 3) / 2)."""
+        at, weight = np.polynomial.legendre.leggauss(400)
+        weight = weight * (1 - at**2) ** ((self.width - 3) / 2)
+        bent = self.bent(self.scale * at[:, None])[:, 0]
+        bent = bent - (weight * bent).sum() / weight.sum()
+        return float(1 - (weight * at * bent).sum() ** 2 / (weight * at**2).sum() / (weight * bent**2).sum())
+
+
+class OddTeacher(_Teacher):
+    """odd: v = V tanh(s W k), W two orthonormal directions of the key, V of N(0, 1), scaled to a mean |v|^2 of 1.
+
+    A memory has to find two directions among D to do better than the best linear map, whose error is an integral.
+
+    Origin: teacher and student networks (Saad and Solla, 1995), in context. [GYM-MAP-D1]
+    """
+
+    kind: Literal["odd"] = "odd"
+    about: ClassVar[str] = "a nonlinear map, V tanh(W k)"
+
+    def known(self) -> dict[str, float]:
+        """The best linear map."""
+        return {"best linear map": self.best_linear()}
+
+
+class EvenTeacher(_Teacher):
+    """even: v = V (|s W k| - E|s W k|), as `odd` but of an even function: no linear map does better than zero.
+
+    Origin: teacher and student networks (Saad and Solla, 1995), in context. [GYM-MAP-D1]
+    """
+
+    kind: Literal["even"] = "even"
+    about: ClassVar[str] = "a nonlinear map, V |W k|"
+
+    def bent(self, seen: Array) -> Array:
+        found = np.abs(seen)
+        half = math.lgamma(self.width / 2) - math.lgamma((self.width + 1) / 2)  # E|u| of a coordinate of the sphere
+        return np.asarray(found - self.scale * math.exp(half) / math.sqrt(math.pi))
+
+    def known(self) -> dict[str, float]:
+        """The best linear map, which an even function gives nothing."""
+        return {"best linear map": self.best_linear()}
+
+
+class Recall(GymTask):
+    """recall: `pairs` random unit keys and values, each written once, then all asked; the nearest value is taken.
+
+    With more pairs than a key is wide no linear memory of the key itself can hold all of them.
+
+    Origin: capacity of fast weight programmers (Schlag, Irie and Schmidhuber, 2021, arXiv 2102.11174). [GYM-RECALL-D1]
+    """
+
+    kind: Literal["recall"] = "recall"
+    pairs: Size = Field(64, ge=2, le=1 << 14, description="Pairs that are written.")
+    metric: ClassVar[Metric] = "accuracy"
+    about: ClassVar[str] = "64 pairs of width 16, written once"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys, values = _units(rng, 2, self.pairs, self.width)
+        return Row(np.tile(keys, (2, 1)), np.tile(values, (2, 1)), values)
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        asked = _span(2 * self.pairs, self.pairs, 2 * self.pairs)
+        return ~asked, {"all pairs": asked}
+
+    def chance(self) -> float:
+        """One of the values."""
+        return 1 / self.pairs
+
+
+class Overwrite(GymTask):
+    """overwrite: `keys` unit keys, each written `times` times in random order with a new value each; the latest counts.
+
+    The nearest of all values is taken. A sum of everything written has one chance in `times`.
+
+    Origin: the second setting of Schlag, Irie and Schmidhuber (2021, arXiv 2102.11174). [GYM-RECALL-D1]
+    """
+
+    kind: Literal["overwrite"] = "overwrite"
+    rows: Size = Field(16, ge=1, description="Rows of a seed, whose scores are averaged.")
+    keys: Size = Field(8, ge=1, le=1 << 12, description="Different keys.")
+    times: Size = Field(16, ge=2, le=1 << 12, description="Values that each key gets, one after the other.")
+    metric: ClassVar[Metric] = "accuracy"
+    about: ClassVar[str] = "8 keys, each with 16 values one after the other"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        own = _units(rng, self.keys, self.width)
+        order = rng.permutation(np.repeat(np.arange(self.keys), self.times))
+        values = _units(rng, len(order), self.width)
+        last = [int(np.flatnonzero(order == key)[-1]) for key in range(self.keys)]
+        return Row(np.concatenate([own[order], own]), np.concatenate([values, values[last]]), values)
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        written = self.keys * self.times
+        asked = _span(written + self.keys, written, written + self.keys)
+        return ~asked, {"all keys": asked}
+
+    def chance(self) -> float:
+        """One of all values."""
+        return 1 / (self.keys * self.times)
+
+    def known(self) -> dict[str, float]:
+        """Any value of the right key."""
+        return {"any value of the key": 1 / self.times}
+
+
+class TwoPaces(_Teacher):
+    """two_paces: a teacher V tanh(s W k) that stays, with a share `1 - fast` of |v|^2, and a matrix U k drawn anew
+    every `period` tokens, with the rest.
+
+    Who knows the teacher alone has an error of `fast`.
+
+    Origin: levels of several frequencies (Nested Learning, Behrouz et al., 2025, arXiv 2512.24695). [GYM-CHANGE-D1]
+    """
+
+    kind: Literal["two_paces"] = "two_paces"
+    period: Size = Field(256, ge=1, description="Tokens after which the matrix is drawn anew.")
+    fast: float = Field(0.3, gt=0, lt=1, description="Share of the values' energy that the matrix has.")
+    about: ClassVar[str] = "a slow nonlinear map and a matrix drawn anew every 256 tokens"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys = _units(rng, self.length, self.width)
+        slow = self.taught(rng, keys, 1 - self.fast)
+        count = -(-self.length // self.period)
+        maps = rng.standard_normal((count, self.width, self.width))[np.arange(self.length) // self.period]
+        return Row(keys, slow + _scaled(np.einsum("td,tdv->tv", keys, maps), self.fast))
+
+    def known(self) -> dict[str, float]:
+        """The teacher known, the matrix unknown."""
+        return {"the teacher alone": self.fast}
+
+
+class Return(GymTask):
+    """return: a matrix A for `phase` tokens, another, B, for as many, then A again; scored on the first `scored` tokens
+    of its return.
+
+    Who holds B alone starts at an error of 2, who starts anew at 1; the delta rule with lr 1 is at 2 (1 - 1/D)^t.
+
+    Origin: savings in relearning (Ebbinghaus, 1885), as a test of levels. [GYM-CHANGE-D1]
+    """
+
+    kind: Literal["return"] = "return"
+    phase: Size = Field(512, ge=1, le=1 << 18, description="Tokens of a phase; the return has `scored` of them.")
+    scored: Size = Field(64, ge=1, le=1 << 18, description="Tokens of the return, all scored.")
+    about: ClassVar[str] = "a matrix, another, the first again: the first 64 tokens of its return"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        first, second = rng.standard_normal((2, self.width, self.width))
+        keys = _units(rng, 2 * self.phase + self.scored, self.width)
+        own = np.concatenate([keys[: self.phase] @ first, keys[self.phase : 2 * self.phase] @ second])
+        return Row(keys, np.concatenate([own, keys[2 * self.phase :] @ first]))
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        total = 2 * self.phase + self.scored
+        return torch.ones(total, dtype=torch.bool), {"the return": _span(total, 2 * self.phase, total)}
+
+    def known(self) -> dict[str, float]:
+        """The delta rule with lr 1 from what it holds, and from nothing."""
+        anew = _forgotten(self.width, 0, self.scored)
+        return {"delta rule, lr 1": 2 * anew, "delta rule, lr 1, started anew": anew}
+
+
+class Facts(GymTask):
+    """facts: D/2 facts told once, then noise; at each of `distances` tokens later every fact is asked.
+
+    Keys of facts and of noise lie in two halves of the space, but for an `overlap`: the part of a noise key that lies
+    in the half of the facts has that length. Values are unit vectors; the nearest of the facts' is taken.
+
+    Origin: long-range recall as of needles in text (Hsieh et al., 2024, arXiv 2404.06654), on streams. [GYM-RECALL-D1]
+    """
+
+    kind: Literal["facts"] = "facts"
+    rows: Size = Field(2, ge=1, description="Rows of a seed, whose scores are averaged.")
+    distances: tuple[Size, ...] = Field(
+        (100, 1_000, 10_000, 100_000), min_length=1, description="Tokens of noise before each round of questions."
+    )
+    overlap: float = Field(0.02, ge=0, lt=1, description="Length of the part of a noise key among those of facts.")
+    metric: ClassVar[Metric] = "accuracy"
+    about: ClassVar[str] = "8 facts told once, asked after 100 to 100,000 tokens of noise"
+
+    def conflicts(self) -> Conflicts:
+        if list(self.distances) != sorted(set(self.distances)):
+            yield ("distances",), f"must rise, got {list(self.distances)}"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        count, total = self.width // 2, self.distances[-1]
+        turn = _orthonormal(rng, self.width, self.width)
+        keys, values = _units(rng, count, count) @ turn[:count], _units(rng, count, self.width)
+        among = self.overlap * _units(rng, total, count)
+        beside = math.sqrt(1 - self.overlap**2) * _units(rng, total, self.width - count)
+        noise, said = np.concatenate([among, beside], 1) @ turn, _units(rng, total, self.width)
+        parts = [(keys, values)]
+        for start, end in zip((0, *self.distances), self.distances, strict=False):
+            parts += [(noise[start:end], said[start:end]), (keys, values)]
+        told, answers = (np.concatenate(pieces) for pieces in zip(*parts, strict=True))
+        return Row(told, answers, values)
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        count = self.width // 2
+        total = self.distances[-1] + count * (len(self.distances) + 1)
+        at = {far: far + count * (place + 1) for place, far in enumerate(self.distances)}
+        parts = {f"after {far:,}": _span(total, start, start + count) for far, start in at.items()}
+        asked = torch.stack(list(parts.values())).any(0)
+        return ~asked, {"all distances": asked, **parts}
+
+    def chance(self) -> float:
+        """One of the facts' values."""
+        return 1 / (self.width // 2)
+
+    def quick(self) -> Self:
+        return self.model_copy(update={"distances": (10, 100, 1_000)})
+
+
+def tasks() -> Mapping[str, type[GymTask]]:
+    """Every task by name, a user's own included."""
+    return GymTask.variants()
