@@ -14,7 +14,7 @@ from hecate.terminal import afterwards, echo
 
 def gym(
     named: Annotated[list[str] | None, typer.Argument(
-        metavar="[CONTENDER]...", show_default=False,
+        metavar="CONTENDER", show_default=False,
         help="Of --list, a rule, YAML of one or a file, several joined by + (levels) or | (heads), or your "
         "module:function; all of --list if left out.",
     )] = None,

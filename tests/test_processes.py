@@ -111,7 +111,7 @@ def test_without_locks_all_is_written_and_said_once(tmp_path, monkeypatch, unwar
         for _ in range(2):
             with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
                 metrics.write({"event": "train", "step": 1})
-        with comparing._locked(tmp_path / "out"):
+        with comparing.locked(tmp_path / "out"):
             pass
         (tmp_path / "a.txt").write_text("one two")
         tokenize([str(tmp_path / "a.txt")], tmp_path / "tokens", tokenizer="bytes", validation=0)

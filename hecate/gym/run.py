@@ -22,7 +22,15 @@ from torch import Tensor
 from hecate.compare.cells import seeds_of
 from hecate.compare.run import locked
 from hecate.compare.statistics import Interval, Pair, against, interval, pooled_intervals
-from hecate.errors import CheckpointError, ConfigError, NonFiniteError, StabilityWarning, not_known, shorten
+from hecate.errors import (
+    CheckpointError,
+    ConfigError,
+    HecateError,
+    NonFiniteError,
+    StabilityWarning,
+    not_known,
+    shorten,
+)
 from hecate.files import read_whole, refusing, write_file
 from hecate.gym.contenders import Contender, Memory, Setting, contender_of, numbers, source_of
 from hecate.gym.peers import contenders
@@ -232,10 +240,14 @@ def run(
             for fighter in fighters:
                 try:
                     rows.append(_entered(kept, task, fighter, stream, reported, tuning, quick))
+                except Exception as error:  # another version of a package may be called otherwise
+                    if isinstance(error, HecateError) or "package" not in fighter.facts:
+                        raise
+                    why = f"{fighter.facts['package']} fails with {type(error).__name__}: {shorten(str(error))}"
+                    rows.append(Result(task, fighter.name, "not run", why))
                 finally:
                     kept.save()
-                last = rows[-1]
-                say(f"{task.kind}: {fighter.name}: {last.spread.mean:.4g} {last.verdict} {last.reason}".rstrip())
+                say(f"{task.kind}: {fighter.name}: {_told(rows[-1])}")
             found += _judged(rows, base)
     return found
 
@@ -246,6 +258,11 @@ def _task(task: str | GymTask) -> GymTask:
     if task not in tasks():
         raise ConfigError(f"no task {shorten(task)} in the gym{not_known(task, tasks())}")
     return tasks()[task].model_validate({})
+
+
+def _told(row: Result) -> str:
+    score = "" if math.isnan(row.spread.mean) else f"{row.spread.mean:.4g}"
+    return ", ".join(filter(None, (score, row.verdict, row.reason)))
 
 
 def _entered(

@@ -222,6 +222,19 @@ def test_who_reads_too_little_is_not_run():
     assert (row.verdict, row.reason) == ("not run", "it reads 10 tokens at most")
 
 
+def test_a_package_that_has_changed_is_told_and_a_memory_that_fails_raises():
+    def fails(keys, values, state):
+        raise AttributeError("no such kernel")
+
+    rows = run(
+        [Contender("theirs", lambda setting, seed: fails, facts={"package": "theirs"}), "ridge"], [LINEAR], seeds=1
+    )
+    assert (rows[0].verdict, rows[1].verdict) == ("not run", "no reference")
+    assert rows[0].reason == "theirs fails with AttributeError: 'no such kernel'"
+    with pytest.raises(AttributeError):
+        run([fails], [LINEAR], seeds=1)
+
+
 def test_written_tokens_that_nobody_asks_for_are_only_written():
     task, wrote = Facts(rows=1, distances=(5, 40)), []
 
