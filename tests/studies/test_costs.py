@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hecate.errors import NonFiniteError
 from hecate.rule import RULES
-from studies import rules, studies
+from studies import studies
 from studies.costs import GROUPS, lengths, named, peers
 from studies.costs.harness import Cost, Row, Size, compare, forward_backward, peak_mib
 from studies.costs.study import cells
@@ -131,74 +129,3 @@ def test_slopes_and_ratios() -> None:
     assert lengths.slope([(n, 3.0 * n**2) for n in (1, 2, 8)]) == pytest.approx(2.0)
     row = Row("group", "case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
     assert cells(row) == ("case", "peer", 0.25, None, None, "0.5, -", None, None, None)
-
-
-def test_rules_are_trained_row_by_row_and_never_twice(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "rules.jsonl"
-    monkeypatch.setattr(rules, "ProcessPoolExecutor", Here)
-    monkeypatch.setattr(rules, "RULES", {name: RULES[name] for name in ("delta", "atlas")})
-    monkeypatch.setattr(rules, "STEPS", dict.fromkeys(rules.STEPS, 1))
-    monkeypatch.setattr(rules.Rules, "path", path)
-
-    def run():
-        return run_study("rules", out=tmp_path, figure=False)
-
-    run()
-    written = path.read_text()
-    records = [json.loads(line) for line in written.splitlines()]
-    jobs = [(record["rule"], record["task"]) for record in records]
-    tasks = ("mqar", "quickstart")
-    assert sorted(jobs) == [(rule, task) for rule in ("atlas", "delta") for task in tasks]
-    assert all(0 <= record["value"] < 9 and record["loss"] > 0 for record in records)
-    narrow, matrix = (
-        next(record["state_bytes"] for record in records if record["rule"] == rule) for rule in ("atlas", "delta")
-    )
-    # Closest to 4 KiB: two heads of 23 x 23 floats and a position; 9 x 21 twice, and a window of
-    # 4 tokens.
-    assert matrix == 2 * (4 * 23 * 23 + 8)
-    assert narrow == 2 * (4 * (2 * 9 * 21 + 4 * (21 + 9 + 1)) + 8)
-    path.write_text(written[:-20])  # a crash while the last line was written
-    run()
-    again = path.read_text().splitlines()
-    assert len(again) == len(records) + 1 and written.startswith("\n".join(again[:3]))
-    assert json.loads(again[-1])["value"] == records[-1]["value"]
-    monkeypatch.setattr(rules, "train", None)
-    rows = {row[0]: row for row in run().rows}
-    assert set(rows) == {"delta", "atlas"} and rows["delta"][3] == 4248
-    assert float(rows["delta"][2]) < 1e-10
-    assert all(isinstance(value, float) for value in rows["delta"][4:6])
-
-
-class Here:
-    """Runs jobs in this process."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, function, job):
-        future: Future[object] = Future()
-        future.set_result(function(job))
-        return future
-
-
-def test_a_rule_that_fails_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: object) -> None:
-        raise NonFiniteError("memory 'layer 0' holds NaN")
-
-    monkeypatch.setattr(rules.Trainer, "train_step", refused)
-    record = rules.train(rules.Job("delta", "mqar", 1))
-    assert record["failed"] == "NonFiniteError: memory 'layer 0' holds NaN"
-    result = rules.report([record], {"delta": 0.0}, rules.STEPS)
-    assert result.rows[0][4] == "failed" and any("holds NaN" in note for note in result.notes)
-
-
-def test_every_rule_has_an_experiment_and_so_has_every_task() -> None:
-    for rule, task in zip(RULES, itertools.cycle(rules.SETTINGS), strict=False):
-        config = rules.Job(rule, task, 7).experiment()
-        assert config.budget.steps == 7 and config.model.d_model == 32

@@ -15,7 +15,6 @@ from hecate.compare import Comparison, pairs
 from hecate.rule import MemoryConfig
 from hecate.train.estimate import flops_of, sizes_of
 from studies.language import LONGER, Language, Sizes, _twice, fitted, models, told
-from studies.robust import CHANGED, PAIRS, ROUNDS, drawn, errors
 from studies.states import MAPS, Trained
 from studies.words import Needle, Words, contenders, judged, trained
 
@@ -64,21 +63,6 @@ def test_the_table_is_sorted_and_judges_by_the_first():
     found.draw(Figure())
     assert by["delta"]["loss up to 64"] == 2.0 and by["delta"][f"64 to {64 * LONGER}"] == 1.5
     assert found.notes[-1] == "a note"
-
-
-def test_a_stream_of_corrupted_pairs_is_what_it_says():
-    clean, wrong = drawn([3], "clean"), drawn([3], "10 % outliers")
-    assert clean.k.shape == (1, PAIRS * ROUNDS, 1, 32) and torch.equal(clean.k, wrong.k)
-    share = (clean.v != wrong.v).any(-1).double().mean()
-    assert 0.05 < float(share) < 0.15
-    moved = drawn([3], "drift")
-    kept = sum(bool((moved.asked[0] == key).all(-1).any()) for key in moved.k[0, :PAIRS, 0])
-    assert kept < PAIRS * (1 - CHANGED) ** 3  # after 15 rounds few of the first are left
-    # A matrix that is the least squares of all pairs answers each: keys are fewer than they are wide.
-
-    (error,) = errors(MemoryConfig(), clean, 1.0, None)
-    solved = torch.linalg.lstsq(clean.asked[0], clean.answers[0]).solution
-    assert error < 0.2 and torch.allclose(clean.asked[0] @ solved, clean.answers[0])
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("delta, lr to 2", 0.99, 1.0), ("delta, lr to 1", 0.3, 0.8)])
