@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hecate.rule import RULES
 from studies import studies
-from studies.costs import GROUPS, lengths, named, peers
+from studies.costs import GROUPS, named, peers
 from studies.costs.harness import Cost, Row, Size, compare, forward_backward, peak_mib
 from studies.costs.study import cells
 from studies.run import run_study
@@ -37,7 +37,7 @@ def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> 
     printed = capsys.readouterr().out
     assert facts["rows"] and facts["matmul_gflops"] > 1
     for row, shown in zip(facts["rows"], result.rows, strict=True):
-        measured = row["forward"] or row["both"] or row["memory"] or row["slopes"][0]
+        measured = row["forward"] or row["both"] or row["memory"]
         assert measured or row["note"].startswith("absent: ")
         assert row["error"] is None or row["error"] <= 1e-3
         assert shown[:2] == (row["case"], row["peer"]) and row["case"] in printed
@@ -98,7 +98,7 @@ def test_results_that_differ_are_not_timed() -> None:
         return x.exp() + (x - x.detach())
 
     with pytest.raises(AssertionError, match=r"case: results differ by .* from the peer"):
-        compare("group", "case", kinked, "the peer", torch.exp, [x], repeats=1)
+        compare("case", kinked, "the peer", torch.exp, [x], repeats=1)
 
 
 def test_peak_memory_is_that_of_the_largest_moment() -> None:
@@ -125,7 +125,6 @@ def test_peak_memory_sees_what_autograd_keeps() -> None:
     assert steps <= peak <= steps + 4
 
 
-def test_slopes_and_ratios() -> None:
-    assert lengths.slope([(n, 3.0 * n**2) for n in (1, 2, 8)]) == pytest.approx(2.0)
-    row = Row("group", "case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
+def test_ratios() -> None:
+    row = Row("case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
     assert cells(row) == ("case", "peer", 0.25, None, None, "0.5, -", None, None, None)
