@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hecate.engine import memory_scan
+from hecate.compare import interval
 from hecate.microscope.style import COLOURS, MARKERS, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
-from hecate.rule import MemoryConfig
 from studies.associations import BATCH, EPS, EVAL_ROWS, PATIENCE, WIDTH, Associator, Pairs, Trained, shown, train
 from studies.study import Cell, Progress, Result, Spread, Study
 
 SIZES = (20, 40, 60, 80, 100, 120, 160, 200)
-QUICK = (20, 80)
+QUICK = (80,)
 
 
 class Contender(NamedTuple):
@@ -100,39 +99,12 @@ def rank_floor(d_phi: int, count: int) -> float:
     return max(0.0, 1 - d_phi / count) / 2
 
 
-class Untrained(NamedTuple):
-    """What random keys allow: the least squares loss, and the share recalled after one pass."""
-
-    loss: float
-    recalled: float
-
-
-@torch.no_grad()
-def untrained(feature_map: FeatureMap, count: int, seed: int) -> Untrained:
-    """Random Gaussian keys, one-hot values: the best linear memory of phi(k), and the one that the
-    delta rule with lr 1 has after writing each pair once (phi(k) of unit length)."""
-    g = torch.Generator().manual_seed(seed)
-    keys = torch.randn(count, WIDTH, generator=g, dtype=torch.float64)
-    if feature_map.is_random:
-        keys = keys * WIDTH**-0.25  # else its exponentials leave next to no rank
-    (phi,) = features(feature_map, g, keys)
-    phi = F.normalize(phi, dim=-1)
-    eye = torch.eye(count, dtype=torch.float64)
-    best = phi @ torch.linalg.lstsq(phi, eye, driver="gelsd").solution
-    x, v = phi.view(1, count, 1, -1), eye.view(1, count, 1, -1)
-    _, state = memory_scan(MemoryConfig(), x, x, v, engine="parallel")
-    answers = phi @ state.memory["weight"][0, 0].mT
-    right = answers.argmax(-1) == torch.arange(count)
-    return Untrained(float((best - eye).square().sum()) / 2 / count, float(right.double().mean()))
-
-
 class Outcome(NamedTuple):
     """One feature map at one number of pairs."""
 
     contender: Contender
     size: int
     trained: list[Trained]
-    untrained: list[Untrained]
 
     @property
     def published(self) -> float:
@@ -148,13 +120,11 @@ class Outcome(NamedTuple):
         """Its line in the table."""
         contender = self.contender
         ours = Spread.of(1000 * trained.best for trained in self.trained)
-        known: list[Cell] = [contender.name, self.size, contender.d_phi, round(1000 * self.published, 4)]
-        if contender.d_phi is None:
-            return [*known, ours, shown(self.trained), None, None, None]
-        losses, recalled = zip(*self.untrained, strict=True)
+        mean, half = interval([1000 * trained.best for trained in self.trained])
+        floor = None if contender.d_phi is None else 1000 * contender.floor(self.size)
         return [
-            *known, ours, shown(self.trained), 1000 * contender.floor(self.size),
-            Spread.of(1000 * loss for loss in losses), Spread.of(recalled),
+            contender.name, self.size, contender.d_phi, round(1000 * self.published, 4), ours,
+            f"{max(0.0, mean - half):.3g} to {mean + half:.3g}", len(self.trained), shown(self.trained), floor,
         ]  # fmt: skip
 
 
@@ -167,18 +137,13 @@ class Capacity(Study):
     count: ClassVar[int] = 2
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every map at every size; and asks what random keys allow."""
+        """Trains every map at every size."""
         outcomes = []
         for contender in CONTENDERS:
             steps = contender.quick_steps if quick else contender.steps
             for count in progress(QUICK if quick else SIZES, contender.name):
                 trained = [_trained(contender.feature_map, count, seed, steps) for seed in seeds]
-                free = (
-                    []
-                    if contender.feature_map is None
-                    else [untrained(contender.feature_map, count, seed) for seed in seeds]
-                )
-                outcomes.append(Outcome(contender, count, trained, free))
+                outcomes.append(Outcome(contender, count, trained))
         return report(outcomes, quick)
 
 
@@ -190,8 +155,7 @@ def _trained(feature_map: FeatureMap | None, count: int, seed: int, steps: int) 
 def report(outcomes: list[Outcome], quick: bool) -> Result:
     """The table, what it means and the figure."""
     columns = [
-        "phi", "pairs S", "d_phi", "published (1e-3)", "ours (1e-3)", "steps", "floor (1e-3)",
-        "least squares, random keys (1e-3)", "recalled, one delta pass",
+        "phi", "pairs S", "d_phi", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", "floor (1e-3)",
     ]  # fmt: skip
     cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
     below = [o for o in outcomes if o.published < o.contender.floor(o.size)]
@@ -211,41 +175,26 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
             "questions, the shorter last one with equal weight, ours every question alike"
             for o in below
         ),
-        "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew "
-        "at every call; for random keys of k d^(-1/4)",
-        "least squares, random keys: nothing trained, the best matrix for phi of Gaussian keys; "
-        "recalled: share of pairs after writing each once, delta rule, lr 1, unit phi",
+        "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
     ]
 
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        _draw_sizes(left, outcomes)
-        _draw_collapse(right, outcomes)
-
-    data = {
-        f"{o.contender.name} S={o.size}": {
-            "evaluations": [t.losses for t in o.trained],
-            "untrained": [u._asdict() for u in o.untrained],
-        }
-        for o in outcomes
-    }
-    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(12, 6), data=data)
+    data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
+    rows = [o.row() for o in outcomes]
+    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 6), data=data)
 
 
-def _look(index: int, **style: Any) -> dict[str, Any]:
-    return {"color": COLOURS[index], "marker": MARKERS[index], "markersize": 6, **style}
-
-
-def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
+def draw(figure: Any, outcomes: list[Outcome]) -> None:
+    """Losses over the number of pairs, and the floors of the maps."""
+    axes = figure.subplots()
     for index, contender in enumerate(CONTENDERS):
         own = [o for o in outcomes if o.contender is contender]
         sizes = [o.size for o in own]
         means = [o.ours.mean for o in own]
         errors = [o.ours.error if len(o.trained) > 1 else 0 for o in own]
-        look = _look(index, linewidth=1.5, capsize=2)
-        axes.errorbar(sizes, means, errors, label=contender.name, **look)
-        open_ = _look(index, markersize=11, fillstyle="none", linestyle="")
-        axes.plot(sizes, [o.published for o in own], **open_)
+        look = {"color": COLOURS[index], "marker": MARKERS[index]}
+        axes.errorbar(sizes, means, errors, label=contender.name, markersize=6, linewidth=1.5, capsize=2, **look)
+        open_ = {"markersize": 11, "fillstyle": "none", "linestyle": ""}
+        axes.plot(sizes, [o.published for o in own], **look, **open_)
     for d_phi in sorted({c.d_phi for c in CONTENDERS if c.d_phi is not None}):
         sizes = list(range(10, 211))
         axes.plot(sizes, [rank_floor(d_phi, s) for s in sizes], color="0.6", linewidth=1, zorder=0)
@@ -257,24 +206,4 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
     finish(
         axes, "Trained keys (large open marks: published)", "pairs S in the sequence",
         "loss of a question", ylim=(-0.02, 0.56),
-    )  # fmt: skip
-
-
-def _draw_collapse(axes: Any, outcomes: list[Outcome]) -> None:
-    top = max(o.size / o.contender.d_phi for o in outcomes if o.contender.d_phi is not None)
-    ratios = [top * i / 200 for i in range(1, 211)]
-    axes.plot(ratios, [max(0, 1 - 1 / r) / 2 for r in ratios], color="0.6", label="rank floor")
-    for index, contender in enumerate(CONTENDERS):
-        d_phi = contender.d_phi
-        if d_phi is None:
-            continue
-        own = [o for o in outcomes if o.contender is contender]
-        ratios = [o.size / d_phi for o in own]
-        look = _look(index, linestyle="")
-        axes.plot(ratios, [o.ours.mean for o in own], label=contender.name, **look)
-        free = [sum(u.loss for u in o.untrained) / len(o.untrained) for o in own]
-        axes.plot(ratios, free, **{**look, "marker": "x", "markersize": 8, "zorder": 0})
-    finish(
-        axes, "The same against the bound (x: least squares, random keys)",
-        "pairs per feature, S / d_phi", "loss of a question", ylim=(-0.02, 0.56),
     )  # fmt: skip

@@ -1,57 +1,37 @@
-"""Many optimisers on several tasks as one picture: a row each, the best on top."""
+"""Many contenders on several tasks as one picture: a panel a task, a row a contender, a dot its mean."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-from torch import Tensor
+from hecate.microscope.style import COLOURS, MARKERS, finish
+from studies.study import Spread
 
-from hecate.microscope.style import COLOURS, MARKERS, finish, mean_and_error
-
-
-class Panel(NamedTuple):
-    """A task: samples `[seeds]` per row, lower is better; `also` beside them, if anything."""
-
-    title: str
-    label: str
-    samples: Sequence[Tensor]
-    names: tuple[str, str]  # of the marks: of each kind of row, or of samples and `also`
-    also: Sequence[Tensor] = ()
+Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
 
 
-def dot_plot(figure: Any, rows: Sequence[str], marked: Sequence[bool], panels: list[Panel]) -> None:
-    """A panel per task, rows in the order given; marked rows have a look of their own."""
-    places = torch.arange(len(rows), 0, -1).tolist()
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, panel in zip(all_axes, panels, strict=True):
-        if panel.also:
-            _dots(axes, places, panel.samples, 2, panel.names[0])
-            _dots(axes, places, panel.also, 1, panel.names[1], fillstyle="none")
-        else:
-            for look, wanted in enumerate((True, False)):
-                kept = [i for i, mark in enumerate(marked) if mark is wanted]
-                chosen = [panel.samples[i] for i in kept]
-                _dots(axes, [places[i] for i in kept], chosen, look, panel.names[look])
-        finish(axes, panel.title, panel.label, "", legend=False)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), fontsize=9, frameon=False)
-    all_axes[0].set_yticks(places, rows)
-    all_axes[0].set_ylim(0.3, len(rows) + 0.7)
+def dot_plot(
+    figure: Any, rows: Sequence[str], panels: Mapping[str, Dots], xlabel: str, chance: Sequence[float] = ()
+) -> None:
+    """Means with standard errors, the first row on top; marks of a row stand one below the other.
 
-
-def ranked(samples: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Rows by their mean rank over tasks, each a list of samples per row; the best first."""
-    ranks = torch.stack([
-        torch.stack([x.double().mean() for x in task]).argsort().argsort().double()
-        for task in samples
-    ])  # fmt: skip
-    return ranks.mean(0).argsort(stable=True).tolist()
-
-
-def _dots(axes: Any, rows: list[int], samples: Sequence[Tensor], index: int, name: str, **look: Any) -> None:
-    if not rows:
-        return
-    x, dx = mean_and_error(torch.stack(list(samples), 1))
-    look = {"fmt": MARKERS[index], "color": COLOURS[index], "markersize": 5, **look}
-    axes.errorbar(x, rows, None, dx, label=name, elinewidth=1.2, **look)
+    Args:
+        panels: the dots of each panel by its title.
+        chance: what guessing scores in each panel, drawn as a line.
+    """
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for number, (axes, (title, dots)) in enumerate(zip(all_axes, panels.items(), strict=True)):
+        for index, (label, spreads) in enumerate(dots.items()):
+            shift = 0.5 * (index / max(1, len(dots) - 1) - 0.5) if len(dots) > 1 else 0.0
+            known = [(spread, len(rows) - place - shift) for place, spread in enumerate(spreads) if spread is not None]
+            axes.errorbar(
+                [spread.mean for spread, _ in known], [place for _, place in known],
+                xerr=[spread.error if spread.seeds > 1 else 0.0 for spread, _ in known],
+                fmt=MARKERS[index], color=COLOURS[index], markersize=5, capsize=2, elinewidth=1.2, label=label,
+            )  # fmt: skip
+        if chance:
+            axes.axvline(chance[number], color="0.6", linestyle=":", linewidth=1)
+        finish(axes, title, xlabel, "", legend=len(dots) > 1)
+        axes.set_yticks(range(len(rows), 0, -1), rows)
+        axes.set_ylim(0.3, len(rows) + 0.7)

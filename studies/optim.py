@@ -1,131 +1,272 @@
-"""optim: optimisers that are memories of gradients beside those that everybody uses."""
+"""optim: momentum that keeps features of gradients, beside momentum that keeps gradients.
+
+Where does phi act? tanh leaves its straight part only where numbers of the gradient are about 1: by `input_scale`, or
+because some are far larger than the others. Three tasks with noise of a gradient whose variance is infinite, or not,
+and one of text.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, ClassVar, NamedTuple
 
-from hecate.train.display import print_table
-from studies.contenders import FORMS, AtZero, Entrant, costs, state_bytes, zero_gradient
-from studies.descents import quadratic, rosenbrock, score, sweep
-from studies.dots import Panel, dot_plot, ranked
-from studies.lessons import Lesson, draw_recall, draw_text, score_lesson
-from studies.outcomes import TASKS, Budget, Lessons, Outcome, at_zero, has, settings, verdicts
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from hecate.data import Bundled
+from hecate.optim import PhiMomentum
+from studies.dots import dot_plot
 from studies.study import Cell, Progress, Result, Spread, Study
+
+GRID = tuple(10.0 ** (-half / 2) for half in range(11))  # learning rates, from 1 to 1e-5
+JUDGES = (1000, 1001)  # seeds that rates and thresholds are chosen on
+SIDE, CONDITION, DF = 16, 100.0, 1.5  # of the bowl; degrees of freedom of Student's t
+WIDTH, ROWS = 32, 16  # of the regression: inputs, examples in a batch
+BYTES, CONTEXT, EMBEDDING, HIDDEN = 256, 8, 16, 64  # of the text model
+MOMENTUM = 0.9
+LOST = 6.0  # a score that stands for every worse one, and for what is no number
+
+
+class World(ABC):
+    """A seed's parameters, their gradients, and how far they have come."""
+
+    def __init__(self, seed: int, *params: Tensor) -> None:
+        self.draws = torch.Generator().manual_seed(5000 + seed)
+        self.params = [torch.nn.Parameter(p) for p in params]
+
+    @abstractmethod
+    def gradients(self) -> None:
+        """The next noisy gradient, in `.grad`."""
+
+    @abstractmethod
+    def score(self) -> float:
+        """Less is better; without noise."""
+
+
+def student(shape: Sequence[int], df: float, g: torch.Generator) -> Tensor:
+    """Student's t, normal at df = inf: R. W. Bailey's polar method, Mathematics of Computation 62, 1994."""
+    if df == math.inf:
+        return torch.randn(*shape, generator=g)
+    u, v = (torch.rand(*shape, generator=g, dtype=torch.float64) for _ in range(2))
+    return ((df * ((1 - u) ** (-2 / df) - 1)).sqrt() * torch.cos(2 * math.pi * v)).float()
+
+
+class Bowl(World):
+    """w^T H w / 2 of a matrix w, H of a drawn basis; every number of a gradient has noise of its own."""
+
+    def __init__(self, df: float, seed: int) -> None:
+        g, size = torch.Generator().manual_seed(seed), SIDE * SIDE
+        basis = torch.linalg.qr(torch.randn(size, size, generator=g)).Q
+        self.hessian = (basis * torch.logspace(-math.log10(CONDITION), 0, size)) @ basis.T
+        self.df = df
+        super().__init__(seed, 3 * torch.randn(SIDE, SIDE, generator=g))
+
+    def gradients(self) -> None:
+        """Exact, and noise."""
+        (w,) = self.params
+        exact = (self.hessian @ w.detach().flatten()).view_as(w)
+        w.grad = exact + student(w.shape, self.df, self.draws)
+
+    def score(self) -> float:
+        """log10 of the loss."""
+        w = self.params[0].detach().flatten()
+        return math.log10(float(w @ self.hessian @ w) / 2)
+
+
+class Labels(World):
+    """y = W x + noise by least squares: an outlier of a label is one of a whole row of the gradient."""
+
+    def __init__(self, seed: int) -> None:
+        self.truth = torch.randn(SIDE, WIDTH, generator=torch.Generator().manual_seed(seed)) * WIDTH**-0.5
+        super().__init__(seed, torch.zeros(SIDE, WIDTH))
+
+    def gradients(self) -> None:
+        """Of a batch of ROWS."""
+        (w,) = self.params
+        x = torch.randn(ROWS, WIDTH, generator=self.draws)
+        off = x @ (w.detach() - self.truth).T - student((ROWS, SIDE), DF, self.draws)
+        w.grad = off.T @ x / ROWS
+
+    def score(self) -> float:
+        """log10 of the squared distance from the truth, per output."""
+        return math.log10(float((self.params[0].detach() - self.truth).square().sum()) / SIDE)
+
+
+class Reading(World):
+    """The next byte after CONTEXT, by an embedding and two matrices."""
+
+    def __init__(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        shapes = ((BYTES, EMBEDDING), (HIDDEN, CONTEXT * EMBEDDING), (BYTES, HIDDEN))
+        scales = (1.0, *(columns**-0.5 for _, columns in shapes[1:]))
+        self.seed, self.step = seed, 0
+        super().__init__(seed, *(s * torch.randn(*shape, generator=g) for s, shape in zip(scales, shapes, strict=True)))
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy of the byte after the last, in nats."""
+        embedding, hidden, out = self.params
+        read = torch.tanh(F.embedding(tokens, embedding).flatten(1) @ hidden.mT)
+        return F.cross_entropy(read @ out.mT, targets[:, -1])
+
+    def gradients(self) -> None:
+        """Of the next batch."""
+        drawn = text().train_batch(self.seed, self.step, 128, CONTEXT)
+        self.step += 1
+        for p, grad in zip(
+            self.params, torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params), strict=True
+        ):
+            p.grad = grad
+
+    @torch.no_grad()
+    def score(self) -> float:
+        """Bits per byte held out."""
+        (held,) = text().validation_batches(4096, CONTEXT, 1)
+        return float(self.loss(held.tokens, held.targets)) / math.log(2)
+
+
+@cache
+def text() -> Any:
+    """The texts that every Python carries."""
+    return Bundled(max_bytes=1 << 18).load()
+
+
+class Lion(torch.optim.Optimizer):
+    """w <- w - lr sign(momentum m + (1 - momentum) g), m <- keep m + (1 - keep) g (arXiv 2302.06675)."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, keep: float = 0.99) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "keep": keep})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.sub_(group["lr"] * torch.lerp(p.grad, m, group["momentum"]).sign())
+                m.lerp_(p.grad, 1 - group["keep"])
+
+
+class Form(NamedTuple):
+    """An optimiser but for its learning rate, and what cuts the gradients of a world before it."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    clip: Callable[[list[torch.nn.Parameter]], object] | None = None
+
+
+def _phi(phi: str, scale: str) -> list[Form]:
+    options = {"feature_map": phi, "input_scale": scale, "momentum": MOMENTUM, "on_nonfinite": "propagate"}
+    return [Form(partial(PhiMomentum, **options))]  # type: ignore[arg-type]
+
+
+SGD = partial(torch.optim.SGD, momentum=MOMENTUM)
+CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best on the judges
+    "SGD": [Form(SGD)],
+    "SGD, norm clipped": [Form(SGD, partial(clip_grad_norm_, max_norm=t)) for t in (1.0, 4.0, 16.0)],
+    "SGD, numbers clipped": [Form(SGD, partial(clip_grad_value_, clip_value=t)) for t in (0.1, 1.0, 3.0)],
+    "AdamW": [
+        Form(partial(torch.optim.AdamW, betas=(MOMENTUM, b), weight_decay=0.0)) for b in (0.95, 0.99, 0.999)
+    ],
+    "Lion": [Form(partial(Lion, momentum=MOMENTUM, keep=keep)) for keep in (0.9, 0.99, 0.999)],
+    "phi: identity, rms": _phi("identity", "rms"),
+    "phi: tanh, as they come": _phi("tanh", "none"),
+    "phi: tanh, rms": _phi("tanh", "rms"),
+}  # fmt: skip
+QUICK = ("SGD", "AdamW", "phi: identity, rms", "phi: tanh, rms")
+
+
+class Task(NamedTuple):
+    """Worlds of one kind, steps in them, and learning rates to choose from."""
+
+    world: Callable[[int], World]
+    steps: int
+    grid: tuple[float, ...] = GRID
+
+
+TASKS = {
+    "noise of every number, t": Task(partial(Bowl, DF), 400),
+    "the same, normal": Task(partial(Bowl, math.inf), 400),
+    "noise of labels, t": Task(Labels, 400),
+    "text (bits)": Task(Reading, 200, GRID[:-3]),
+}
+
+
+def descended(task: Task, form: Form, lr: float, seeds: Sequence[int], steps: int) -> list[float]:
+    """The score of every seed after a cosine to 0; one optimiser has all of them, each its own parameters."""
+    worlds = [task.world(seed) for seed in seeds]
+    optimizer = form.make([p for world in worlds for p in world.params], lr)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 + math.cos(math.pi * step / steps)) / 2
+        for world in worlds:
+            world.gradients()
+            if form.clip is not None:
+                form.clip(world.params)
+        optimizer.step()
+    scores = [world.score() for world in worlds]
+    return [min(score, LOST) if math.isfinite(score) else LOST for score in scores]
 
 
 class Optim(Study):
-    """Memories of gradients against momentum, AdamW and Muon, each at its best learning rate."""
+    """phi-momentum, and whoever else bounds what an outlier does."""
 
     name: ClassVar[str] = "optim"
-    about: ClassVar[str] = "Do optimisers whose momentum is a memory descend faster than plain momentum and AdamW?"
-    count: ClassVar[int] = 4
+    about: ClassVar[str] = "Where does the feature map of phi-momentum act, and is it ahead of what others do there?"
+    count: ClassVar[int] = 8
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every entrant on every task."""
-        budget = Budget.of(quick)
-        others = [1000 + seed for seed in seeds]
-        lessons: dict[str, Lesson] = {}
-        if budget.text:
-            lessons["text"] = draw_text([*seeds, others[0]], budget.text)
-        if budget.recall:
-            lessons["recall"] = draw_recall([*seeds, others[0]], budget.recall)
+        """Every contender on every task, at the rate and form that were best on the judges."""
+        names = QUICK if quick else tuple(CONTENDERS)
+        tasks = dict(list(TASKS.items())[:1]) if quick else TASKS
+        found: dict[str, dict[str, list[float]]] = {task: {} for task in tasks}
+        chosen: dict[str, dict[str, float]] = {task: {} for task in tasks}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "phi sees")  # which maps are linear is a result here
-            outcomes = [
-                _outcome(entrant, budget, seeds, others, lessons) for entrant in progress(budget.entrants, "optimisers")
-            ]
-        times = costs(budget.entrants)  # they differ from run to run: printed, not filed
-        rows = [(e.name, f"{t:.1f}") for e, t in zip(budget.entrants, times, strict=True)]
-        print_table(("optimiser", "CPU time of a step / that of SGD"), rows)
-        return report(outcomes, budget, lessons)
+            warnings.filterwarnings("ignore", "phi sees")  # that tanh is a straight line there is a result here
+            for kind, task in tasks.items():
+                steps, grid = (100, task.grid[1:6:2]) if quick else (task.steps, task.grid)
+                for name in progress(names, f"{kind}, {steps} steps"):
+                    cells = [(form, lr) for form in CONTENDERS[name] for lr in grid]
+                    form, lr = min(cells, key=lambda cell: sum(descended(task, cell[0], cell[1], JUDGES, steps)))
+                    chosen[kind][name] = lr
+                    found[kind][name] = descended(task, form, lr, seeds, steps)
+        return report(found, chosen)
 
 
-def _outcome(
-    entrant: Entrant, budget: Budget, seeds: Sequence[int], others: Sequence[int], lessons: Lessons
-) -> Outcome:
-    make, grid = entrant.make, budget.grid
-    learned = {task: score_lesson(make, grid, seeds, others[0], lesson) for task, lesson in lessons.items()}
-    return Outcome(
-        entrant,
-        score(make, grid, quadratic(others), quadratic(seeds), budget.quadratic),
-        score(make, grid, rosenbrock(others), rosenbrock(seeds), budget.rosenbrock),
-        sweep(make, grid, budget.warps, seeds, budget.sweep),
-        learned.get("text"),
-        learned.get("recall"),
-        state_bytes(entrant),
-    )
-
-
-def report(outcomes: Sequence[Outcome], budget: Budget, lessons: Lessons) -> Result:
-    """The table, what it means and the figure."""
-    base = outcomes[0]
-    columns = ["optimiser", "quadratic (log10 loss)", "Rosenbrock (log10 loss)"]
-    columns += ["warped: reached", "warped: won", "warped: lost"]
-    columns += [f"{TASKS[task]} (bits per answer)" for task in lessons]
-    columns += ["state (bytes per parameter)"]
-    rows = [_row(outcome, base, lessons) for outcome in outcomes]
-    still = zero_gradient()
-    print_table(*_fixed_points(still))
+def report(found: dict[str, dict[str, list[float]]], chosen: dict[str, dict[str, float]]) -> Result:
+    """Scores of every contender, phi against its baselines, and the figure."""
+    tasks, names = list(found), list(next(iter(found.values())))
+    columns = ["optimiser", *(text for task in tasks for text in (task, "lr"))]
+    rows: list[list[Cell]] = [
+        [name, *(cell for task in tasks for cell in (Spread.of(found[task][name]), f"{chosen[task][name]:.2g}"))]
+        for name in names
+    ]
+    own, notes = "phi: tanh, rms", []
+    for task in tasks:
+        gaps = {
+            name: Spread.of(a - b for a, b in zip(found[task][own], found[task][name], strict=True))
+            for name in names if name != own
+        }  # fmt: skip
+        notes.append(f"{task}: {own} minus " + ", ".join(f"{name} {gap}" for name, gap in gaps.items()))
+    notes += [
+        f"momentum {MOMENTUM}; a cosine to 0 from the best of {len(GRID)} rates, 1 to 1e-5 (text: to 3e-4), and of "
+        "three thresholds or second factors where there are any, chosen on two other seeds; mean +- standard error "
+        "over seeds, of differences seed by seed",
+        f"noise of every number: a bowl of {SIDE} x {SIDE} numbers, condition {CONDITION:g}, gradients with Student's "
+        f"t of {DF} degrees of freedom, whose variance is infinite, or normal ones; log10 of the loss after 400 steps",
+        f"noise of labels: least squares of {WIDTH} inputs and {SIDE} outputs, {ROWS} examples a step, t of {DF} in "
+        "the labels; log10 of the squared distance from the truth per output",
+        f"text: {CONTEXT} bytes through two matrices, 200 batches of 128; bits per byte held out",
+    ]  # fmt: skip
 
     def draw(figure: Any) -> None:
-        _draw(figure, outcomes, base, lessons)
+        panels = {task: {"": [Spread.of(found[task][name]) for name in names]} for task in tasks}
+        dot_plot(figure, names, panels, "less is better")
 
-    notes = [*settings(budget, lessons), *verdicts(outcomes, budget.grid), *at_zero(still)]
-    found = {at.kind: at._asdict() | {"verdict": at.verdict} for at in still}
-    data = {"results": _data(outcomes), "update of a zero gradient": found}
-    tall = 2.0 + 0.24 * len(outcomes)
-    return Result(columns, rows, notes, draw, size=(16.0, max(tall, 5.0)), data=data)
-
-
-def _row(outcome: Outcome, base: Outcome, lessons: Lessons) -> list[Cell]:
-    reached, won, lost = outcome.sweep.against(base.sweep)
-    shares = [Spread.of(share.tolist()) for share in (reached, won, lost)]
-    scores = [Spread.of(getattr(outcome, task).values.tolist()) for task in ("quadratic", "rosenbrock", *lessons)]
-    return [outcome.entrant.name, *scores[:2], *shares, *scores[2:], round(outcome.bytes, 2)]
-
-
-def _fixed_points(still: Sequence[AtZero]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Which phi move weights at a gradient of zero, as a table."""
-    header = ("phi", "lift", "largest feature of 0", *(f"moved, {form}" for form in FORMS), "")
-    rows = []
-    for at in still:
-        value = "-" if at.value is None else f"{at.value:.2g}"
-        moved = ["-" if isinstance(by, str) else f"{by:.2g}" for by in at.moved.values()]
-        rows.append((at.kind, at.lift, value, *moved, at.verdict))
-    return header, rows
-
-
-def _data(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    return {
-        o.entrant.name: {
-            "quadratic": o.quadratic._asdict(),
-            "rosenbrock": o.rosenbrock._asdict(),
-            "warped": o.sweep._asdict(),
-            "text": None if o.text is None else o.text._asdict(),
-            "recall": None if o.recall is None else o.recall._asdict(),
-        }
-        for o in outcomes
-    }
-
-
-def _draw(figure: Any, outcomes: Sequence[Outcome], base: Outcome, lessons: Lessons) -> None:
-    """What is learned no better than by chance is drawn there, so as not to hide the others."""
-    tasks = [[getattr(o, task).values for o in outcomes] for task in TASKS if has(outcomes, task)]
-    order = [outcomes[i] for i in ranked(tasks)]
-    names, lower = ("memories", "torch"), "log10 of the loss"
-    panels = [
-        Panel("Quadratic", lower, [o.quadratic.values for o in order], names),
-        Panel("Rosenbrock", lower, [o.rosenbrock.values for o in order], names),
-    ]
-    for task, lesson in lessons.items():
-        worst = lesson.chance
-        label = f"bits ({worst:.2f}: chance or worse)"
-        found = [getattr(o, task).values.clamp(max=worst) for o in order]
-        panels.append(Panel(TASKS[task], label, found, names))
-    shares = [o.sweep.against(base.sweep) for o in order]
-    won, lost = [share[1] for share in shares], [share[2] for share in shares]
-    label = "share of surfaces"
-    panels.append(Panel("Warped surfaces", label, won, ("won against momentum", "lost"), lost))
-    dot_plot(figure, [o.entrant.name for o in order], [o.entrant.is_memory for o in order], panels)
+    return Result(
+        columns, rows, notes, draw, size=(3.4 * len(tasks) + 1.6, 3.6), data={"scores": found, "rates": chosen}
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish
+from hecate.microscope.style import COLOURS, MARKERS, finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
 from studies.associations import (
@@ -207,9 +207,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
     ]
 
     def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2, sharey=True)
-        _draw_sizes(left, outcomes)
-        _draw_training(right, outcomes)
+        _draw_sizes(figure.subplots(), outcomes)
 
     data = {
         f"{o.contender.name} S={o.size}": {
@@ -218,7 +216,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         }
         for o in outcomes
     }
-    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(12, 6), data=data)
+    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(7, 6), data=data)
 
 
 def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
@@ -237,21 +235,3 @@ def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
         "loss of a question", yscale="log", xticks=sorted({o.size for o in outcomes}),
         ylim=(2e-4, 1),
     )  # fmt: skip
-
-
-def _draw_training(axes: Any, outcomes: list[Outcome]) -> None:
-    top = max(o.size for o in outcomes)
-    for index, contender in enumerate(CONTENDERS):
-        for outcome in outcomes:
-            if outcome.contender is not contender or outcome.size != top:
-                continue
-            for number, trained in enumerate(outcome.curves):
-                steps = [EVERY * (i + 1) for i in range(len(trained.losses))]
-                look = {"color": COLOURS[index], "linestyle": DASHES[index]}
-                label = contender.name if number == 0 else None
-                mark = {"marker": MARKERS[index], "markersize": 3}
-                axes.plot(steps, trained.losses, label=label, **look, **mark)
-                if trained.lost and len(trained.losses) > 1:
-                    end = (steps[-2], trained.losses[-2])
-                    axes.annotate("no number", end, (6, 4), textcoords="offset points", fontsize=8)
-    finish(axes, f"Training at S = {top}, every seed", "steps", "loss of a question", yscale="log")

@@ -1,78 +1,55 @@
-"""recall: accuracy of associative recall against the size of the state, by feature map and rule."""
+"""recall: what trained memories answer: pairs that others replace, and pairs behind more and more of nothing."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from hecate.data import MQAR
-from hecate.microscope.style import COLOURS, MARKERS, finish
-from hecate.models import LanguageModel, LanguageModelConfig
+from hecate.compare import interval
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
 from hecate.rule import bytes_of
-from hecate.train.config import BudgetConfig, ExperimentConfig, OptimConfig
-from hecate.train.trainer import Trainer
+from studies.dots import dot_plot
+from studies.layers import JUDGE, JUDGED, best_rate, experiment, judged, trained
 from studies.study import Cell, Progress, Result, Spread, Study
 
-TASK = MQAR(vocab_size=32, num_pairs=8, seq_len=32, random_filler=False)
-WIDTH = 32  # of the model and of values
-RATES = (2e-2, 5e-3)  # outer learning rates to choose from; a quick run takes the first
-JUDGE = 1000  # the seed that they are chosen on
-BATCH, EVAL_BATCHES = 32, 16
-QUICK = {("sum", "elu", 16), ("delta", "elu", 4), ("delta", "elu", 16)}
-TAPS = 2  # of the convolution that shows a token the one before it
+WIDTH, TAPS, RATES = 32, 2, (2e-2, 5e-3)
+ATTENTION, MORE = "attention, the same convolution", 3  # times the steps: it learns later
+DEEP = "deep: "  # before the names of memories of more than one layer
 
 
-class Mixer(NamedTuple):
-    """A memory of one size; softmax attention where there is none."""
+class Task(NamedTuple):
+    """A task, at the length of training and beyond it; steps of training, and what guessing scores."""
 
-    rule: str
-    phi: str
-    d_key: int
-    memory: dict[str, Any] | None
-    qk_norm: str = "none"
-    quick: bool = False
+    data: dict[str, Any]
+    lengths: tuple[int, ...]
+    steps: int
+    chance: float
 
-    @property
-    def name(self) -> str:
-        """The curve that it is a point of."""
-        return f"{self.rule}, {self.phi}" if self.phi else self.rule
+    def at(self, length: int) -> dict[str, Any]:
+        """The task at a length; 0 where it has but one."""
+        return {**self.data, "seq_len": length} if length else self.data
 
 
-def mixers() -> list[Mixer]:
-    """Every point of every curve, from the smallest state to the largest."""
-    plain = {"bias": "dot", "normalizer": "sum"}
-    found = [Mixer("softmax attention", "", WIDTH, None)]
-
-    def add(rule: str, phi: str, memory: dict[str, Any], *widths: int) -> None:
-        norm = "l2" if phi == "identity" else "none"
-        for d in widths:
-            quick = (rule, phi, d) in QUICK
-            found.append(Mixer(rule, phi, d, memory, norm, quick))
-
-    add("sum", "elu", {**plain, "feature_map": "elu"}, 4, 8, 16, 32)
-    add("sum", "DPFP-1", {**plain, "feature_map": "dpfp"}, 2, 4, 8, 16)
-    add("sum", "Taylor", {**plain, "feature_map": "taylor"}, 4, 8, 16)
-    for features in (8, 16, 32, 64):
-        favor = {"kind": "favor", "num_features": features}
-        add("sum", "FAVOR+", {**plain, "feature_map": favor}, 16)
-    for rule, kind, most in (("delta", "delta", 4), ("gated delta", "gated_delta", 3)):
-        add(rule, "identity", {"kind": kind}, *(4, 8, 16, 32)[:most])
-        add(rule, "elu", {"kind": kind, "feature_map": "elu"}, *(4, 8, 16, 32)[:most])
-        add(rule, "DPFP-1", {"kind": kind, "feature_map": "dpfp"}, *(2, 4, 8, 16)[:most])
-    return found
+TASKS = {
+    "replaced": Task({"kind": "retrieval", "num_keys": 8, "queries": 4, "replacement": True}, (0,), 300, 1 / 8),
+    "far": Task(
+        {"kind": "mqar", "vocab_size": 64, "num_pairs": 4, "power": 1.0, "random_filler": False},
+        (64, 256, 1024), 300, 1 / 32,
+    ),
+}  # fmt: skip
 
 
 class Convolved(nn.Module):
-    """Attention over all tokens, behind the short convolution that a memory layer has within."""
+    """Attention over all tokens behind the convolution that memories have, without which it never sees what follows a
+    key."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: Generator) -> None:
         super().__init__()
         self.conv = ShortConv(WIDTH, TAPS)
         self.conv.reset_parameters(generator)
@@ -84,195 +61,91 @@ class Convolved(nn.Module):
         return y, after
 
 
-def trainer_of(mixer: Mixer, seed: int, steps: int, lr: float) -> Trainer:
-    """A model of one layer, without MLP or output gate, and its training."""
-    sizes: dict[str, Any] = {"d_model": WIDTH, "layers": 1, "heads": 1, "mlp_ratio": 0}
-    if mixer.memory is None:
-        model = LanguageModelConfig.model_validate({**sizes, "attention": {"kind": "attention"}})
-    else:
-        model = LanguageModelConfig.model_validate({
-            **sizes, "memory": mixer.memory, "d_key": mixer.d_key, "d_value": WIDTH,
-            "qk_norm": mixer.qk_norm, "conv_kernel": TAPS, "output_gate": False,
-            "learned_initial": False,
-        })  # fmt: skip
-    config = ExperimentConfig(
-        seed=seed,
-        model=model,
-        data=TASK,
-        optim=OptimConfig(lr=lr, weight_decay=0.0),
-        budget=BudgetConfig(steps=steps, batch_size=BATCH, eval_batches=EVAL_BATCHES),
-    )
-    if mixer.memory is not None:
-        return Trainer(config)
-    generator = torch.Generator().manual_seed(seed)
-    own = LanguageModel(config.model_for_data(), generator=generator)
-    own.blocks[0].memory = Convolved(generator)
-    return Trainer(config, model=own)
+def contenders() -> dict[str, dict[str, Any]]:
+    """Models by the rule of their memory and the width of its keys, and attention."""
+
+    def memory(rule: str, d_key: int = 16) -> dict[str, Any]:
+        return {"memory": rule, "d_key": d_key, "d_value": WIDTH, "conv_kernel": TAPS, "output_gate": False}
+
+    flat = ("linear_attention", "delta", "gated_delta", "mesa", "titans_linear")
+    return {
+        "gated_delta, d_key 4": memory("gated_delta", 4),
+        **{rule: memory(rule) for rule in flat},
+        f"{DEEP}titans": memory("titans") | {"d_value": 16},
+        ATTENTION: {"attention": {"kind": "attention"}},
+    }
 
 
-@torch.no_grad()
-def state_bytes(model: nn.Module) -> int:
-    """Bytes that a sequence of the task leaves in the weights of a memory and its normaliser, or
-    in the keys and values of attention."""
-    _, (state,) = model(torch.zeros(1, TASK.seq_len, dtype=torch.int64))
-    if isinstance(state, SlidingState):
-        return bytes_of((state.keys, state.values))
-    memory = state.memory
-    own = [memory.memory] if memory.normalizer is None else [memory.memory, memory.normalizer.memory]
-    return bytes_of(own)
-
-
-def accuracy_of(mixer: Mixer, seed: int, steps: int, lr: float) -> tuple[float, int]:
-    """Accuracy after training, and the bytes of the state."""
-    trainer = trainer_of(mixer, seed, steps, lr)
-    for _ in range(steps):
-        trainer.train_step()
-    return trainer.evaluate().accuracy, state_bytes(trainer.model)
-
-
-class Outcome(NamedTuple):
-    """A mixer, its size, the rate that was best for it, and its accuracy by seed."""
-
-    mixer: Mixer
-    bytes: int
-    lr: float
-    accuracy: list[float]
-
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return sum(self.accuracy) / len(self.accuracy)
+QUICK = ("delta", "linear_attention")
 
 
 class Recall(Study):
-    """A small form of the recall studies of Zoology (Arora et al., 2023, arXiv 2312.04927) and
-    Based (Arora et al., 2024, arXiv 2402.18668)."""
+    """Overwriting (fast weight programmers, arXiv 2102.11174), and a needle in a haystack."""
 
     name: ClassVar[str] = "recall"
-    about: ClassVar[str] = "How much recall does a byte of state buy, by feature map and rule?"
-    count: ClassVar[int] = 2
+    about: ClassVar[str] = "What do trained memories answer of pairs that others replaced, and of pairs from long ago?"
+    count: ClassVar[int] = 3
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every mixer from every seed, at the rate that was better on a seed of its own."""
-        steps, rates = (200, RATES[:1]) if quick else (400, RATES)
-        chosen = [mixer for mixer in mixers() if mixer.quick or not quick]
-        outcomes = []
-        for mixer in progress(chosen, f"{steps} steps each"):
-            lr = rates[0]
-            if len(rates) > 1:
-                tries = [accuracy_of(mixer, JUDGE, steps, rate)[0] for rate in rates]
-                lr = rates[tries.index(max(tries))]
-            found = [accuracy_of(mixer, seed, steps, lr) for seed in seeds]
-            outcomes.append(Outcome(mixer, found[0][1], lr, [accuracy for accuracy, _ in found]))
-        return report(outcomes, steps)
+        """Trains every contender on every task from every seed, at the rate that is better on a seed of its own."""
+        names = QUICK if quick else tuple(contenders())
+        tasks = {kind: TASKS[kind] for kind in list(TASKS)[: 1 if quick else None]}
+        rates = RATES[:1] if quick else RATES
+        found: dict[str, list[tuple[int, float, list[list[float]]]]] = {name: [] for name in names}
+        for kind, task in tasks.items():
+            for name in progress(names, kind):
+                steps = 120 if quick else task.steps * (MORE if name == ATTENTION else 1)
+                model = {"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, **contenders()[name]}
+                data, since = task.at(task.lengths[0]), 0.0 if len(task.lengths) == 1 else 0.5
+
+                run = partial(trained, model, data, steps=steps, mixer=Convolved if name == ATTENTION else None)
+                lr = best_rate(rates, lambda lr: judged(run(JUDGE, lr), data, since))  # noqa: B023
+                runs = [run(seed, lr) for seed in seeds]
+                scores = [[judged(each, task.at(length), since) for each in runs] for length in task.lengths]
+                length = experiment(model, data, 0, lr, steps).seq_len
+                with torch.no_grad():
+                    _, state = runs[0].model(torch.zeros(1, length, dtype=torch.int64))
+                found[name].append((bytes_of(state), lr, scores))
+        return report(found, tasks)
 
 
-def ordered(outcomes: Sequence[Outcome]) -> tuple[int, int]:
-    """Pairs in which the larger state is at least as accurate, and all whose sizes differ by more
-    than a normaliser's share."""
-    pairs = [sorted(pair, key=lambda o: o.bytes) for pair in itertools.combinations(outcomes, 2)]
-    apart = [(a, b) for a, b in pairs if b.bytes > 1.1 * a.bytes]
-    return sum(b.mean >= a.mean for a, b in apart), len(apart)
-
-
-def against_sum(outcomes: Sequence[Outcome], rule: str) -> list[tuple[str, Spread]]:
-    """Accuracy of a rule minus that of the sum with the same map and width, seed by seed."""
-    by = {(o.mixer.rule, o.mixer.phi, o.mixer.d_key): o for o in outcomes}
-    found = []
-    for (other, phi, d), outcome in by.items():
-        base = by.get(("sum", phi, d))
-        if other == rule and base is not None:
-            gaps = [a - b for a, b in zip(outcome.accuracy, base.accuracy, strict=True)]
-            found.append((f"{phi} {d}", Spread.of(gaps)))
-    return found
-
-
-def claims(outcomes: Sequence[Outcome]) -> list[str]:
-    """What is published, and whether it is so here."""
-    fixed = [o for o in outcomes if o.mixer.memory is not None]
-    right, pairs = ordered(fixed)
-    said = [
-        "claimed (Zoology, 2023; Based, 2024): accuracy follows the size of the state; here the "
-        "larger of two states is at "
-        f"least as accurate in {right} of {pairs} pairs"
+def report(found: dict[str, list[tuple[int, float, list[list[float]]]]], tasks: dict[str, Task]) -> Result:
+    """The table, with intervals, and the figure."""
+    titles = [
+        kind if length == 0 else f"{kind}, {length} tokens" for kind, task in tasks.items() for length in task.lengths
     ]
-    names = dict.fromkeys(o.mixer.name for o in fixed)
-    within = {name: ordered([o for o in fixed if o.mixer.name == name]) for name in names}
-    fails = [f"{name} ({r} of {n} pairs)" for name, (r, n) in within.items() if r < n]
-    said.append(
-        "claimed: so it does within one map and rule (Based: with the width of Taylor); here "
-        + (f"it does NOT in {', '.join(fails)}" if fails else "it holds for every one")
-    )
-    sources = {"delta": "claimed (DeltaNet, 2024)", "gated delta": "to be expected then"}
-    for rule, source in sources.items():
-        gaps = against_sum(outcomes, rule)
-        if gaps:
-            ahead = sum(gap.mean > gap.error for _, gap in gaps)
-            behind = sum(gap.mean < -gap.error for _, gap in gaps)
-            listed = ", ".join(f"{name}: {gap}" for name, gap in gaps)
-            said.append(
-                f"{source}: {rule} above sum at equal state; here by more than a standard error in "
-                f"{ahead} of {len(gaps)} cases, below by as much in {behind} (difference in "
-                f"accuracy by phi and d_key: {listed})"
-            )
-    return said
-
-
-def report(outcomes: list[Outcome], steps: int) -> Result:
-    """The table, what it means and the figure."""
-    columns = [
-        "rule", "phi", "d_key", "state (bytes)", "outer lr", "published", "accuracy (share)",
-    ]  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            o.mixer.rule, o.mixer.phi or None, o.mixer.d_key, o.bytes, o.lr,
-            "figure only", Spread.of(o.accuracy),
-        ]
-        for o in outcomes
-    ]  # fmt: skip
+    chances = [task.chance for task in tasks.values() for _ in task.lengths]
+    columns = ["memory", "state (bytes)", *(text for title in titles for text in (title, "95 %"))]
+    rows: list[list[Cell]] = [["a guess", None, *(cell for chance in chances for cell in (round(chance, 3), None))]]
+    spreads: dict[str, list[Spread]] = {}
+    for name, outcomes in found.items():
+        scores = [values for _, _, lengths in outcomes for values in lengths]
+        spreads[name] = [Spread.of(values) for values in scores]
+        cells = [cell for values in scores for cell in (Spread.of(values), _interval(values))]
+        rows.append([name, outcomes[0][0], *cells])
+    steps = ", ".join(f"{kind} {task.steps}" for kind, task in tasks.items())
     notes = [
-        f"multi-query associative recall: {TASK.num_pairs} pairs, {TASK.seq_len} tokens, "
-        f"vocabulary {TASK.vocab_size}; a guess among the values of the row is right in 1 of "
-        f"{TASK.num_pairs}; the rest of a row is token 0; mean +- standard error over seeds",
-        f"one layer of width {WIDTH} with one head, values of width {WIDTH}, a convolution of "
-        f"{TAPS} taps, no MLP, no output gate, memories that start at zero",
-        f"{steps} steps of AdamW, batch {BATCH}, cosine decay, and of the rates in the table the "
-        f"one that was better on seed {JUDGE}; not all have converged",
-        "published figures (Zoology, Based: vocabulary 8192, 2 layers, 64 epochs, swept rates) "
-        "have no table and are out of reach here; their statements are compared instead",
-        "state: weights of a memory with those of its normaliser; of attention the keys and values "
-        f"of {TASK.seq_len} tokens, which grow with every token",
-        "phi of delta rules is brought to unit length; FAVOR+: positive features of d_key 16, more "
-        "and more of them, drawn once",
-        *claims(outcomes),
+        "replaced: 16 pairs of 8 keys and 8 values, drawn with replacement, then 4 keys, asked for their last values; "
+        "far: 4 pairs of 31 keys and 32 values, then a token that means nothing, again and again, and anywhere in it "
+        f"each key once, asked in the later half; trained at {TASKS['far'].lengths[0]} tokens",
+        f"one layer of width {WIDTH}, one head, keys of width 16 unless said, a convolution of 2 taps, no MLP, no "
+        f"output gate; AdamW, steps of 32 sequences: {steps}, attention {MORE} times as many; the better of "
+        f"{len(RATES)} rates on seed {JUDGE}; {JUDGED} sequences judged; not all have converged",
+        "mean +- standard error over seeds, and Student's interval of 95 %, cut at 0 and 1; state: all that is carried "
+        "after a sequence of the first task, of attention its cache",
+        f"{DEEP}memories of two layers, values of width 16; the others are a matrix",
+        "rates: " + "; ".join(f"{name} {', '.join(f'{lr:g}' for _, lr, _ in o)}" for name, o in found.items()),
     ]
 
     def draw(figure: Any) -> None:
-        rules = list(dict.fromkeys(o.mixer.rule for o in outcomes if o.mixer.memory is not None))
-        panels = figure.subplots(1, len(rules), sharex=True, sharey=True)
-        for axes, rule in zip(panels, rules, strict=True):
-            _draw(axes, outcomes, rule)
+        panels = {title: {"": [spreads[name][at] for name in found]} for at, title in enumerate(titles)}
+        dot_plot(figure, list(found), panels, "accuracy", chances)
 
-    data = {f"{o.mixer.name} {o.bytes}": o.accuracy for o in outcomes}
-    return Result(columns, rows, notes, draw, size=(13, 5.5), data=data)
+    return Result(columns, rows, notes, draw, size=(2.6 * len(titles) + 2.0, 4.2), data={"scores": found})
 
 
-def _draw(axes: Any, outcomes: list[Outcome], rule: str) -> None:
-    names = list(dict.fromkeys(o.mixer.phi for o in outcomes if o.mixer.phi))
-    for index, phi in enumerate(names):
-        own = [o for o in outcomes if (o.mixer.rule, o.mixer.phi) == (rule, phi)]
-        if own:
-            spreads = [Spread.of(o.accuracy) for o in own]
-            errors = [spread.error if spread.seeds > 1 else 0 for spread in spreads]
-            axes.errorbar(
-                [o.bytes for o in own], [o.mean for o in own], errors, capsize=2, label=phi,
-                color=COLOURS[index], marker=MARKERS[index],
-            )  # fmt: skip
-    for o in outcomes:
-        if o.mixer.memory is None:
-            label = f"softmax attention, {o.bytes} bytes"
-            axes.axhline(o.mean, color="0.5", linestyle="--", linewidth=1, label=label)
-    finish(
-        axes, f"{rule} rule", "state of a sequence (bytes)", "accuracy (share of queries)",
-        xscale="log", ylim=(0, 1.04),
-    )  # fmt: skip
+def _interval(values: Sequence[float]) -> str | None:
+    if len(values) < 2:
+        return None
+    mean, half = interval(values)[:2]
+    return f"{max(0.0, mean - half):.2f} to {min(1.0, mean + half):.2f}"

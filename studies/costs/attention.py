@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan, named_rule, phi
 from studies.costs import peers
-from studies.costs.cases import WIDTH, scan, sequence, work
-from studies.costs.harness import Row, Size, compare
+from studies.costs.harness import WIDTH, Row, Size, compare, scan, sequence, work
 
 NATIVE = Path("runs/fast-transformers-native")
 
@@ -25,7 +24,6 @@ def linear(size: Size) -> Iterator[Row]:
     if peers.installed("fla-core"):
         chunked = peers.fla("linear_attn").naive_chunk_linear_attn
     yield compare(
-        "linear",
         f"linear attention, T={size.length}",
         scan(MemoryConfig(bias="dot", query_scale="key_dim")),
         "fla-core naive chunk (C=64)",
@@ -39,7 +37,6 @@ def linear(size: Size) -> Iterator[Row]:
         (size.short(16384), size.fewer(9), (None, 0.04), (None, 0.02)),
     ):
         yield compare(
-            "linear",
             f"linear attention, T={length}",
             scan(named_rule("hebbian")),
             "torch SDPA, causal",
@@ -64,7 +61,6 @@ def _kernels(size: Size) -> Iterator[Row]:
         ("native build", native, (0.95, 0.75), (0.35, 0.40), flags),
     ):
         yield compare(
-            "linear",
             f"linear attention, T={size.length}",
             scan(named_rule("hebbian")),
             f"fast-transformers C++, {name}",
@@ -90,7 +86,6 @@ def _performer(size: Size) -> Row:
     if peers.installed("performer-pytorch"):
         theirs = peers.performer(params["frozen"]["w"][0].mT.contiguous())
     return compare(
-        "linear",
         f"linear attention, ReLU features ({features.output_dim(WIDTH)}), normaliser",
         ours,
         "performer-pytorch on a CPU",

@@ -1,4 +1,4 @@
-"""Equal results first, then medians of interleaved runs in process CPU time, and their ratio."""
+"""The reference inputs; equal results first, then medians of interleaved runs in process CPU time, and their ratio."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hecate import Gates, MemoryConfig, memory_scan
+
 Function = Callable[..., Tensor]
 Run = Callable[[], object]
 Pair = tuple[float | None, float | None]
 NONE: Pair = (None, None)
+BATCH, HEADS, WIDTH = 2, 4, 64
 
 
 class Size(NamedTuple):
@@ -52,7 +55,6 @@ class Cost(NamedTuple):
 class Row(NamedTuple):
     """One comparison. `floor` and `goal` are ratios: forward, forward with backward."""
 
-    group: str
     case: str
     peer: str
     forward: Cost | None = None
@@ -62,13 +64,11 @@ class Row(NamedTuple):
     floor: Pair = NONE
     goal: Pair = NONE
     memory_goal: Pair = NONE  # floor, goal
-    slopes: Pair = NONE  # of log time over log T, in place of ratios
     ceiling: float | None = None  # achieved GFLOP/s of the forward over those of a matrix product
     note: str = ""
 
 
 def compare(
-    group: str,
     case: str,
     ours: Function,
     peer: str,
@@ -89,7 +89,7 @@ def compare(
     norm; None says that the peer computes another function. Where the peer is None its package is
     not installed, and the row says so.
     """
-    row = Row(group, case, peer, floor=floor, goal=goal)
+    row = Row(case, peer, floor=floor, goal=goal)
     if theirs is None:
         return row._replace(note=f"absent: pip install {package}")
     errors, costs = [], {}
@@ -99,7 +99,7 @@ def compare(
             if tolerance is not None:
                 errors.append(difference(*(side() for side in sides)))
                 if not errors[-1] <= tolerance:
-                    raise AssertionError(f"{group}, {case}: results differ by {errors[-1]:.2e} from {peer}")
+                    raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer}")
             costs[name] = timed(*sides, repeats)
     share = None
     if flops is not None and "f" in costs:
@@ -191,3 +191,36 @@ def peak_mib(run: Run) -> float:
         held += change
         peak = max(peak, held)
     return peak / 2**20
+
+
+def sequence(
+    length: int, *, batch: int = BATCH, heads: int = HEADS, width: int = WIDTH
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of unit length, v of unit variance: `[B, T, H, D]` in float32."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (batch, length, heads, width)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(3))
+    return torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v
+
+
+def gates(length: int, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Tensor, ...]:
+    """lr in (0, largest), retain in (0.9, 0.999) and momentum in (0.4, 0.9), `[B, T, H]`."""
+    generator = torch.Generator().manual_seed(1)
+    lr, retain, momentum = (
+        torch.rand((batch, length, HEADS), generator=generator, dtype=torch.float32) for _ in range(3)
+    )
+    return largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum
+
+
+def scan(config: MemoryConfig, **options: object) -> Callable[..., Tensor]:
+    """The outputs of `memory_scan` as a function of q, k, v and as many gates as are given."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        return memory_scan(config, q, k, v, Gates(*given), **options)[0]
+
+    return run
+
+
+def work(length: int, products: int) -> float:
+    """Floating point operations of a recurrence with so many state-sized products per token."""
+    return 2.0 * products * BATCH * HEADS * length * WIDTH**2

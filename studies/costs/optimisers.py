@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
-from studies.costs.cases import WIDTH
-from studies.costs.harness import NONE, Pair, Row, Run, Size, timed
+from studies.costs.harness import NONE, WIDTH, Pair, Row, Run, Size, timed
 
 SAMPLES = 256
 LR = 1e-3
@@ -81,7 +80,7 @@ def _row(
     ours, theirs = (_steps(chosen, size, matrices) for chosen in (make, other))
     cost = timed(ours, theirs, size.fewer(3 if peer in TORCH_MUON else 1))
     note = f"{_count(size) / 1e6:.2g}M parameters"
-    return Row("optim", case, peer, forward=cost, floor=floor, goal=goal, note=note)
+    return Row(case, peer, forward=cost, floor=floor, goal=goal, note=note)
 
 
 def _steps(make: Make, size: Size, matrices: bool) -> Run:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, retention, structure
 from studies.costs import peers
-from studies.costs.cases import WIDTH, gates, scan, sequence, work
-from studies.costs.harness import Row, Size, compare
+from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence, work
 from studies.costs.loops import matrix_loop
 
 FLA = "fla-core einops"
@@ -28,7 +27,6 @@ def delta(size: Size) -> Iterator[Row]:
             return chunked(*(x.transpose(1, 2) for x in (q, k, v, lr)))[0].transpose(1, 2)
 
     yield compare(
-        "delta",
         f"delta, T={size.length}",
         scan(MemoryConfig(query_scale="key_dim")),
         "fla-core naive chunk (C=32)",
@@ -53,7 +51,6 @@ def gated_delta(size: Size) -> Iterator[Row]:
 
     config = named_rule("gated_delta").model_copy(update={"key_norm": "none", "query_scale": "key_dim"})
     yield compare(
-        "gated delta",
         f"gated delta, T={size.length}",
         scan(config),
         "fla-core naive chunk (C=32)",
@@ -81,7 +78,6 @@ def titans(size: Size) -> Iterator[Row]:
             else "titans-pytorch, chunks of 64 (an approximation)"
         )
         yield compare(
-            "titans",
             f"Titans linear with momentum, {case}, T={length}",
             scan(config),
             name,
@@ -113,7 +109,6 @@ def mlp(size: Size) -> Iterator[Row]:
         if per_chunk:  # one step per chunk has one gate: the peer's is the mean over the chunk
             retain, momentum = (gate[:, ::chunk].repeat_interleave(chunk, 1)[:, :length] for gate in (retain, momentum))
         yield compare(
-            "mlp",
             f"Titans MLP, one step per {'chunk' if per_chunk else 'token'}, T={length}",
             _mlp(config, initial, per_chunk),
             f"titans-pytorch, batches of {chunk}, same function",
@@ -162,7 +157,6 @@ def biases(size: Size) -> Iterator[Row]:
             bias=loss, retention="decay", algorithm=algorithm.Momentum() if momentum else algorithm.GD()
         )
         yield compare(
-            "biases",
             f"{name}{' with momentum' if momentum else ''}, T={length}",
             scan(config),
             "token loop in torch under autograd",

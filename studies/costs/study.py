@@ -25,17 +25,9 @@ NOTES = (
 class Costs(Study, abstract=True):
     """One pass in float32, on inputs of its own: the seeds given change nothing."""
 
-    count = 1
-    timed = True
-    inches: ClassVar[tuple[float, float] | None] = None  # of the figure, if not by its rows
-
-    def cases(self, size: Size) -> Iterator[Row]:
-        """The comparisons, one by one."""
-        raise NotImplementedError(f"{type(self).__name__} compares nothing")
-
-    def draw(self, figure: Any, rows: Sequence[Row]) -> None:
-        """By default a bar per ratio."""
-        draw(figure, rows)
+    count: ClassVar[int] = 1
+    timed: ClassVar[bool] = True
+    cases: ClassVar[Callable[[Size], Iterator[Row]]]  # the comparisons, one by one
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         size = Size(64, 1, quick=True) if quick else Size()
@@ -43,7 +35,7 @@ class Costs(Study, abstract=True):
         torch.set_default_dtype(torch.float32)
         torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
         try:
-            rows = [row for _ in progress([self.name], "cases") for row in self.cases(size)]
+            rows = [row for _ in progress([self.name], "cases") for row in type(self).cases(size)]
         finally:
             torch.set_flush_denormal(False)
             torch.set_default_dtype(before)
@@ -52,8 +44,8 @@ class Costs(Study, abstract=True):
             COLUMNS,
             [cells(row) for row in rows],
             (*NOTES, f"one matrix product: {matmul_gflops():.0f} GFLOP/s on {threads}"),
-            lambda figure: self.draw(figure, rows),
-            size=self.inches or (9.0, 1.6 + 0.28 * len(rows)),
+            lambda figure: draw(figure, rows),
+            size=(9.0, 1.6 + 0.28 * len(rows)),
             data={"matmul_gflops": matmul_gflops(), "rows": [record(row) for row in rows]},
         )
 
@@ -61,15 +53,12 @@ class Costs(Study, abstract=True):
 def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
     """A study `cost-NAME` of the rows that `cases` yields; its question is their docstring's."""
     about = (cases.__doc__ or "").partition("\n")[0]
-    own = {"name": f"cost-{name}", "about": about, "cases": lambda self, size: cases(size)}
-    return type(f"Cost_{name}", (Costs,), own)
+    return type(f"Cost_{name}", (Costs,), {"name": f"cost-{name}", "about": about, "cases": staticmethod(cases)})
 
 
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
-    times = [
-        slope if cost is None else cost.ratio for cost, slope in zip((row.forward, row.both), row.slopes, strict=True)
-    ]
+    times = [None if cost is None else cost.ratio for cost in (row.forward, row.both)]
     note = row.note if row.ceiling is None else f"{row.ceiling:.0%} of matmul {row.note}".strip()
     memory = None if row.memory is None else row.memory.ratio
     limits = [_pair(row.floor), _pair(row.goal)]

@@ -13,7 +13,7 @@ from hecate.engine.chunk import fused
 from hecate.errors import ConfigError
 from hecate.train import ExperimentConfig
 from hecate.train.trainer import Trainer, build_model, compile_chunks
-from studies.launches import as_on_a_device, counted
+from tests.launches import as_on_a_device, counted
 from tests.memories import Case, case_of, close, config_of, flat_state
 from tests.rule import test_knobs as users  # registers variants of a user
 

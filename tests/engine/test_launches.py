@@ -8,9 +8,9 @@ import torch
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.nn import Memory
-from studies.launches import as_on_a_device, counted
 from tests.engine.test_parallel import RULES
 from tests.engine.test_properties import in_pieces, whole
+from tests.launches import as_on_a_device, counted
 from tests.memories import case_of, config_of
 
 WALKED = {

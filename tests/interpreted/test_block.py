@@ -19,7 +19,7 @@ from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
 from hecate.engine.triton import engine, factors, kernel, launch, scan, table
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
-from studies.launches import as_on_a_device, counted
+from tests.launches import as_on_a_device, counted
 
 SLOW = pytest.mark.slow
 BOUND = 2e-6  # float32's rounding over a hundred tokens, relative to a tensor's norm

@@ -539,9 +539,23 @@ FAULTS = [
     *_of(
         "studies",
         "tests/studies/test_levels.py",
-        ("two_paces", '"read": "before"', '"read": "after"'),
-        ("two_paces", "for level in reversed(levels):", "for level in levels:"),
-        ("two_paces", "math.nan).flip(-1)", "math.nan)"),
+        ("levels", '"read": "before"', '"read": "after"'),
+        ("levels", "for level in reversed(levels):", "for level in levels:"),
+        ("levels", "math.nan).flip(-1)", "math.nan)"),
+    ),
+    *_of(
+        "studies",
+        "tests/studies/test_layers.py",
+        ("layers", "targets[:, : int(since * targets.shape[1])] = IGNORED", "pass"),
+        ("phi", "write_mask=mask", "write_mask=~mask"),
+        ("recall", "max(0.0, mean - half)", "max(0.0, mean - half / 2)"),
+    ),
+    *_of(
+        "studies",
+        "tests/studies/test_optim.py",
+        ("optim", "(-2 / df)", "(-1 / df)"),
+        ("optim", "form.clip(world.params)", "pass"),
+        ("optim", "m.lerp_(p.grad, 1 - group[\"keep\"])", "m.lerp_(p.grad, group[\"keep\"])"),
     ),
     *_of(
         "optim",

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace as Namespace
 
 import numpy as np
-import pytest
-import torch
 from matplotlib.figure import Figure
 
-import studies.states as states
 from hecate.compare import Comparison, pairs
-from hecate.rule import MemoryConfig
 from hecate.train.estimate import flops_of, sizes_of
 from studies.language import LONGER, Language, Sizes, _twice, fitted, models, told
-from studies.robust import CHANGED, PAIRS, ROUNDS, drawn, errors
-from studies.states import MAPS, Trained
-from studies.words import Needle, Words, contenders, judged, trained
 
 SMALL = Sizes(40, 2, 5, 64, 2, 1e9)
 DATA = {"kind": "bundled", "max_bytes": 1 << 16}
@@ -64,70 +56,3 @@ def test_the_table_is_sorted_and_judges_by_the_first():
     found.draw(Figure())
     assert by["delta"]["loss up to 64"] == 2.0 and by["delta"][f"64 to {64 * LONGER}"] == 1.5
     assert found.notes[-1] == "a note"
-
-
-def test_a_stream_of_corrupted_pairs_is_what_it_says():
-    clean, wrong = drawn([3], "clean"), drawn([3], "10 % outliers")
-    assert clean.k.shape == (1, PAIRS * ROUNDS, 1, 32) and torch.equal(clean.k, wrong.k)
-    share = (clean.v != wrong.v).any(-1).double().mean()
-    assert 0.05 < float(share) < 0.15
-    moved = drawn([3], "drift")
-    kept = sum(bool((moved.asked[0] == key).all(-1).any()) for key in moved.k[0, :PAIRS, 0])
-    assert kept < PAIRS * (1 - CHANGED) ** 3  # after 15 rounds few of the first are left
-    # A matrix that is the least squares of all pairs answers each: keys are fewer than they are wide.
-
-    (error,) = errors(MemoryConfig(), clean, 1.0, None)
-    solved = torch.linalg.lstsq(clean.asked[0], clean.answers[0]).solution
-    assert error < 0.2 and torch.allclose(clean.asked[0] @ solved, clean.answers[0])
-
-
-@pytest.mark.parametrize(("name", "low", "high"), [("delta, lr to 2", 0.99, 1.0), ("delta, lr to 1", 0.3, 0.8)])
-def test_parity_needs_steps_beyond_one(name, low, high):
-    """A write with lr up to 1 never turns a sign (Grazzi et al., 2024)."""
-    with torch.random.fork_rng(devices=[]):
-        torch.set_default_dtype(torch.float32)
-        try:
-            chosen, study = next(c for c in contenders() if c.name == name), Words()
-            trainer = trained(chosen, study.data("parity"), 0, 1e-2, 120)
-            assert low <= judged(trainer, study.data("parity", 2)) <= high
-        finally:
-            torch.set_default_dtype(torch.float64)
-
-
-def test_a_pair_is_found_again_behind_nothing():
-    """A memory that answers every key by its value is right at any length, and one that does not is not."""
-
-    class Answers(torch.nn.Module):
-        def forward(self, tokens):
-            first, logits = tokens[:, :8], torch.zeros(*tokens.shape, 64)
-            for row, written in enumerate(first.view(-1, 4, 2)):
-                for key, value in written:
-                    logits[row, tokens[row] == key, value] = 1.0
-            return logits, None
-
-    study = Needle()
-    assert all(judged(Namespace(model=Answers()), study.data("needle", times)) == 1.0 for times in study.longer)
-    blank = Namespace(model=torch.nn.Module())
-    blank.model.forward = lambda tokens: (torch.zeros(*tokens.shape, 64), None)
-    assert judged(blank, study.data("needle")) == 0.0
-
-
-def test_maps_of_study_phi_are_as_wide_as_one_another():
-    for phi, d in MAPS.values():
-        assert MemoryConfig.model_validate({"feature_map": phi}).feature_map.output_dim(d) in (15, 16)
-
-
-def test_the_rate_is_chosen_on_the_last_task_alone(monkeypatch):
-    asked = []
-
-    def counted(memory, task, d_key, seed, lr, steps):
-        asked.append((task, seed, lr))
-        return Trained(1.0 - abs(lr - states.RATES[1]), 8, 1.0)
-
-    monkeypatch.setattr(states, "trained", counted)
-    found = states.outcomes("delta", 4, (0, 1), 600)
-    assert [own.lr for own in found.values()] == [states.RATES[1]] * 2
-    assert [each for each in asked if each[1] == states.JUDGE] == [
-        ("overwriting", states.JUDGE, lr) for lr in states.RATES
-    ]
-    assert len(asked) == 2 + 2 * 2

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from studies.levels import families
-from studies.two_paces import AGES, NEVER, PROBES, TABLE, WIDTH, Level, System, _Running, draw_stream, measure
+from studies.levels import AGES, NEVER, PROBES, TABLE, WIDTH, Level, System, _Running, draw_stream, families, measure
 
 PHASE = 64
 SYSTEMS = [
@@ -18,7 +17,7 @@ SYSTEMS = [
 
 
 def by_hand(system: System, stream, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right answers about tables [R, probes, 2] and by age [R, probes, AGES], token by token."""
+    """Right answers about tables [probes, 2] and by age [probes, AGES], token by token."""
     code, keys = stream.code[seed].double().numpy(), stream.keys[seed].double().numpy()
     running = [_Running(level, n) for n, level in enumerate(system.levels)]
     projections = [(r.key.double().numpy(), r.value.double().numpy()) for r in running]
@@ -29,12 +28,9 @@ def by_hand(system: System, stream, seed: int) -> tuple[np.ndarray, np.ndarray]:
         small = key @ projections[level][0]
         return small / np.linalg.norm(small)
 
-    def answers(key: np.ndarray) -> list[np.ndarray]:
-        parts = [projections[n][1] @ (memory[n] @ seen(n, key)) for n in range(len(system.levels))]
-        return [sum(parts), *parts]
-
-    def right(key: np.ndarray, value: int) -> list[bool]:
-        return [int(np.argmax(code @ answer)) == value for answer in answers(key)]
+    def right(key: np.ndarray, value: int) -> bool:
+        answer = sum(projections[n][1] @ (memory[n] @ seen(n, key)) for n in range(len(system.levels)))
+        return int(np.argmax(code @ answer)) == value
 
     tables, ages = [], []
     for t, (key, value) in enumerate(zip(keys, stream.values[seed].tolist(), strict=True)):
@@ -54,17 +50,15 @@ def by_hand(system: System, stream, seed: int) -> tuple[np.ndarray, np.ndarray]:
                 right(stream.table_keys[seed, i].double().numpy(), int(stream.table_values[seed, i]))
                 for i in range(2 * TABLE)
             ]
-            tables.append(np.mean(np.reshape(rows, (2, TABLE, -1)), 1).T)
+            tables.append(np.mean(np.reshape(rows, (2, TABLE)), 1))
             back = [s for s in range(t, t - AGES, -1)]
             ages.append(
                 [
-                    [np.nan] * (1 + len(memory))
-                    if s < 0 or stream.from_table[seed, s]
-                    else right(keys[s], int(stream.values[seed, s]))
+                    np.nan if s < 0 or stream.from_table[seed, s] else right(keys[s], int(stream.values[seed, s]))
                     for s in back
                 ]
             )
-    return np.stack(tables, 1), np.transpose(np.array(ages, dtype=float), (2, 0, 1))
+    return np.stack(tables), np.array(ages, dtype=float)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=["one", "sum", "residual"])
@@ -76,8 +70,8 @@ def test_the_world_against_a_loop_by_hand(system: System):
     for seed in range(2):
         tables, ages = by_hand(system, stream, seed)
         assert 0.1 < tables.mean() < 0.9  # something to see
-        np.testing.assert_allclose(recall.tables[:, seed].numpy(), tables, atol=1e-6)
-        np.testing.assert_allclose(recall.bindings[:, seed].numpy(), np.nanmean(ages[:, later], 1), atol=1e-6)
+        np.testing.assert_allclose(recall.tables[seed].numpy(), tables, atol=1e-6)
+        np.testing.assert_allclose(recall.bindings[seed].numpy(), np.nanmean(ages[later], 0), atol=1e-6)
 
 
 def test_the_stream_is_what_it_says():
@@ -96,17 +90,21 @@ def test_the_stream_is_what_it_says():
 @pytest.mark.parametrize("quick", [True, False])
 def test_like_is_compared_with_like(quick: bool):
     found = families(quick)
-    fast, slow, one, *several = found
-    limit = WIDTH**2
-    for family in found:
-        assert all(sum(v.width**2 for v in s.levels) <= limit for s in family.systems)
-    # the best of one level is chosen from at least as many settings
-    assert all(len(one.systems) >= len(family.systems) for family in several)
-    for family in several:
-        first, last = family.systems[0].levels[0], {s.levels[-1].lr for s in family.systems}
-        gates = fast.systems[0].levels[0]
-        assert (first.lr, first.half_life) == (gates.lr, gates.half_life)
-        assert slow.systems[0].levels[0].lr in last
+    for systems in found.values():
+        assert all(sum(level.width**2 for level in system.levels) <= WIDTH**2 for system in systems)
+    # one memory is chosen from at least as many settings, and heads and levels from the same gates
+    several = {name: systems for name, systems in found.items() if name != "one memory"}
+    assert all(len(found["one memory"]) >= len(systems) for systems in several.values())
+    gates = {
+        name: [(s.levels[0][1:3], s.levels[-1][1:3]) for s in systems] for name, systems in several.items()
+    }  # fmt: skip
+    assert len({str(each) for each in gates.values()}) == 1
+    heads = [systems for name, systems in found.items() if "heads" in name]
+    assert len(heads) == 2 and all(not s.residual and {v.period for v in s.levels} == {1} for h in heads for s in h)
+
+
+def test_two_levels_that_add_are_two_heads_but_for_their_period():
     stream = draw_stream([0], PHASE)
-    equal = next(f for f in several if "window counted" in f.name)
-    assert measure(equal.systems[0], stream).bytes <= measure(one.systems[0], stream).bytes
+    heads, levels = (families(True)[name][0] for name in ("two heads, a decay each", "two levels, sum"))
+    same = System(tuple(level._replace(period=1) for level in levels.levels))
+    assert torch.equal(measure(heads, stream).tables, measure(same, stream).tables)

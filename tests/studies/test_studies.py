@@ -16,10 +16,10 @@ from hecate.errors import CheckpointError, ConfigError, install_line
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
 from studies.run import run_study
-from tests.studies import test_capacity, test_overwrite, test_recall
+from tests.studies import test_capacity, test_overwrite
 
 SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module in (
-    test_capacity, test_overwrite, test_recall
+    test_capacity, test_overwrite
 )}  # fmt: skip
 """What the numbers of a quick run have to say."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -62,7 +62,7 @@ def read(path):
         return list(csv.reader(file))
 
 
-QUICK = [name for name in studies() if name not in ("rules", "gpu") and not name.startswith("cost-")]
+QUICK = [name for name in studies() if name != "gpu" and not name.startswith("cost-")]
 
 
 # `.ci/run` runs `python -m studies all --quick`; here is the cheapest of those whose numbers have something to say.

@@ -11,10 +11,9 @@ import torch
 
 from hecate.cli import main
 from hecate.rule import RULES
-from hecate.train import load_experiment
+from hecate.train import Trainer, load_experiment
+from hecate.train.compose import RECALL_CHUNK
 from hecate.train.loggers import read_metrics
-from studies.learning import LEAST, PAIRS, STEPS, UNWRITTEN, Start
-from studies.rules import train
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +45,45 @@ def test_the_name_of_a_rule_in_a_file_is_enough_to_train(rule, tmp_path, monkeyp
     assert len(losses) == 2 and all(0 < loss < 2 * math.log(16) for loss in losses)
 
 
+PAIRS, LEAST = 4, 0.6
+RECALL = """
+data: {{kind: mqar, num_pairs: {pairs}, seq_len: 16, vocab_size: 24}}
+model: {{d_model: 32, layers: 1, heads: 2, mlp_ratio: 0, {conv}memory: {memory}}}
+optim: {{lr: 1.0e-2, weight_decay: 0, warmup: 20}}
+budget: {{steps: 300, batch_size: 32, eval_batches: 16}}
+"""
+UNWRITTEN = "{algorithm: {kind: gd, lr: 1.0e-30}}"  # what it writes is lost in rounding
+
+
+def recalled(memory: str, tmp_path, conv: str = "") -> float:
+    """Accuracy of one block on associative recall after training, all else at its default."""
+    file = tmp_path / "recall.yaml"
+    file.write_text(RECALL.format(pairs=PAIRS, memory=memory, conv=conv))
+    config = load_experiment(file)
+    torch.set_flush_denormal(True)
+    torch.manual_seed(config.seed)
+    trainer = Trainer(config)
+    for _ in range(config.budget.steps):
+        trainer.train_step()
+    return trainer.evaluate().accuracy
+
+
 @pytest.mark.slow
 @pytest.mark.spec("TRAIN-NAMED-I2")
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_learns_to_recall(rule):
-    """One pair kept and guesses among the other values are right in 1/2 of all answers; see `studies.learning`."""
-    record = train(Start(rule, 0, STEPS))
-    assert record.get("value", 0.0) > LEAST, record
+def test_every_rule_learns_to_recall(rule, tmp_path):
+    """A row has N = 4 pairs of a key and a value, each asked for once. Who keeps m of the pairs answers m queries, and
+    the others by one of the N - m values that are left: (m + 1)/N of all answers are right. Without a memory that is at
+    most 1/4, for values seen in passing; a convolution that sees one pair besides the query reaches 1/2 at best.
+    `LEAST` lies above that by 4.5 standard deviations of 512 rows, were the four answers of a row a single draw."""
+    config = RULES[rule].config
+    memory = f"{{kind: {rule}, chunk: {RECALL_CHUNK}}}" if config.chunk > RECALL_CHUNK else rule
+    # Where the layer has no convolution a key would never meet the value that follows it.
+    assert recalled(memory, tmp_path, "conv_kernel: 4, " if config.layer_conv_kernel == 0 else "") > LEAST
 
 
 @pytest.mark.slow
 @pytest.mark.spec("TRAIN-NAMED-I2")
-def test_the_bound_takes_a_memory():
+def test_the_bound_takes_a_memory(tmp_path):
     """The same model, whose memory nothing is written to, cannot even tell the values of the row, 1 of `PAIRS`."""
-    assert train(Start(UNWRITTEN, 0, STEPS))["value"] < 1 / PAIRS
+    assert recalled(UNWRITTEN, tmp_path) < 1 / PAIRS

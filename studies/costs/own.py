@@ -1,4 +1,4 @@
-"""The token loop's backward: a recomputing tape against autograd's record, time and memory."""
+"""The library against itself: the tape against autograd's record, and every engine against the token loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, memory_scan, retention, structure
-from studies.costs.cases import WIDTH, gates, scan, sequence
-from studies.costs.harness import NONE, Cost, Function, Row, Size, compare, forward_backward, peak_mib
+from hecate import ConfigError, Gates, MemoryConfig, memory_scan, named_rule, retention, structure
+from studies.costs.harness import (
+    NONE,
+    WIDTH,
+    Cost,
+    Function,
+    Row,
+    Size,
+    compare,
+    forward_backward,
+    gates,
+    peak_mib,
+    scan,
+    sequence,
+)
 from studies.costs.loops import matrix_loop, mlp_loop
 
 
@@ -36,7 +48,6 @@ def tape(size: Size) -> Iterator[Row]:
         for autodiff in ("tape", "torch"):
             taped = autodiff == "tape"
             row = compare(
-                "tape",
                 f"{name}, token loop, T={length}, {'tape' if taped else 'recorded by autograd'}",
                 ours(autodiff),
                 "plain torch loop under autograd",
@@ -70,3 +81,36 @@ def _mlp(config: MemoryConfig, autodiff: Any) -> Function:
         )[0]
 
     return run
+
+
+def engines(size: Size) -> Iterator[Row]:
+    """What `engine="auto"` has to choose from."""
+    length = size.short(512)
+    ttt = named_rule("ttt_linear")
+    rules = {
+        "hebbian": named_rule("hebbian"),
+        "delta": named_rule("delta"),
+        "gated_delta": named_rule("gated_delta"),
+        "titans_linear": named_rule("titans_linear"),
+        "huber": MemoryConfig.model_validate({"bias": "huber", "retention": "decay"}),
+        "lp": MemoryConfig.model_validate({"bias": "lp", "retention": "decay"}),
+        "ttt_linear, chunk 16": ttt,
+        "ttt_linear, chunk 64": ttt.model_copy(update={"chunk": 64}),
+    }
+    for name, config in rules.items():
+        given = gates(length, largest=0.02 if config.chunk > 1 else 0.1)
+        count = 1 + config.retention.uses_retain + config.algorithm.uses_momentum
+        for engine in ("compiled", "parallel", "chunk"):
+            run = scan(config, engine=engine)
+            try:
+                run(*sequence(1), *(gate[:, :1] for gate in given[:count]))
+            except ConfigError:  # not exact for this rule
+                continue
+            yield compare(
+                f"{name}, engine {engine}, T={length}",
+                run,
+                "engine sequential",
+                scan(config, engine="sequential"),
+                (*sequence(length), *given[:count]),
+                repeats=size.fewer(4),
+            )
