@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from hecate.compare import Comparison, pairs
-from hecate.train.estimate import flops_of, sizes_of
-from studies.language import LONGER, Language, Sizes, _twice, fitted, models, told
+from hecate.compare import Comparison
+from hecate.compare.statistics import against
+from hecate.train.estimate import sizes_of
+from studies.language import LONGER, REFERENCE, TRANSFORMER, Language, Sizes, fitted, models, told
 
-SMALL = Sizes(40, 2, 5, 64, 2, 1e9)
+SMALL = Sizes(40, 2, 5, 64, 2, 1e5)
 DATA = {"kind": "bundled", "max_bytes": 1 << 16}
 
 
 def test_models_are_of_equal_size():
-    some = ("gated_delta", "titans", "attention", "levels 1, 64", "HOPE 16, 128")
-    cells = [fitted(name, models()[name], SMALL, DATA) for name in some]
-    sizes = {cell.label: sizes_of(cell.config).parameters for cell in cells}
-    target = sizes["gated_delta"]
-    assert all(abs(size - target) < 0.09 * target for size in sizes.values()), sizes  # a step of the width at most
-    plain = [size for name, size in sizes.items() if not name.endswith("128") or "window" in name]
-    assert all(abs(size - target) <= 3 * SMALL.width * SMALL.layers for size in plain)  # one hidden unit of each MLP
-    assert len({flops_of(cell.config) for cell in cells}) > 3
-    assert {cell.config.data.kind for cell in cells} == {"bundled"} and Language.count >= 2
+    sizes = Language.sizes
+    cells = [fitted(name, model, sizes, DATA) for name, model in models().items()]
+    counts = {cell.label: sizes_of(cell.config).parameters for cell in cells}
+    step = 3 * sizes.width * sizes.layers  # one hidden unit of each MLP
+    assert all(abs(count - counts[REFERENCE]) <= step for count in counts.values()), counts
+    assert max(counts.values()) <= 300_000 and sizes.tokens >= 5e6 and Language.count >= 3
 
 
-def test_passages_return_once_and_no_byte_is_lost():
-    text = np.random.default_rng(0).integers(0, 256, 4 * 256 * 5 + 77, dtype=np.uint8)
-    found = _twice(text).reshape(5, 2, 4, 256)
-    assert np.array_equal(found[:, 0].reshape(-1), text[: 4 * 256 * 5])
-    for first, second in found:
-        assert sorted(map(bytes, first)) == sorted(map(bytes, second))
-    assert any(not np.array_equal(first, second) for first, second in found)
+def test_attention_has_what_memories_have():
+    around = models()[TRANSFORMER]["attention"]
+    own = fitted(REFERENCE, models()[REFERENCE], SMALL, DATA).config.model
+    assert (around["conv_kernel"], around["output_gate"]) == (own.conv_kernel, own.output_gate) == (4, True)
+    assert models()["plain GPT"] == {"attention": {"kind": "attention"}}
 
 
-def test_the_table_is_sorted_and_judges_by_the_first():
-    cells = [fitted(name, models()[name], SMALL, DATA) for name in ("delta", "gated_delta", "mamba2", "yaad")]
-    losses = {"delta": [2.0, 2.1, 2.2], "gated_delta": [1.0, 1.1, 1.2001], "mamba2": [1.0, 1.1, 1.2]}
+def test_the_table_is_sorted_and_judges_by_the_reference():
+    names = (REFERENCE, "kda", "titans", "plain GPT")
+    cells = [fitted(name, models()[name], SMALL, DATA) for name in names]
+    losses = {REFERENCE: [1.0, 1.1, 1.2], "kda": [1.0, 1.1, 1.25], "titans": [2.0, 2.1, 2.2]}
     rows = [
         {"cell": name, "seed": seed, "lr": 1e-3, "steps": 7, "tokens": 1e6, "parameters": 5e5, "state_bytes": 64,
          "flops": 1e9, "folder": "", "loss": loss, "status": "finished", "metric": "bits_per_byte",
@@ -47,12 +43,14 @@ def test_the_table_is_sorted_and_judges_by_the_first():
         for name, of in losses.items() for seed, loss in enumerate(of)
     ]  # fmt: skip
     gone = {name: rows[0][name] for name in ("lr", "steps", "tokens", "parameters", "state_bytes", "flops")}
-    rows += [{**gone, "cell": "yaad", "seed": seed, "loss": math.inf, "status": "diverged"} for seed in range(3)]
-    found = told(Comparison(cells, rows, [], pairs({**losses, "yaad": [math.inf] * 3}), ["a note"]), SMALL)
+    rows += [{**gone, "cell": "plain GPT", "seed": seed, "loss": math.inf, "status": "diverged"} for seed in range(3)]
+    found = told(Comparison(cells, rows, [], [], ["a note"]), SMALL)
     by = {row[0]: dict(zip(found.columns, row, strict=True)) for row in found.rows}
-    assert [row[0] for row in found.rows] == ["mamba2", "gated_delta", "delta", "yaad"]
-    assert [row[2] for row in found.rows] == [None, "cannot tell", "worse", "cannot tell"]
-    assert by["yaad"]["loss (nats/byte)"] == "inf" and by["yaad"]["tokens/s"] is by["yaad"]["seconds"] is None
-    found.draw(Figure())
-    assert by["delta"]["loss up to 64"] == 2.0 and by["delta"][f"64 to {64 * LONGER}"] == 1.5
+    assert [row[0] for row in found.rows] == [REFERENCE, "kda", "titans", "plain GPT"]
+    assert [row[3] for row in found.rows] == [None, "cannot tell", "worse", None]
+    (kda, titans) = against(losses, REFERENCE)
+    assert by["titans"][f"less {REFERENCE}'s"] == f"+1.000 +- {titans.difference.half:.3f}" and kda.adjusted > 0.5
+    assert by["plain GPT"]["loss (nats/byte)"] == "diverged from 3 seeds" and by["plain GPT"]["tokens/s"] is None
+    assert by["kda"]["loss up to 64"] == 2.0 and by["kda"][f"64 to {64 * LONGER}"] == 1.5
     assert found.notes[-1] == "a note"
+    found.draw(Figure())
