@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--pairs", type=int, default=16)
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--phi", default="identity", help="a feature map: `hecate list phi`")
-parser.add_argument("--rule", default="delta", help="a rule: `hecate list rule`")
+parser.add_argument("--rule", default="delta", help="a rule: `hecate list rules`")
 parser.add_argument("--steps", type=int, default=600)
 given = parser.parse_args()
 VOCABULARY, BATCH = 64, 32

@@ -16,7 +16,7 @@ from hecate.models import LanguageModel
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("text", nargs="?", type=Path)
-parser.add_argument("--memory", default="gated_delta", help="a rule: `hecate list rule` names them all")
+parser.add_argument("--memory", default="gated_delta", help="a rule: `hecate list rules` names them all")
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--lr", type=float, default=4e-3)
 given = parser.parse_args()
