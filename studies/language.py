@@ -1,4 +1,4 @@
-"""Byte models of equal size on equal text: memories, and attention with what memories have around it."""
+"""Byte models of equal size on equal text: memories, levels, and attention with what memories have around it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = (
 REFERENCE, TRANSFORMER = "gated_delta", "attention with the same convolution and gate"
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 COSTS = ("tokens_per_second", "seconds")
-RATES = (4e-3, 8e-3, 1.6e-2)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 Model = Mapping[str, Any]
 
 
@@ -48,6 +48,9 @@ def models() -> dict[str, Model]:
     around = {"conv_kernel": 4, "output_gate": True}  # what a memory layer has around it by default
     return {
         **{rule: {"memory": rule} for rule in (REFERENCE, "kda", "titans")},
+        "levels: titans, then gated_delta": {
+            "levels": [{"name": "deep", "memory": "titans"}, {"name": "fast", "memory": REFERENCE}]
+        },
         TRANSFORMER: {"attention": {"kind": "attention", **around}},
         f"the same, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW, **around}},
         "plain GPT": {"attention": {"kind": "attention"}},
@@ -55,10 +58,10 @@ def models() -> dict[str, Model]:
 
 
 class Language(Study):
-    """At 130 thousand parameters, each at the best of three rates."""
+    """At 130 thousand parameters, each at the best of five rates."""
 
     name = "language"
-    about = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of three rates each?"
+    about = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
     count = 3
     timed = True
     sizes: ClassVar[Sizes] = Sizes(64, 2, 2, 512, 4, 5e6)
