@@ -163,7 +163,7 @@ def _config(text: str) -> MemoryConfig:
     """The config of a rule's name, of YAML, or of a file of it."""
     try:
         if text.endswith((".yaml", ".yml")):
-            found = read_yaml(Path(text)).value
+            found: Any = read_yaml(Path(text)).value
         else:
             found = parse_value(text, "contender")[0] if text.startswith("{") else text
         config = MemoryConfig.model_validate(found)
