@@ -134,7 +134,8 @@ def report(error: BaseException) -> int:
 
 def told(error: BaseException) -> str:
     """A failure as a message."""
-    kind, text = type(error).__name__, printable(" ".join(str(error).split()), MESSAGE // 4)
+    said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+    kind, text = type(error).__name__, printable(" ".join(said.split()), MESSAGE // 4)
     if isinstance(error, HecateError):
         return str(error)
     if isinstance(error, OSError):

@@ -190,6 +190,9 @@ def test_an_interrupt_is_no_message(capsys, monkeypatch):
     monkeypatch.setattr(found, "catalogue", raising(KeyboardInterrupt()))
     assert called(capsys, "list") == (130, "", "")
     assert told(torch.OutOfMemoryError("CUDA out of memory")).startswith("there is not enough memory for this (CUDA")
+    noted = RuntimeError("boom")
+    noted.add_note("contender x")
+    assert told(noted).startswith("RuntimeError: boom; contender x; nothing here expects this")
 
 
 SHELL = """

@@ -184,7 +184,7 @@ def against(values: Mapping[str, Sequence[float]], reference: str, level: float 
     reach = dunnett_critical(len(others), freedom, level) if freedom else math.nan
     for name in others:
         gap = statistics.fmean(values[name]) - statistics.fmean(values[reference])
-        if not freedom or not math.isfinite(gap):
+        if not freedom or not math.isfinite(gap) or not math.isfinite(deviation):
             found.append(Pair(name, reference, Interval(gap, math.nan), 1.0, 1.0, "cannot tell"))
             continue
         error = deviation * math.sqrt(2 / len(values[reference]))

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from hecate.engine import memory_scan
@@ -159,8 +163,9 @@ def _config(text: str) -> MemoryConfig:
     """The config of a rule's name, of YAML, or of a file of it."""
     try:
         if text.endswith((".yaml", ".yml")):
-            return MemoryConfig.model_validate(read_yaml(Path(text)).value)
-        found = parse_value(text, "contender")[0] if text.startswith("{") else text
+            found: Any = read_yaml(Path(text)).value
+        else:
+            found = parse_value(text, "contender")[0] if text.startswith("{") else text
         config = MemoryConfig.model_validate(found)
     except ConfigError as error:
         raise ConfigError(f"contender {shorten(text)}: {error.line}") from None
@@ -210,7 +215,39 @@ def _function(text: str) -> Contender:
 
 def of_callable(name: str, memory: Memory) -> Contender:
     """A contender of one memory without settings; kept results are those of the same source."""
-    return Contender(name, lambda setting, seed: memory, facts={"source": source_of(memory)})
+    held = hashlib.sha256(json.dumps(held_by(memory)).encode()).hexdigest()
+    return Contender(name, lambda setting, seed: memory, facts={"source": source_of(memory), "held": held})
+
+
+def held_by(made: Any, above: tuple[int, ...] = ()) -> Any:
+    """All that a memory carries along beside its file, as JSON has it: attributes, arguments of a partial, what a
+    function closes over, and code, which in a notebook has no file. What none of these tells of is left out."""
+    if made is None or isinstance(made, str | bytes | int | float | complex):
+        return repr(made)
+    if id(made) in above or inspect.ismodule(made):
+        return type(made).__qualname__
+    inner = partial(held_by, above=(*above, id(made)))
+    if isinstance(made, Tensor | np.ndarray):
+        numbers = torch.as_tensor(made).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return [str(made.dtype), list(made.shape), hashlib.sha256(numbers.numpy().tobytes()).hexdigest()]
+    if isinstance(made, BaseModel):
+        return made.model_dump_json()
+    if isinstance(made, Mapping):
+        return [[inner(name), inner(value)] for name, value in made.items()]
+    if isinstance(made, list | tuple):
+        return [inner(item) for item in made]
+    if isinstance(made, partial):
+        return [inner(part) for part in (made.func, made.args, made.keywords)]
+    if isinstance(made, CodeType):
+        return [made.co_code.hex(), made.co_names, inner(made.co_consts)]
+    if isinstance(made, MethodType):
+        return [inner(made.__func__), inner(made.__self__)]
+    if isinstance(made, FunctionType):
+        cells = [cell.cell_contents for cell in made.__closure__ or ()]
+        return [made.__qualname__, *map(inner, (made.__code__, made.__defaults__, made.__kwdefaults__, cells))]
+    if inspect.isclass(made):
+        return [made.__qualname__, inner([own for own in vars(made).values() if isinstance(own, FunctionType)])]
+    return [inner(type(made)), inner(getattr(made, "__dict__", None))]
 
 
 def source_of(made: Any) -> str:
@@ -236,7 +273,8 @@ def contender_of(given: str | Contender | Memory, known: Mapping[str, Callable[[
     if given in known:
         return known[given]()
     sign = "|" if "|" in given else "+"
-    parts = [part.strip() for part in re.split(rf"[{sign}](?![^{{]*\}})", given)]
+    a_file = given.endswith((".yaml", ".yml")) and Path(given).is_file()  # whose name may have either sign
+    parts = [given] if a_file else [part.strip() for part in re.split(rf"[{sign}](?![^{{]*\}})", given)]
     if len(parts) == 1 and not given.startswith("{") and not given.endswith((".yaml", ".yml")):
         if ":" in given:
             return _function(given)

@@ -126,9 +126,14 @@ def _image(found: Sequence[Result]) -> bytes | None:
         _panel(axes, [one for one in found if one.task.kind == kind], names)
     for axes in grid.flat[len(kinds) :]:
         axes.set_visible(False)
-    grid[0, 0].set_yticks(range(len(names)), [printable(name, 40).replace("$", r"\$") for name in names])
+    grid[0, 0].set_yticks(range(len(names)), [_plain(printable(name, 40)) for name in names])
     grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
     return png(figure, 130)
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib does not take for mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
@@ -150,7 +155,7 @@ def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
         axes.axvline(max(value, LEAST) if errors else value, color=COLOURS[2], linestyle=":", linewidth=1)
     limits = {"xscale": "log", "xlim": (0.8 * LEAST, 1.2 * MOST)} if errors else {"xlim": (-0.03, 1.03)}
     better = "relative error (left is better)" if errors else "accuracy (right is better)"
-    finish(axes, f"{task.kind}\n{task.about}", better, "", legend=False, **limits)
+    finish(axes, _plain(f"{task.kind}\n{task.about}"), better, "", legend=False, **limits)
     axes.title.set_fontsize(9)
     axes.tick_params(labelsize=8)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.compare.cells import seeds_of
 from hecate.compare.run import locked
 from hecate.compare.statistics import Interval, Pair, against, interval, pooled_intervals
@@ -125,18 +126,24 @@ class _Kept:
             self.fresh = 0
 
 
-def answered(memory: Memory, stream: Stream, name: str) -> tuple[dict[str, Tensor], int]:
-    """Scores of rows by part of a memory in a stream, and numbers of its state: predicted, then written, by pieces."""
+def scored(memory: Memory, stream: Stream, name: str) -> tuple[dict[str, Tensor], int]:
+    """Scores of rows by part of a memory in a stream, and numbers of its state."""
+    answers, state = answered(memory, stream, name)
+    return {part: stream.scores(answers, part) for part in stream.parts}, numbers(state, len(stream.keys))
+
+
+def answered(memory: Memory, stream: Stream, name: str) -> tuple[Tensor, Any]:
+    """Answers of a memory in a stream and its state at the end: predicted, then written, by pieces."""
     asked = torch.stack(list(stream.parts.values())).any(0)
     answers, state = torch.zeros_like(stream.values), None
     for span in _spans(stream.written, asked):
         keys, values = stream.keys[:, span], stream.values[:, span]
         if stream.written[span.start] and not asked[span.start] and hasattr(memory, "write"):
-            state = memory.write(keys, values, state)
+            state = memory.write(keys.clone(), values.clone(), state)
             continue
-        given, state = memory(keys, values if stream.written[span.start] else None, state)
-        answers[:, span] = _checked(given, values, name, span.start)
-    return {part: stream.scores(answers, part) for part in stream.parts}, numbers(state, len(stream.keys))
+        told = values if stream.written[span.start] else None
+        answers[:, span], state = _asked(memory, keys, told, state, values, name, span.start)
+    return answers, state
 
 
 def _spans(*masks: Tensor) -> Iterator[slice]:
@@ -148,35 +155,45 @@ def _spans(*masks: Tensor) -> Iterator[slice]:
             yield slice(first, min(first + PIECE, end))
 
 
-def _checked(answers: Any, values: Tensor, name: str, start: int) -> Tensor:
-    if not isinstance(answers, Tensor) or answers.shape != values.shape:
-        got = list(answers.shape) if isinstance(answers, Tensor) else type(answers).__name__
-        raise ConfigError(f"contender {shorten(name)} must answer with a tensor {list(values.shape)}, got {got}")
+def _asked(
+    memory: Memory, keys: Tensor, values: Tensor | None, state: Any, like: Tensor, name: str, start: int = 0
+) -> tuple[Tensor, Any]:
+    """Answers, of the shape of `like`, and the state. Copies go in, for other contenders read the same stream."""
+    given: Any = memory(keys.clone(), None if values is None else values.clone(), state)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ConfigError(f"contender {shorten(name)} must return (answers, state), got {described(given)}")
+    answers, state = given
+    if not isinstance(answers, Tensor) or answers.shape != like.shape or not answers.is_floating_point():
+        raise ConfigError(
+            f"contender {shorten(name)} must answer with a floating-point tensor {list(like.shape)}, got "
+            f"{described(answers)}"
+        )
     if not answers.isfinite().all():
         row, token, _ = (~answers.isfinite()).nonzero()[0].tolist()
         raise ConfigError(
             f"contender {shorten(name)} answers with what is not finite at row {row}, token {start + token}; raise "
             "NonFiniteError where a memory diverges"
         )
-    return answers.detach()
+    return answers.detach().clone(), state
 
 
 def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
     """Why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty where
     they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
-    whole, state = memory(keys, values, None)
-    whole = _checked(whole, values, name, 0)
-    once, asked = memory(keys, None, state)
-    twice = memory(keys, None, asked)[0]
+    whole, state = _asked(memory, keys, values, None, values, name)
+    once, asked = _asked(memory, keys, None, state, values, name)
+    twice = _asked(memory, keys, None, asked, values, name)[0]
     held, single = None, []
     for token in range(keys.shape[1]):
         one = slice(token, token + 1)
         # Ahead of the first write no memory knows the width of values: it is asked beside a value of the other sign.
-        found, asked = memory(keys[:, one], None if token else -values[:, one], held)
+        now, said = keys[:, one], values[:, one]
+        found, asked = _asked(memory, now, None if token else -said, held, said, name, token)
         single.append(found)
-        held = memory(keys[:, one], values[:, one], asked if token else None)[1]
-    after = memory(keys, None, held)[0]
-    blind = memory(keys, None, memory.write(keys, values, None))[0] if hasattr(memory, "write") else after
+        held = _asked(memory, now, said, asked if token else None, said, name, token)[1]
+    blind = after = _asked(memory, keys, None, held, values, name)[0]
+    if hasattr(memory, "write"):
+        blind = _asked(memory, keys, None, memory.write(keys.clone(), values.clone(), None), values, name)[0]
     largest = max(float(item.abs().max()) for item in (whole, values, once))
     for what, left, right in (
         ("answers depend on later tokens or on the right answer", whole, torch.cat(single, 1)),
@@ -184,11 +201,42 @@ def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
         ("a state handed on in pieces is another", once, after),
         ("writing without an answer leaves another state", after, blind),
     ):
-        apart = (left - right).abs().amax((0, 2)) / largest
-        if not bool((apart <= ROUNDING).all()):
-            first = int((~(apart <= ROUNDING)).nonzero()[0])
-            return f"{what}: token {first} differs by {float(apart[first]):.2g} of the largest"
+        if why := _apart(what, left, right, largest):
+            return why
     return ""
+
+
+def foreseen(memory: Memory, stream: Stream, name: str) -> str:
+    """Why answers in a whole stream are not those of a memory that knows nothing of what comes; empty where they are.
+
+    From two thirds of the longest piece that is scored and written on, another stream follows: all rows are as they
+    were up to there, in calls as long as those that are scored. [GYM-FLAG-D1]
+    """
+    asked = torch.stack(list(stream.parts.values())).any(0)
+    spans = [span for span in _spans(stream.written, asked) if stream.written[span.start] and asked[span.start]]
+    if not spans:
+        return ""
+    longest = max(spans, key=lambda span: span.stop - span.start)
+    at = longest.start + 2 * (longest.stop - longest.start) // 3
+    keys, values = stream.keys.clone(), stream.values.clone()
+    keys[:, at + 1 :], values[:, at:] = keys[:, at + 1 :].roll(1, -1), -values[:, at:].roll(1, -1)
+    before, _ = answered(memory, stream, name)
+    try:
+        after, _ = answered(memory, stream._replace(keys=keys, values=values), name)
+    except NonFiniteError:  # of what is another
+        return ""
+    largest = max(float(item.abs().max()) for item in (before, after))
+    what = "answers depend on later tokens or on the right answer"
+    return _apart(what, before[:, : at + 1], after[:, : at + 1], largest)
+
+
+def _apart(what: str, left: Tensor, right: Tensor, largest: float) -> str:
+    """Where two answers are further from each other than rounding takes them."""
+    apart = (left - right).abs().amax((0, 2)) / largest if largest else left.new_zeros(left.shape[1])
+    if bool((apart <= ROUNDING).all()):
+        return ""
+    first = int((~(apart <= ROUNDING)).nonzero()[0])
+    return f"{what}: token {first} differs by {float(apart[first]):.2g} of the largest"
 
 
 def run(
@@ -217,6 +265,10 @@ def run(
     """
     reported, (tuning,) = seeds_of(min(seeds, 2) if quick else seeds, 1)
     chosen = [_task(task) for task in wanted or tasks()]
+    kinds = [task.kind for task in chosen]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ConfigError(f"task {shorten(kind)} is named twice; name it once, or call run for each")
     chosen = [task.quick() for task in chosen] if quick else chosen
     known = contenders()
     fighters = [contender_of(name, known) for name in given or known]
@@ -240,11 +292,14 @@ def run(
             for fighter in fighters:
                 try:
                     rows.append(_entered(kept, task, fighter, stream, reported, tuning, quick))
+                except HecateError:
+                    raise
                 except Exception as error:  # another version of a package may be called otherwise
-                    if isinstance(error, HecateError) or "package" not in fighter.facts:
+                    why = f"fails with {type(error).__name__}: {shorten(str(error))}"
+                    if "package" not in fighter.facts:
+                        error.add_note(f"contender {shorten(fighter.name)} in task {shorten(task.kind)}")
                         raise
-                    why = f"{fighter.facts['package']} fails with {type(error).__name__}: {shorten(str(error))}"
-                    rows.append(Result(task, fighter.name, "not run", why))
+                    rows.append(Result(task, fighter.name, "not run", f"{fighter.facts['package']} {why}"))
                 finally:
                     kept.save()
                 say(f"{task.kind}: {fighter.name}: {_told(rows[-1])}")
@@ -288,8 +343,12 @@ def _entered(
         return Result(task, fighter.name, "diverged", "with every setting", **same)
     setting = settings[min(places, key=lambda place: sign * tried[place])]
     count = CHECKED // 4 if quick else CHECKED
-    check = "check", count, *facts, setting
-    reason = kept.get(lambda: unlike(fighter.build(setting, tuning), *stream(tuning).head(count), fighter.name), *check)
+
+    def suspicion() -> str:
+        memory, own = fighter.build(setting, tuning), stream(tuning)
+        return unlike(memory, *own.head(count), fighter.name) or foreseen(memory, own, fighter.name)
+
+    reason = kept.get(suspicion, "checked", count, *facts, setting)
     cells = [cell(setting, seed) for seed in seeds]
     scores = tuple(one.score for one in cells)
     floors = [stream(seed).floor for seed in seeds]
@@ -319,7 +378,7 @@ def _alone(task: GymTask, rows: Sequence[float], scores: Sequence[float], stream
 def _cell(task: GymTask, fighter: Contender, setting: Setting, stream: Stream, seed: int) -> Cell:
     began = time.perf_counter()
     try:
-        parts, state = answered(fighter.build(setting, seed), stream, fighter.name)
+        parts, state = scored(fighter.build(setting, seed), stream, fighter.name)
     except NonFiniteError:
         return Cell([], {}, 0, time.perf_counter() - began)
     rows = parts[next(iter(parts))].tolist()

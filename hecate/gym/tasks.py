@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hecate.checks import Size
+from hecate.checks import Size, described
+from hecate.errors import ConfigError, ShapeError
 from hecate.variant import Conflicts, Variant
 
 Array = NDArray[np.float64]
@@ -103,6 +104,7 @@ class GymTask(Variant, family="gym_task"):
 
         candidates = [row.candidates for row in rows if row.candidates is not None]
         written, parts = self.layout()
+        self._check(rows, written, parts)
         scored = next(iter(parts.values())).numpy()
         noisy = [
             (row.noise[scored] ** 2).sum() / (row.values[scored] ** 2).sum() for row in rows if row.noise is not None
@@ -111,6 +113,27 @@ class GymTask(Variant, family="gym_task"):
             stacked(*(row.keys for row in rows)), stacked(*(row.values for row in rows)), written, parts,
             stacked(*candidates) if candidates else None, float(sum(noisy)) / len(rows),
         )  # fmt: skip
+
+    def _check(self, rows: Sequence[Row], written: Tensor, parts: Mapping[str, Tensor]) -> None:
+        """Refuses rows and a layout that are not those of one stream."""
+        length, who = len(rows[0].keys), f"task {self.kind!r}:"
+        for row in rows:
+            wanted = rows[0].keys.shape, (length, rows[0].values.shape[-1])
+            if (row.keys.shape, row.values.shape) != wanted or row.keys.ndim != 2:
+                shapes = list(row.keys.shape), list(row.values.shape)
+                raise ShapeError(f"{who} keys [T, D] and values [T, V] must be alike in all rows, got {shapes}")
+            if (row.candidates is not None) != (self.metric == "accuracy"):
+                raise ConfigError(f"{who} metric {self.metric!r}: candidates are for an accuracy, and no error has any")
+            if not (np.isfinite(row.keys).all() and np.isfinite(row.values).all()):
+                raise ConfigError(f"{who} keys and values must be finite")
+        for name, mask in {"written": written, **parts}.items():
+            if mask.dtype != torch.bool or mask.shape != (length,):
+                raise ShapeError(f"{who} layout must give {name!r} as bool [{length}], got {described(mask)}")
+        for name, mask in parts.items():
+            if not all((row.values[mask.numpy()] ** 2).sum() > 0 for row in rows):
+                raise ConfigError(f"{who} part {name!r} has no token, or values of zero alone, and no score")
+        if not parts:
+            raise ConfigError(f"{who} layout names no part, and nothing is scored")
 
 
 def _units(rng: np.random.Generator, *shape: int) -> Array:

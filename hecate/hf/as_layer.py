@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hecate.checks import described, expect_choice
+from hecate.checks import described, expect_choice, expect_count
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf.adopted import CACHED, PACKING, document_starts
 from hecate.hf.cache import StateLayer
@@ -33,6 +33,7 @@ class AsLayer(nn.Module):
     def __init__(self, layer: nn.Module, layer_idx: int = 0, returns: Returns = "attention") -> None:
         super().__init__()
         expect_choice(returns, "returns", get_args(Returns))
+        expect_count(layer_idx, "layer_idx", 0)
         self.layer, self.layer_idx, self.returns = layer, layer_idx, returns
 
     def forward(

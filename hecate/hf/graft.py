@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hecate.checks import Depth, Size, expect_choice
-from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
+from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
 from hecate.files import make_folder, new_folder, read_whole, refusing, write_file
 from hecate.hf.cache import no_continuous_batching
 from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks, prepare_cache
@@ -401,8 +401,16 @@ def read_tensors(
 def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:
     """The folder's model without what hecate added, and without the weights of layers, by the beginnings of their
     names, that others stand in for."""
-    with _without_report():
-        model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+    try:
+        with _without_report():
+            model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        why = printable(" ".join(str(error).split()), 300)
+        if "mismatched_sizes" in why:
+            why = "weights of other shapes than its config says"
+        raise CheckpointError(f"{folder} has a model that cannot be loaded: {why}") from error
     added = f".{BRANCH}."
     strange = sorted(n for n in facts["unexpected_keys"] if added not in n and not n.startswith(instead))
     missing = sorted(name for name in facts["missing_keys"] if not name.startswith(instead))

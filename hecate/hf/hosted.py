@@ -68,6 +68,8 @@ def describe_hosted(model: nn.Module) -> None:
                 found[name] = config.model_dump(mode="json")
         if found:
             setattr(root.config, LAYERS, found)
+        elif hasattr(root.config, LAYERS):  # a config that was another model's
+            delattr(root.config, LAYERS)
 
 
 class Hosted(nn.Module):

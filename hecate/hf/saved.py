@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def save(model: Any, folder: str | Path) -> None:
 
     Raises:
         TypeError: no model of transformers.
-        ConfigError: one that `AutoModelForCausalLM` does not load, or weights sharded over devices.
+        ConfigError: one that `AutoModelForCausalLM` does not load, or weights sharded over devices or on meta.
         CheckpointError: a folder that exists, or cannot be written.
     """
     if not isinstance(model, PreTrainedModel):
@@ -45,6 +46,8 @@ def save(model: Any, folder: str | Path) -> None:
         raise ConfigError(f"{type(model).__name__} is no class of AutoModelForCausalLM, by which load loads")
     if any(hasattr(parameter, "placements") for parameter in model.parameters()):
         raise ConfigError("the model is sharded over devices; write it with save_pretrained of accelerate or Trainer")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError("the model is on the meta device, or offloaded, and has no weights to write; load them first")
     folder = Path(folder)
     if folder.exists():
         raise CheckpointError(f"{folder} exists already; choose another folder")
@@ -88,6 +91,7 @@ def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
     folder = Path(folder)
     facts = _facts(folder)
     hosted, mlps = _settings(folder, facts)
+    _check_all_taken(folder, hosted, graft=facts.get(GRAFT) is not None, mlps=mlps is not None)
     model = load_plain(folder, options, tuple(f"{name}." for name in hosted))
     for name, config in hosted.items():
         _host(folder, model, name, config)
@@ -125,6 +129,23 @@ def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConf
         raise CheckpointError(f"{folder} has settings that do not fit: {error.line}") from None
 
 
+def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, mlps: bool) -> None:
+    """Refuses weights of memories that the config does not tell of: the model would be another without a word."""
+    names: list[str] = []
+    for pattern in ("model*.safetensors", _TENSORS):
+        for _ in read_tensors(folder, names.append, pattern):  # which wants none of them
+            pass
+        if pattern != _TENSORS:
+            names = [name for name in names if f".{BRANCH}." in name]
+    for name in names:
+        beside = f".self_attn.{BRANCH}." in name
+        told = graft if beside else mlps if f".{BRANCH}." in name else name.startswith(tuple(f"{at}." for at in hosted))
+        if not told:
+            raise CheckpointError(
+                f"{folder} has weights {name}, of which its config says nothing; save the model again"
+            )
+
+
 def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
     """Puts an upgraded layer in the place of the one that the official class has there."""
     parent, _, last = name.rpartition(".")
@@ -134,6 +155,11 @@ def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
         raise CheckpointError(f"{folder} has an upgraded layer {name}, and its model none of that name") from None
     except HecateError as error:
         raise CheckpointError(f"{folder} has settings of {name} that do not fit: {error.line}") from None
+    if getattr(layer, "layer_idx", None) != config.layer_idx:
+        raise CheckpointError(
+            f"{folder} has settings of {name} that do not fit: layer_idx={config.layer_idx}, and the model's layer has "
+            f"{getattr(layer, 'layer_idx', None)}"
+        )
     _take(folder, made, f"{name}.")
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
     setattr(model.get_submodule(parent), last, made.to(device).train(layer.training))
@@ -166,6 +192,8 @@ def _take(folder: Path, part: Any, start: str) -> None:
                 f"{folder} does not fit its config: {start}{name} is of shape {shapes[0]}, expected {shapes[1]}; save "
                 "the model again"
             )
+        if not own[name].is_floating_point():
+            raise CheckpointError(f"{folder} has {start}{name} as {own[name].dtype}, no floating point; save it again")
     part.load_state_dict(own, assign=True)
     for parameter in part.parameters():
         parameter.requires_grad_(True)

@@ -57,7 +57,8 @@ class SlidingAttention(nn.Module):
     these; with `output_gate` each head's answer is normalised and multiplied by silu(W x) before W_out.
 
     A masked token takes no place: it sees the tokens written before it, not itself, nobody sees it, and the state stays
-    as it was. Where it sees nothing y is 0. The kernel is torch's.
+    as it was. Where it sees nothing y is 0. To the convolution it is zero for the tokens after it, and takes a tap's
+    place, as in `Memory`. The kernel is torch's.
 
     Args:
         d_model, heads: width of x and y, number of query heads of width D = d_model // heads.

@@ -75,6 +75,8 @@ def test_what_cannot_be_told():
     (apart,) = against({"a": [1.0, 1.0], "b": [0.0, 0.0]}, "a")
     assert apart.verdict == "better" and apart.adjusted == 0
     assert against({"a": [1.0, 2.0]}, "a") == []
+    lost, other = against({"a": [1.0, 2.0], "b": [1.0, math.nan], "c": [5.0, 5.5]}, "a")
+    assert lost.verdict == other.verdict == "cannot tell" and other.p == 1
     with pytest.raises(ConfigError, match="same number of values"):
         against({"a": [1.0], "b": [1.0, 2.0]}, "a")
     with pytest.raises(ConfigError, match="at least 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,3 +179,13 @@ def test_what_is_not_installed_says_how(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", version)
     lacking = [made().missing for made in contenders().values() if made().missing]
     assert len(lacking) == 3 and all("is not installed: pip install" in text for text in lacking)
+
+
+def test_files_are_read_whatever_their_name_and_held_to_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a+b.yaml", "a|b.yml"):
+        Path(name).write_text("kind: delta\n")
+        assert contender_of(name, {}).facts["rules"] == contender_of("delta", {}).facts["rules"]
+    Path("two.yaml").write_text("kind: delta_product\n")
+    with pytest.raises(ConfigError, match="set writes to 1"):
+        contender_of("two.yaml", {})

@@ -6,15 +6,16 @@ import csv
 import json
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from hecate.cli import main
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError
-from hecate.gym import Contender, report, run, tasks
+from hecate.gym import Contender, contender_of, report, run, tasks
 from hecate.gym.peers import Attention
-from hecate.gym.run import answered
+from hecate.gym.run import scored
 from hecate.gym.tasks import Facts, LinearMap, NoisyMap, Recall
 
 LINEAR, NOISY = LinearMap(rows=4), NoisyMap(rows=2, length=128)
@@ -97,6 +98,84 @@ def test_planted_cheats_and_dead_memories_are_told(memory, verdict, reason):
     assert ridge.verdict == "reference" and not ridge.reason
 
 
+class Recent:
+    """The value before each token."""
+
+    def __call__(self, keys, values, state):
+        before = torch.zeros_like(keys[:, :1]) if state is None else state
+        if values is None:
+            return before.expand_as(keys), before
+        return torch.cat([before, values[:, :-1]], 1), values[:, -1:].clone()
+
+
+class PeeksInLongCalls(Recent):
+    """As one whose blocks of 64 leak."""
+
+    def __call__(self, keys, values, state):
+        answers, state = super().__call__(keys, values, state)
+        return (answers if values is None or keys.shape[1] < 64 else values), state
+
+
+class PeeksInManyRows(Recent):
+    def __call__(self, keys, values, state):
+        answers, state = super().__call__(keys, values, state)
+        return (answers if values is None or len(keys) < 3 else values), state
+
+
+@pytest.mark.parametrize("memory", [PeeksInLongCalls(), PeeksInManyRows()], ids=["long", "rows"])
+@pytest.mark.spec("GYM-FLAG-D1")
+def test_who_cheats_in_whole_streams_alone_is_told(memory):
+    task = NoisyMap(rows=3, length=128)
+    planted, fair = run([memory, Recent()], [task], seeds=1, reference="Recent")
+    assert planted.verdict == "cheats" and "right answer: token 85 differs" in planted.reason  # 128 * 2 // 3
+    assert fair.verdict == "no better than chance"
+
+
+@pytest.mark.spec("GYM-CALL-D1")
+def test_what_a_memory_writes_into_its_arguments_reaches_nobody():
+    class Overwrites(Recent):
+        def __call__(self, keys, values, state):
+            answers, state = super().__call__(keys, values, state)
+            for given in (keys, keys if values is None else values):
+                given.copy_(answers)
+            return answers, state
+
+    (alone,) = run([Recent()], [LINEAR], seeds=1)
+    beside, after = run([Overwrites(), Recent()], [LINEAR], seeds=1)
+    assert alone.scores == after.scores == beside.scores
+
+
+@pytest.mark.spec("GYM-RUN-D1")
+def test_objects_of_one_file_that_carry_something_else_are_run_anew(tmp_path):
+    def scale(keys, values, state, by):
+        return by * keys, state
+
+    class Scaled:
+        def __init__(self, by):
+            self.by = by
+
+        def __call__(self, keys, values, state):
+            return scale(keys, values, state, self.by)
+
+    def closed(by):
+        return lambda keys, values, state: (by * keys, state)
+
+    for made in (Scaled, closed, lambda by: partial(scale, by=by)):
+        found = [run([made(by)], [LINEAR], seeds=1, out=tmp_path)[0] for by in (1.0, 3.0, torch.ones(()), 1.0)]
+        assert found[0].scores == found[2].scores != found[1].scores
+        assert found[0].seconds == found[3].seconds
+
+
+def test_code_without_a_file_is_told_by_what_it_does():
+    def made(text):
+        space = {}
+        exec(compile(text, "<cell>", "exec"), space)
+        return contender_of(space["memory"], {}).facts
+
+    text = "def memory(keys, values, state):\n    return {} * keys, state\n"
+    assert made(text.format(2)) == made(text.format(2)) != made(text.format(3))
+
+
 @pytest.mark.spec("GYM-FLAG-D1")
 def test_who_knows_the_seed_is_below_the_noise():
     planted, ridge = run([knows_the_seed(NOISY), "ridge"], [NOISY], seeds=2, reference="ridge")
@@ -129,8 +208,11 @@ def bad(found):
         ({"reference": "delta"}, "--reference 'delta' is no contender here"),
         ({"given": ["ridge", "ridge"]}, "named twice"),
         ({"given": [bad(lambda keys: keys * math.nan)]}, "answers with what is not finite at row 0, token 0"),
-        ({"given": [bad(lambda keys: keys[:, :1])]}, "must answer with a tensor"),
-        ({"given": [bad(lambda keys: None)]}, "must answer with a tensor"),
+        ({"given": [bad(lambda keys: keys[:, :1])]}, "must answer with a floating-point tensor"),
+        ({"given": [bad(lambda keys: None)]}, "must answer with a floating-point tensor"),
+        ({"given": [bad(lambda keys: keys.long())]}, "got torch.int64"),
+        ({"given": [lambda keys, values, state: keys]}, "must return (answers, state)"),
+        ({"wanted": [LINEAR, "linear"]}, "task 'linear' is named twice"),
     ],
 )
 def test_bad_input_is_one_sentence(how, said):
@@ -231,8 +313,9 @@ def test_a_package_that_has_changed_is_told_and_a_memory_that_fails_raises():
     )
     assert (rows[0].verdict, rows[1].verdict) == ("not run", "no reference")
     assert rows[0].reason == "theirs fails with AttributeError: 'no such kernel'"
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError) as caught:
         run([fails], [LINEAR], seeds=1)
+    assert caught.value.__notes__ == ["contender 'fails' in task 'linear'"]
 
 
 def test_written_tokens_that_nobody_asks_for_are_only_written():
@@ -247,7 +330,7 @@ def test_written_tokens_that_nobody_asks_for_are_only_written():
             wrote.append(keys.shape[1])
             return torch.zeros(1, 7)
 
-    parts, size = answered(Writes(), task.stream(0), "writes")
+    parts, size = scored(Writes(), task.stream(0), "writes")
     assert wrote == [8 + 5, 35] and size == 7 and set(parts) == {"all distances", "after 5", "after 40"}
 
 
@@ -325,3 +408,10 @@ def test_without_matplotlib_there_is_no_figure(hecate, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, _ = hecate("gym", "ridge", "--tasks", "linear", "--quick", "--out", "there")
     assert code == 0 and "no figure without matplotlib" in out and not (tmp_path / "there/gym.png").exists()
+
+
+def test_signs_of_mathematics_in_a_task_or_a_name_are_drawn_as_they_are(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(LinearMap, "about", "costs 3$ a_{ 2$")
+    found = run([Contender("$x_{$", lambda setting, seed: dead)], [LINEAR], seeds=1)
+    assert (tmp_path / "gym.png") in report.write(found, tmp_path)

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, HecateError
 from hecate.gym import GymTask, tasks
-from hecate.gym.tasks import EvenTeacher, Facts, LinearMap, NoisyMap, OddTeacher, Overwrite, Recall, Return, TwoPaces
+from hecate.gym.tasks import (
+    EvenTeacher,
+    Facts,
+    LinearMap,
+    NoisyMap,
+    OddTeacher,
+    Overwrite,
+    Recall,
+    Return,
+    Row,
+    TwoPaces,
+)
 
 ALL = sorted(tasks())
 
@@ -181,3 +192,28 @@ def test_the_matrix_changes_with_the_period_and_the_teacher_stays():
 def test_impossible_tasks_are_refused(kind, fields, said):
     with pytest.raises(ConfigError, match=said):
         tasks()[kind].model_validate(fields)
+
+
+OWN = {
+    "no part": (lambda task, rng: ROW, lambda task: (ALL, {}), "names no part"),
+    "another length": (lambda task, rng: ROW, lambda task: (ALL[:5], {"all": ALL}), r"'written' as bool \[8\]"),
+    "whole numbers": (lambda task, rng: ROW, lambda task: (ALL.long(), {"all": ALL}), "got torch.int64"),
+    "empty": (lambda task, rng: ROW, lambda task: (ALL, {"none": ~ALL}), "part 'none' has no token"),
+    "zero": (lambda task, rng: Row(ROW.keys, 0 * ROW.keys), lambda task: (ALL, {"all": ALL}), "values of zero"),
+    "nan": (lambda task, rng: Row(ROW.keys, np.nan * ROW.keys), lambda task: (ALL, {"all": ALL}), "must be finite"),
+    "candidates": (lambda task, rng: ROW._replace(candidates=ROW.values), lambda task: (ALL, {"all": ALL}), "accuracy"),
+    "rows": (
+        lambda task, rng: Row(ROW.keys[: rng.integers(2, 8)], ROW.values), lambda task: (ALL, {"all": ALL}), "alike",
+    ),
+}  # fmt: skip
+ALL, ROW = torch.ones(8, dtype=torch.bool), Row(np.ones((8, 4)), np.ones((8, 4)))
+
+
+@pytest.mark.parametrize(("row", "layout", "said"), OWN.values(), ids=OWN)
+@pytest.mark.spec("GYM-ROW-D1")
+def test_streams_of_a_task_that_is_not_ours_are_checked(row, layout, said, monkeypatch):
+    monkeypatch.setattr(Recall, "row", row)
+    monkeypatch.setattr(Recall, "layout", layout)
+    monkeypatch.setattr(Recall, "metric", "error")
+    with pytest.raises(HecateError, match=said):
+        Recall().stream(0)

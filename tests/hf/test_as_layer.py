@@ -89,5 +89,7 @@ def test_what_no_memory_takes_is_refused():
         layer(X, past_key_values=cache)
     with pytest.raises(ConfigError, match="is a StaticLayer in use"):
         layer(X, past_key_values=StaticCache(LlamaConfig(num_hidden_layers=1), max_cache_len=4))
+    with pytest.raises(ConfigError, match="layer_idx must be an integer >= 0, got -1"):
+        AsLayer(Memory(8, heads=2), layer_idx=-1)
     with pytest.raises(ConfigError, match="returns must be"):
         AsLayer(layer.layer, 0, "all")

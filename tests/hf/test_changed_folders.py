@@ -124,6 +124,9 @@ def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="LlamaModel is no class of AutoModelForCausalLM"):
         hecate.hf.save(model.model, tmp_path / "a")
 
+    with pytest.raises(ConfigError, match="on the meta device, or offloaded"):
+        hecate.hf.save(grafted().to("meta"), tmp_path / "a")
+
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -143,6 +146,13 @@ def dropped(folder: Path, name: str) -> None:
     path = folder / "hecate.safetensors"
     tensors = load_file(path)
     del tensors[name]
+    save_file(tensors, path)
+
+
+def retyped(folder: Path, change: Any) -> None:
+    path = folder / "hecate.safetensors"
+    tensors = load_file(path)
+    change(tensors)
     save_file(tensors, path)
 
 
@@ -166,7 +176,7 @@ BROKEN: dict[str, Any] = {
     "has settings that do not fit: odd: unknown field": lambda f: edited(
         f, lambda c: c["hecate_layers"][LAYER].update(odd=1)
     ),
-    "lacks model.layers.0.linear_attn.": lambda f: edited(
+    "has weights model.layers.0.linear_attn.*, of which": lambda f: edited(
         f, lambda c: c["hecate_layers"].update({"model.x": c["hecate_layers"].pop(LAYER)})
     ),
     r"memory.out.weight is of shape None, expected \[32, 64\]": lambda f: dropped(f, f"{LAYER}.memory.out.weight"),
@@ -174,6 +184,17 @@ BROKEN: dict[str, Any] = {
         f, lambda c: c["hecate_layers"][LAYER].update(d_value=24)
     ),
     "truncated or not a safetensors file": cut,
+    "settings of .*linear_attn that do not fit: layer_idx=1, and the model's layer has 0": lambda f: edited(
+        f, lambda c: c["hecate_layers"][LAYER].update(layer_idx=1)
+    ),
+    "has weights odd, of which its config says nothing": lambda f: retyped(f, lambda t: t.update(odd=torch.ones(1))),
+    r"memory.norm as torch.int64, no floating point": lambda f: retyped(
+        f, lambda t: t.update({f"{LAYER}.memory.norm": t[f"{LAYER}.memory.norm"].long()})
+    ),
+    "cannot be loaded: .*no file named model.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "model.safetensors is truncated or not": lambda f: (f / "model.safetensors").write_bytes(bytes(100)),
+    "cannot be loaded: weights of other shapes": lambda f: edited(f, lambda c: c.update(vocab_size=99)),
+    "cannot be loaded: .*model type": lambda f: edited(f, lambda c: c.update(model_type="none")),
     "has no config.json of a model": lambda f: (f / "config.json").unlink(),
 }  # fmt: skip
 
@@ -197,6 +218,11 @@ def test_a_graft_that_does_not_fit_and_what_load_does_not_take(tmp_path):
     edited(tmp_path / "a", lambda c: c["hecate_mlp"].update(layers=[7]))
     with pytest.raises(CheckpointError, match="does not fit its model: layers: has layer 7"):
         hecate.hf.load(tmp_path / "a")
+    for key in ("hecate_graft", "hecate_mlp"):
+        hecate.hf.save(grafted(), tmp_path / key)
+        edited(tmp_path / key, lambda c, key=key: c.pop(key))
+        with pytest.raises(CheckpointError, match=r"has weights model.layers.*hecate\..*, of which its config says"):
+            hecate.hf.load(tmp_path / key)
     edited(tmp_path / "a", lambda c: c["hecate_mlp"].update(version=3))
     with pytest.raises(CheckpointError, match="hecate_mlp of another version than 1"):
         hecate.hf.load(tmp_path / "a")
@@ -214,3 +240,11 @@ def test_a_loaded_model_goes_on(tmp_path):
     hecate.hf.save(twin, tmp_path / "b")
     assert same(hecate.hf.load(tmp_path / "b"), twin)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "b").hecate_layers.keys() == {LAYER}
+
+
+@pytest.mark.spec("HF-SAVED-D1")
+def test_a_plain_model_of_a_config_that_was_an_upgraded_ones_is_plain(tmp_path):
+    model = AutoModelForCausalLM.from_config(upgraded().config).eval()
+    hecate.hf.save(model, tmp_path / "a")
+    again = hecate.hf.load(tmp_path / "a")
+    assert same(model, again) and not any(isinstance(part, Hosted) for part in again.modules())
