@@ -178,10 +178,12 @@ def _forgotten(width: int, start: int, end: int) -> float:
 
 
 class LinearMap(_Predicted):
-    """linear: v = A k, A a matrix of N(0, 1) for each row, k uniform on the unit sphere; scored from token D to 4 D.
+    r"""linear: v = A k, A a matrix of N(0, 1) for each row, k uniform on the unit sphere; scored from token D to 4 D.
 
     How fast a memory learns: recursive least squares knows A after D tokens, and the delta rule with lr 1 has a mean
     error of exactly (1 - 1/D)^t after t of them (Strohmer and Vershynin, 2009, with equality for isotropic keys).
+
+    Formula: $v_t = A k_t, \quad A_{ij} \sim N(0, 1)$
 
     Origin: in-context linear regression (Garg et al., 2022, arXiv 2208.01066), predicted before it is written.
     [GYM-MAP-D1]
@@ -211,10 +213,12 @@ class LinearMap(_Predicted):
 
 
 class NoisyMap(_Predicted):
-    """noisy: v = A k + e, e of N(0, s^2) with a share `noise` of |v|^2; the error is that of the noisy value.
+    r"""noisy: v = A k + e, e of N(0, s^2) with a share `noise` of |v|^2; the error is that of the noisy value.
 
     No memory is below the share of noise, which the stream knows to the last digit; the delta rule with a constant lr
     is at noise (1 + lr / (2 - lr)) in the end, its error standing where contraction and noise balance.
+
+    Formula: $v_t = A k_t + e_t, \quad e_t \sim N(0, s^2 I)$
 
     Origin: misadjustment of normalised LMS (Widrow and Stearns, 1985). [GYM-MAP-D1]
     """
@@ -266,9 +270,11 @@ class _Teacher(_Predicted):
 
 
 class OddTeacher(_Teacher):
-    """odd: v = V tanh(s W k), W two orthonormal directions of the key, V of N(0, 1), scaled to a mean |v|^2 of 1.
+    r"""odd: v = V tanh(s W k), W two orthonormal directions of the key, V of N(0, 1), scaled to a mean |v|^2 of 1.
 
     A memory has to find two directions among D to do better than the best linear map, whose error is an integral.
+
+    Formula: $v_t = V \tanh(s W k_t), \quad W W^\top = I$
 
     Origin: teacher and student networks (Saad and Solla, 1995), in context. [GYM-MAP-D1]
     """
@@ -282,7 +288,9 @@ class OddTeacher(_Teacher):
 
 
 class EvenTeacher(_Teacher):
-    """even: v = V (|s W k| - E|s W k|), as `odd` but of an even function: no linear map does better than zero.
+    r"""even: v = V (|s W k| - E|s W k|), as `odd` but of an even function: no linear map does better than zero.
+
+    Formula: $v_t = V (\vert s W k_t \vert - E \vert s W k_t \vert)$
 
     Origin: teacher and student networks (Saad and Solla, 1995), in context. [GYM-MAP-D1]
     """
@@ -301,9 +309,11 @@ class EvenTeacher(_Teacher):
 
 
 class Recall(GymTask):
-    """recall: `pairs` random unit keys and values, each written once, then all asked; the nearest value is taken.
+    r"""recall: `pairs` random unit keys and values, each written once, then all asked; the nearest value is taken.
 
     With more pairs than a key is wide no linear memory of the key itself can hold all of them.
+
+    Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M(k_i) - v_j \Vert = i]$
 
     Origin: capacity of fast weight programmers (Schlag, Irie and Schmidhuber, 2021, arXiv 2102.11174). [GYM-RECALL-D1]
     """
@@ -327,9 +337,11 @@ class Recall(GymTask):
 
 
 class Overwrite(GymTask):
-    """overwrite: `keys` unit keys, each written `times` times in random order with a new value each; the latest counts.
+    r"""overwrite: `keys` unit keys, each written `times` times in random order with new values; the latest counts.
 
     The nearest of all values is taken. A sum of everything written has one chance in `times`.
+
+    Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M(k_i) - v_j \Vert = \mathrm{last}(i)]$
 
     Origin: the second setting of Schlag, Irie and Schmidhuber (2021, arXiv 2102.11174). [GYM-RECALL-D1]
     """
@@ -363,10 +375,12 @@ class Overwrite(GymTask):
 
 
 class TwoPaces(_Teacher):
-    """two_paces: a teacher V tanh(s W k) that stays, with a share `1 - fast` of |v|^2, and a matrix U k drawn anew
+    r"""two_paces: a teacher V tanh(s W k) that stays, with a share `1 - fast` of |v|^2, and a matrix U k drawn anew
     every `period` tokens, with the rest.
 
     Who knows the teacher alone has an error of `fast`.
+
+    Formula: $v_t = V \tanh(s W k_t) + U_{\lfloor t / \mathrm{period} \rfloor} k_t$
 
     Origin: levels of several frequencies (Nested Learning, Behrouz et al., 2025, arXiv 2512.24695). [GYM-CHANGE-D1]
     """
@@ -389,10 +403,12 @@ class TwoPaces(_Teacher):
 
 
 class Return(GymTask):
-    """return: a matrix A for `phase` tokens, another, B, for as many, then A again; scored on the first `scored` tokens
-    of its return.
+    r"""return: a matrix A for `phase` tokens, another, B, for as many, then A again; scored on the first `scored`
+    tokens of its return.
 
     Who holds B alone starts at an error of 2, who starts anew at 1; the delta rule with lr 1 is at 2 (1 - 1/D)^t.
+
+    Formula: $v_t = A k_t, \quad v_t = B k_t, \quad v_t = A k_t$
 
     Origin: savings in relearning (Ebbinghaus, 1885), as a test of levels. [GYM-CHANGE-D1]
     """
@@ -419,10 +435,12 @@ class Return(GymTask):
 
 
 class Facts(GymTask):
-    """facts: D/2 facts told once, then noise; at each of `distances` tokens later every fact is asked.
+    r"""facts: D/2 facts told once, then noise; at each of `distances` tokens later every fact is asked.
 
     Keys of facts and of noise lie in two halves of the space, but for an `overlap`: the part of a noise key that lies
     in the half of the facts has that length. Values are unit vectors; the nearest of the facts' is taken.
+
+    Formula: $\frac{1}{S} \sum_i [\arg\min_j \Vert M_{t + \mathrm{distance}}(k_i) - v_j \Vert = i]$
 
     Origin: long-range recall as of needles in text (Hsieh et al., 2024, arXiv 2404.06654), on streams. [GYM-RECALL-D1]
     """
