@@ -3,7 +3,8 @@
     python fast_weight_recall.py --pairs 16 --phi elu --rule delta
 
 The slow weights (embedding and projections) are trained; the fast ones are written at every token. A delta rule
-corrects what a key answers already, a Hebbian sum adds to it: with more pairs than `--width` the sum falls behind.
+corrects what a key answers already, a Hebbian sum adds to it: with more pairs than
+`--width` (at most 32) the sum falls behind.
 """
 
 import argparse
