@@ -115,8 +115,8 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         name, pair = fact["cell"], beside.get(fact["cell"])
         inside, beyond = _mean(places[name], 0, sizes.context), _mean(places[name], sizes.context)
         rows.append([
-            name, _spread(spreads[name], "") if name in spreads else f"diverged from {fact['diverged']} seeds",
-            None if pair is None else _spread(pair.difference, "+"), None if pair is None else pair.verdict,
+            name, spreads[name].text(".3f") if name in spreads else f"diverged from {fact['diverged']} seeds",
+            None if pair is None else pair.difference.text("+.3f"), None if pair is None else pair.verdict,
             inside, beyond, f"{fact['lr']:g}", fact["steps"], fact["tokens"] / 1e6, fact["parameters"] / 1e3,
             readable(fact["state_bytes"]), *(None if math.isnan(fact[cost]) else round(fact[cost]) for cost in COSTS),
         ])  # fmt: skip
@@ -135,10 +135,6 @@ def told(found: Comparison, sizes: Sizes) -> Result:
     return Result(
         columns, rows, notes, partial(_draw, found, spreads, places, sizes), (12.5, 4.8), {"positions": places}
     )
-
-
-def _spread(value: Interval, sign: str) -> str:
-    return f"{value.mean:{sign}.3f}" + ("" if math.isnan(value.half) else f" +- {value.half:.3f}")
 
 
 Places = list[tuple[float, float, float, float]]

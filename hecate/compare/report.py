@@ -29,7 +29,7 @@ def tables(found: Comparison) -> list[Table]:
     """Cells from the lowest loss to the highest, and the verdict of every pair."""
     cells = [
         [
-            fact["cell"], _spread(Interval(fact["loss"], fact["loss_half"])), fact["shown"], f"{fact['lr']:g}",
+            fact["cell"], Interval(fact["loss"], fact["loss_half"]).text(), fact["shown"], f"{fact['lr']:g}",
             f"{fact['seeds']}" + (f" ({fact['diverged']} diverged)" if fact["diverged"] else ""),
             f"{fact['steps']:,}", counted(fact["tokens_per_second"]), f"{fact['seconds']:,.0f}",
             f"{fact['parameters']:,}", readable(fact["state_bytes"]), f"{fact['flops']:.2g}",
@@ -40,7 +40,7 @@ def tables(found: Comparison) -> list[Table]:
         "cell", "loss (nats)", "metric", "lr", "seeds", "steps", "tokens/s", "seconds", "parameters", "state", "FLOP",
     ]  # fmt: skip
     verdicts = [
-        [pair.first, pair.verdict, pair.second, _spread(pair.difference), f"{pair.p:.3g}", f"{pair.adjusted:.3g}"]
+        [pair.first, pair.verdict, pair.second, pair.difference.text(), f"{pair.p:.3g}", f"{pair.adjusted:.3g}"]
         for pair in found.pairs
     ]
     return [(header, cells), (["cell", "is", "than", "difference", "p", "p (Holm)"], verdicts)]
@@ -83,7 +83,7 @@ def write(found: Comparison, out: Path) -> list[Path]:
     contents: dict[str, str | bytes] = {
         "cells.csv": csv_text(cells, _columns(cells)), "pairs.csv": csv_text(verdicts, _columns(verdicts)),
         "runs.csv": csv_text(runs, _columns(runs)),
-        "comparison.json": json.dumps(_plain(facts), indent=1, allow_nan=False) + "\n",
+        "comparison.json": json.dumps(finite(facts), indent=1, allow_nan=False) + "\n",
     }  # fmt: skip
     image = _image(found)
     if image is not None:
@@ -94,26 +94,22 @@ def write(found: Comparison, out: Path) -> list[Path]:
     return [out / name for name in contents]
 
 
-def _spread(value: Interval) -> str:
-    return f"{value.mean:.4f}" + ("" if math.isnan(value.half) else f" +- {value.half:.4f}")
-
-
 def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row if name not in ("positions", "curve")))
 
 
-def _plain(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same as JSON has it: null for what is not finite."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _label(name: str) -> str:
-    """The name of a cell in a figure: a line, no formula."""
-    return printable(name, 80).replace("$", r"\$")
+def label(name: str, most: int = 80) -> str:
+    """A name or a line in a figure, no formula."""
+    return printable(name, most).replace("$", r"\$")
 
 
 def _image(found: Comparison) -> bytes | None:
@@ -132,14 +128,14 @@ def _image(found: Comparison) -> bytes | None:
         axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
         seeds = [row["loss"] for row in found.of(fact["cell"])]
         axes.plot(seeds, [height] * len(seeds), "|", color="0.4", markersize=9)
-    axes.set_yticks(range(len(facts)), [_label(fact["cell"]) for fact in facts])
+    axes.set_yticks(range(len(facts)), [label(fact["cell"]) for fact in facts])
     axes.set_xlabel("validation loss (nats); mean and 95 % interval over seeds, each seed a stroke")
     axes.grid(axis="x", alpha=0.3)
     axes.margins(y=0.2)
     for other in beside:
         for name, points in curves.items():
             if points:
-                other.plot(*zip(*points, strict=True), label=_label(name))
+                other.plot(*zip(*points, strict=True), label=label(name))
         other.set_xscale("log")
         other.set_xlabel("tokens read")
         other.set_ylabel("training loss (nats), first seed")

@@ -31,6 +31,10 @@ class Interval(NamedTuple):
     mean: float
     half: float
 
+    def text(self, spec: str = ".4f") -> str:
+        """ "mean +- half", without the half where none is known; a sign in the format is of the mean alone."""
+        return f"{self.mean:{spec}}" + ("" if math.isnan(self.half) else f" +- {self.half:{spec.lstrip('+')}}")
+
 
 class Pair(NamedTuple):
     """Of two cells the mean of first less second over seeds, its interval, p by the t test, p corrected for the number

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hecate.compare.statistics import Interval
-from hecate.errors import printable
+from hecate.compare.report import finite, label
 from hecate.files import make_folder, refusing, write_file
 from hecate.gym.contenders import Contender
 from hecate.gym.run import Result
@@ -41,7 +40,7 @@ def _ranked(found: Sequence[Result]) -> list[Result]:
 
 def _row(result: Result) -> list[str]:
     task, mean = result.task, result.spread.mean
-    score = "" if math.isnan(mean) else f"{result.task.metric} {_spread(result.spread)}"
+    score = "" if math.isnan(mean) else f"{result.task.metric} {result.spread.text()}"
     default = "" if math.isnan(result.default) else f"{result.default:.3g}"
     floor = f" (floor {result.floor:.3g})" if result.floor else ""
     verdict = result.verdict + (f": {result.reason}" if result.reason else "")
@@ -63,10 +62,6 @@ def _setting(result: Result) -> str:
     return (", ".join(shown) + f" (of {result.settings})").strip()
 
 
-def _spread(value: Interval) -> str:
-    return f"{value.mean:.4f}" + ("" if math.isnan(value.half) else f" +- {value.half:.4f}")
-
-
 def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each task and contender, in numbers; None where there is none."""
     rows = []
@@ -80,16 +75,8 @@ def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
             "default": one.default, "setting": json.dumps(dict(one.setting), default=str), "settings": one.settings,
             "state": one.state, "seconds": one.seconds, "scores": list(one.scores), "parts": dict(one.parts),
         }  # fmt: skip
-        rows.append({name: _finite(value) for name, value in row.items()})
+        rows.append(finite(row))
     return rows
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(found: Sequence[Result], out: Path) -> list[Path]:
@@ -126,14 +113,9 @@ def _image(found: Sequence[Result]) -> bytes | None:
         _panel(axes, [one for one in found if one.task.kind == kind], names)
     for axes in grid.flat[len(kinds) :]:
         axes.set_visible(False)
-    grid[0, 0].set_yticks(range(len(names)), [_plain(printable(name, 40)) for name in names])
+    grid[0, 0].set_yticks(range(len(names)), [label(name, 40) for name in names])
     grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
     return png(figure, 130)
-
-
-def _plain(text: str) -> str:
-    """Text that matplotlib does not take for mathematics."""
-    return text.replace("$", r"\$")
 
 
 def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
@@ -155,7 +137,7 @@ def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
         axes.axvline(max(value, LEAST) if errors else value, color=COLOURS[2], linestyle=":", linewidth=1)
     limits = {"xscale": "log", "xlim": (0.8 * LEAST, 1.2 * MOST)} if errors else {"xlim": (-0.03, 1.03)}
     better = "relative error (left is better)" if errors else "accuracy (right is better)"
-    finish(axes, _plain(f"{task.kind}\n{task.about}"), better, "", legend=False, **limits)
+    finish(axes, f"{label(task.kind)}\n{label(task.about, 200)}", better, "", legend=False, **limits)
     axes.title.set_fontsize(9)
     axes.tick_params(labelsize=8)
 

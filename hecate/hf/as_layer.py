@@ -62,10 +62,8 @@ class AsLayer(nn.Module):
         given = {name: kwargs.get(name) for name in PACKING}
         if given["cu_seq_lens_q"] is None:
             given["cu_seq_lens_q"] = kwargs.get("cu_seqlens")
-        past, starts = (
-            cache_params if past_key_values is None else past_key_values,
-            document_starts(given, hidden_states),
-        )
+        past = cache_params if past_key_values is None else past_key_values
+        starts = document_starts(given, hidden_states)
         if starts is not None and past is not None:
             raise ConfigError(CACHED)
         written = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :].bool()
