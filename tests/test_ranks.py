@@ -1,0 +1,45 @@
+"""The harness of several processes: what dies is told, and tried once more where it may not be to blame."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Died, run_ranks
+
+
+def answer() -> int:
+    return int(os.environ["RANK"])
+
+
+def die_while_there_is(path: str) -> int:
+    """Aborts the process of rank 0, the first time alone."""
+    file = Path(path)
+    if answer() == 0 and file.exists():
+        file.unlink()
+        os.kill(os.getpid(), signal.SIGABRT)
+    return answer()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+def test_a_process_that_has_answered_before_and_dies_is_tried_once_more(tmp_path, capsys):
+    flag = tmp_path / "flag"
+    flag.touch()
+    assert run_ranks(2, answer) == [0, 1]
+    assert run_ranks(2, die_while_there_is, str(flag)) == [0, 1]
+    assert "rank 0 of 2 died (exit -6); once more" in capsys.readouterr().err
+
+
+def test_a_function_that_kills_its_process_fails(capsys):
+    run_ranks(1, answer)
+    with pytest.raises(Died, match=r"rank 0 of 1 died \(exit -6\)"):
+        run_ranks(1, die)
+    assert capsys.readouterr().err.count("once more") == 1
+    with pytest.raises(Died):  # in new processes: no second try
+        run_ranks(1, die)
