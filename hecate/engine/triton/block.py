@@ -43,6 +43,19 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 
 
 @triton.jit
+def first_state(M0, S0, Z0, n, own, cell, whole, size: tl.constexpr, MOMENTUM: tl.constexpr, DOCS: tl.constexpr):
+    """A program's first memory, a document's from Z0, and its momentum, 0 where there is none yet."""
+    if DOCS:
+        M = tl.load(Z0 + own * size + cell, mask=whole, other=0.0)
+    else:
+        M = tl.load(M0 + n * size + cell, mask=whole, other=0.0)
+    S = M * 0.0
+    if MOMENTUM and not DOCS:
+        S = tl.load(S0 + n * size + cell, mask=whole, other=0.0)
+    return M, S
+
+
+@triton.jit
 def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr):
     """(places of the C tokens of a program for one chunk of one of N memories, which there are, which have one behind
     them, the chunk's place among all). spans `[segments, 2]`: the first token of each segment of SEG tokens, and the

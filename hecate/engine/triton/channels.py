@@ -24,6 +24,20 @@ def left_at(retain, write, reset, at, there, o, P: tl.constexpr, MASK: tl.conste
 
 
 @triton.jit
+def chunk_at(
+    q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P: tl.constexpr, C: tl.constexpr,
+    MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr,
+):  # fmt: skip
+    """(w, born, queries, keys, lr times written keys, retain) of a chunk's tokens, and what the tokens before and after
+    each leave."""
+    w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
+    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
+    before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
+    after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
+    return w, born, qt, pt, bt, channels_at(retain, at, w, op, P), before, after
+
+
+@triton.jit
 def starts(rt, born, i, C: tl.constexpr):
     """The share of a new start's weights that is seen ahead of each token's retain and after it."""
     ahead, after, row = rt * 0.0, rt * 0.0, tl.sum(rt * 0.0, 0)[None, :]
@@ -59,11 +73,9 @@ def channel_factors(
     MOVES: tl.constexpr = FORM != "target"
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
-    w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-    rt = channels_at(retain, at, w, op, P)
-    before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
-    after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
+    _, born, qt, pt, bt, rt, before, after = chunk_at(
+        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, PHI
+    )
     here = rt * (1 - born)[:, None]
     A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     if not EARLY_READ:
@@ -107,12 +119,9 @@ def channel_tokens(
     """One program for each block of C tokens of a memory: cotangents of queries, keys, lr and retain."""
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS)
-    w, born, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, RESET)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-    rt = channels_at(retain, at, w, op, P)
-    # Of the tokens before and after each.
-    before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
-    after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
+    w, born, qt, pt, bt, rt, before, after = chunk_at(
+        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, PHI
+    )
     a = tl.cumprod(before, 0) * (1 - born)[:, None]  # what is left of M, ahead of retain
     z = a * 0.0
     if RESET:

@@ -11,7 +11,7 @@ One token forward, onto the state's own place, is how `decode` takes it. [ENG-TR
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import sequence_of, writes_at
+from hecate.engine.triton.block import first_state, sequence_of, writes_at
 from hecate.engine.triton.maps import COUNTS
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
@@ -74,13 +74,7 @@ def forward(
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-    if DOCS:
-        A = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
-    else:
-        A = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
-    S = A * 0.0
-    if SLOT and not DOCS:
-        S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
+    A, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, SLOT, DOCS)
     W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     for t in range(0, length):
         at = first + tl.cast(t, tl.int64) * H

@@ -19,7 +19,7 @@ moves those below, and back, what is settled of its cotangent those above. [ENG-
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import segment_of, sequence_of, writes_at
+from hecate.engine.triton.block import first_state, segment_of, sequence_of, writes_at
 from hecate.engine.triton.factors import narrowed, rows, times
 from hecate.engine.triton.maps import COUNTS
 
@@ -69,6 +69,23 @@ def by_pairs(
 
 
 @triton.jit
+def answers(
+    M, S, Z, x, fresh, at, there, op, numbers, row: tl.constexpr, place, i, P: tl.constexpr, C: tl.constexpr,
+    MOMENTUM: tl.constexpr, RESET: tl.constexpr, CHANNELS: tl.constexpr, MAP: tl.constexpr, DT: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """What rows x, queries or keys, find in a chunk's first states, transposed: in M, in S and, after a new start, in
+    its weights Z, as three rows of numbers say, or by rows `fresh` of their own."""
+    found = weighed(times(M, tl.trans(x), DT, EXACT), numbers, row, place, i, C, CHANNELS)
+    if MOMENTUM:
+        found += weighed(times(S, tl.trans(x), DT, EXACT), numbers, row + 1, place, i, C, CHANNELS)
+    if RESET:
+        z = rows(fresh, at, there, op, P, MAP) if CHANNELS else x
+        found += weighed(times(Z, tl.trans(z), DT, EXACT), numbers, row + 2, place, i, C, CHANNELS)
+    return found
+
+
+@triton.jit
 def column(x, i, j):
     """Column j of a tile, `[., 1]`."""
     return tl.sum(tl.where((i == j)[None, :], x, 0.0), 1)[:, None]
@@ -111,13 +128,7 @@ def scan(
             S = tl.load(kept_S + n * V * P + cell, mask=whole, other=0.0)
     else:
         first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-        if DOCS:
-            M = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
-        else:
-            M = tl.load(M0 + n * V * P + cell, mask=whole, other=0.0)
-        S = M * 0.0
-        if MOMENTUM and not DOCS:
-            S = tl.load(S0 + n * V * P + cell, mask=whole, other=0.0)
+        M, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, MOMENTUM, DOCS)
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         place = (slot * R + step) * beside + own
         if PART != "outputs":
@@ -139,12 +150,9 @@ def scan(
             Z = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
         D = vt
         if MOVES:
-            X = weighed(times(Mn, tl.trans(kt), DT, EXACT), numbers, 3, place, i, C, CHANNELS)
-            if MOMENTUM:
-                X += weighed(times(Sn, tl.trans(kt), DT, EXACT), numbers, 4, place, i, C, CHANNELS)
-            if RESET:
-                zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
-                X += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 5, place, i, C, CHANNELS)
+            X = answers(
+                Mn, Sn, Z, kt, zp, at, w, op, numbers, 3, place, i, P, C, MOMENTUM, RESET, CHANNELS, MAP, DT,
+                EXACT)  # fmt: skip
             if FORM == "error":
                 D = by_pairs(tl.zeros([BV, C], tl.float32), vt - X, lower, place, i, True, C, DT, EXACT, HALVES, True)
                 if KEEPS and PART != "outputs":
@@ -160,12 +168,9 @@ def scan(
                     tl.store(us + side, X, mask=cells)
         if PART != "states":
             qt = rows(q, at, inside, op, P, MAP)
-            out = weighed(times(Mn, tl.trans(qt), DT, EXACT), numbers, 0, place, i, C, CHANNELS)
-            if MOMENTUM:
-                out += weighed(times(Sn, tl.trans(qt), DT, EXACT), numbers, 1, place, i, C, CHANNELS)
-            if RESET:
-                zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
-                out += weighed(times(Z, tl.trans(zt), DT, EXACT), numbers, 2, place, i, C, CHANNELS)
+            out = answers(
+                Mn, Sn, Z, qt, zq, at, inside, op, numbers, 0, place, i, P, C, MOMENTUM, RESET, CHANNELS, MAP, DT,
+                EXACT)  # fmt: skip
             out = by_pairs(out, D, attend, place, i, True, C, DT, EXACT, HALVES, MOVES)
             tl.store(y + side, out.to(y.dtype.element_ty), mask=cells)
         if PART != "outputs":
