@@ -74,8 +74,9 @@ def answers(
     MOMENTUM: tl.constexpr, RESET: tl.constexpr, CHANNELS: tl.constexpr, MAP: tl.constexpr, DT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What rows x, queries or keys, find in a chunk's first states, transposed: in M, in S and, after a new start, in
-    its weights Z, as three rows of numbers say, or by rows `fresh` of their own."""
+    """Products of rows x, queries or keys, with a chunk's first states, transposed: with M, with S and, after a new
+    start, with its weights Z (there by rows `fresh` of their own where retain is one of each channel), weighed by three
+    rows of numbers."""
     found = weighed(times(M, tl.trans(x), DT, EXACT), numbers, row, place, i, C, CHANNELS)
     if MOMENTUM:
         found += weighed(times(S, tl.trans(x), DT, EXACT), numbers, row + 1, place, i, C, CHANNELS)
