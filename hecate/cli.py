@@ -368,7 +368,8 @@ def evaluate(
     )] = None,
     tasks: Annotated[str | None, typer.Option(
         help="Tasks instead, such as niah,variable_tracking,loss_by_position in text (of --data, or the run's own), or "
-        "the synthetic one that the run was trained on; the results go into RUN/evals.",
+        "the synthetic one that the run was trained on; the results go into RUN/evals. RUN may be a folder of "
+        "transformers' here.",
     )] = None,
     samples: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Rows of each length, with --tasks.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results of --tasks; RUN/evals if left out.")] = None,

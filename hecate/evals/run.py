@@ -20,7 +20,7 @@ from hecate.files import make_folder, new_folder, refusing, sweep_evaluations, w
 from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish
 from hecate.models import LanguageModel
 from hecate.train.report import Table, csv_text, figure_type, png, table_by_position
-from hecate.train.trained import Trained, home_of, open_model
+from hecate.train.trained import Trained, home_of, is_pretrained, open_model
 
 # Figures of papers, beside which a result stands: none was measured here, and what differs is said of each.
 HOPE = "Nested Learning (Behrouz et al., 2025, arXiv 2512.24695), Table"
@@ -269,42 +269,70 @@ def evaluate_run(
     """The report of a run's checkpoint on named tasks, and the new folder in RUN/evals (or `out`) that has it.
     [EVAL-RUN-D1]
 
-    A synthetic task is that of the run, with its fields; the text of `data`, or else the run's own validation data.
+    A synthetic task is that of the run, with its fields; the text of `data`, or else the run's own validation data. A
+    folder of transformers' will do, too: tasks in text, asked in its tokenizer's tokens.
     """
+    folder = Path(folder)
+    if is_pretrained(folder):
+        if checkpoint != "best":
+            raise ConfigError(f"checkpoint={checkpoint!r} is for runs, and {folder} is a model of transformers")
+        return _evaluate_pretrained(folder, tasks, data=data, lengths=lengths, samples=samples, out=out)
     trained = open_model(folder, checkpoint)
-    place = Path(out) if out is not None else _evals(Path(folder))
-    given = None if lengths is None else tuple(lengths)
-    wanted = [_of_run(trained, name, {"lengths": given, "samples": samples}) for name in tasks]
+    place = Path(out) if out is not None else _evals(folder)
+    own = trained.config.data
+    wanted = [_wanted(name, lengths, samples, own) for name in tasks]
+    for name, task in zip(tasks, wanted, strict=True):
+        if not isinstance(task, Synthetic) and not isinstance(trained.tokenizer, Tokenizer):
+            raise ConfigError(
+                f"{name} is a task in text, and the run was trained on {own.kind!r} without a tokenizer; take one "
+                "that was trained on text"
+            )
+        if isinstance(task, Synthetic) and name != own.kind:
+            raise ConfigError(
+                f"task {name!r} is for a model that was trained on it, and the run was trained on {own.kind!r}; "
+                f"train one with data.kind={name}"
+            )
     text = None
     if not all(isinstance(task, Synthetic) for task in wanted):
         text = read_text(Path(data)) if data is not None else _own_text(trained)
     elif data is not None:
         raise ConfigError(f"--data is for tasks in text, and {', '.join(tasks)} have none; leave it out")
-    size = trained.config.data.vocabulary()
-    how: dict[str, Any] = {"text": text, "vocabulary": size, "device": trained.device}
+    how: dict[str, Any] = {"text": text, "vocabulary": own.vocabulary(), "device": trained.device}
     report = Report(evaluate_tasks(trained.model, trained.tokenizer, wanted, **how))
-    origin = None if text is None else str(data or "the run's own")
-    asked = [task.model_dump(mode="json") for task in wanted]
-    facts = {"run": trained.config.name, "step": trained.step, "text": origin, "tasks": asked}
+    facts = {"run": trained.config.name, "step": trained.step, **_facts(text, data or "the run's own", wanted)}
     return report, report.save(place, f"step-{trained.step}", facts)
 
 
-def _of_run(trained: Trained, name: str, fields: dict[str, Any]) -> Evaluation:
-    own = trained.config.data
-    found = evaluation_of(own if isinstance(own, Task) and name == own.kind else name, **fields)
-    if not isinstance(found, Synthetic):
-        if not isinstance(trained.tokenizer, Tokenizer):
+def _evaluate_pretrained(
+    folder: Path, tasks: Sequence[str], *, data: Path | str | None, lengths: Sequence[int] | None, samples: int | None,
+    out: Path | str | None,
+) -> tuple[Report, Path]:  # fmt: skip
+    """The same of a causal model of transformers, upgraded, grafted or as it is. [EVAL-RUN-D2]"""
+    from hecate.hf import load, load_tokenizer
+
+    wanted = [_wanted(name, lengths, samples) for name in tasks]
+    for name, task in zip(tasks, wanted, strict=True):
+        if isinstance(task, Synthetic):
             raise ConfigError(
-                f"{name} is a task in text, and the run was trained on {own.kind!r} without a tokenizer; take one "
-                "that was trained on text"
+                f"task {name!r} is for a model that was trained on it, and {folder} is a model of transformers; "
+                "take tasks in text"
             )
-        return found
-    if name != own.kind:
-        raise ConfigError(
-            f"task {name!r} is for a model that was trained on it, and the run was trained on {own.kind!r}; train "
-            f"one with data.kind={name}"
-        )
-    return found
+    text = None if data is None else read_text(Path(data))
+    tokenizer, model = load_tokenizer(folder), load(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    report = Report(evaluate_tasks(model, tokenizer, wanted, text=text))
+    facts = {"model": model.config.model_type, **_facts(text, data, wanted)}
+    return report, report.save(Path(out or folder / "evals"), model.config.model_type, facts)
+
+
+def _wanted(name: str, lengths: Sequence[int] | None, samples: int | None, own: Any = None) -> Evaluation:
+    """A task by its name, or the run's own, with its fields."""
+    fields = {"lengths": None if lengths is None else tuple(lengths), "samples": samples}
+    return evaluation_of(own if isinstance(own, Task) and name == own.kind else name, **fields)
+
+
+def _facts(text: str | None, origin: Any, wanted: Sequence[Evaluation]) -> dict[str, Any]:
+    asked = [task.model_dump(mode="json") for task in wanted]
+    return {"text": None if text is None else str(origin), "tasks": asked}
 
 
 def _own_text(trained: Trained) -> str | None:

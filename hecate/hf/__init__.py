@@ -28,7 +28,7 @@ from hecate.hf.graft_mlp import MLPGraftConfig, graft_mlp
 from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateForCausalLM, HecateModel
 from hecate.hf.saved import load, save
-from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer
+from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer, load_tokenizer
 from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "graft_mlp",
     "load",
     "load_graft",
+    "load_tokenizer",
     "release",
     "save",
     "save_graft",

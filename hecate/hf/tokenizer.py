@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hecate.data.tokenizer import BYTES, END, Bytes, FileTokenizer, Tokenizer
+from hecate.errors import CheckpointError, shorten
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -34,6 +36,24 @@ def file_tokenizer(text: str) -> PreTrainedTokenizerFast:
     own = Backend.from_str(json.dumps(description))
     end = {} if own.token_to_id(END) is None else {"eos_token": END, "pad_token": END}
     return _fast(own, **end)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer that lies beside a model of transformers in a folder; None where there is none. No code of the
+    folder runs.
+
+    Raises:
+        CheckpointError: one that transformers does not open.
+    """
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} has a tokenizer that transformers does not open: {shorten(str(error))}"
+        ) from None
 
 
 def tokenizer_of(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -44,11 +44,21 @@ NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "report.html",
 def expect_run(folder: Path) -> None:
     """Refuses what is no run folder, or one with links."""
     check_entries(folder)
+    if is_pretrained(folder):
+        raise CheckpointError(
+            f"{folder} is a model of transformers, no run folder: `hecate eval {folder} --tasks` asks it, "
+            "hecate.hf.load loads it"
+        )
     if not (folder / CONFIG).exists():
         raise CheckpointError(
             f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
             "runs/quickstart"
         )
+
+
+def is_pretrained(folder: Path) -> bool:
+    """True of a folder of transformers': with a config.json, and no run's config."""
+    return (folder / "config.json").is_file() and not (folder / CONFIG).exists()
 
 
 def check_entries(folder: Path) -> None:
