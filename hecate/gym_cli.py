@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hecate.errors import install_line
+from hecate.errors import ConfigError, install_line, shorten
 from hecate.terminal import afterwards, echo
 
 
@@ -45,6 +45,11 @@ def gym(
     except KeyboardInterrupt:
         echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
         raise
+    except Exception as error:
+        if not (place := getattr(error, "__notes__", None)):
+            raise
+        told = f"{type(error).__name__}: {shorten(str(error))}"
+        raise ConfigError(f"{place[0]} fails with {told}; hecate --debug gym shows where") from error
     written = report.write(found, out)
     with afterwards():
         print_table(*report.table(found))

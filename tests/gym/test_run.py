@@ -318,6 +318,19 @@ def test_a_package_that_has_changed_is_told_and_a_memory_that_fails_raises():
     assert caught.value.__notes__ == ["contender 'fails' in task 'linear'"]
 
 
+def test_the_command_blames_a_memory_of_the_user_that_fails(tmp_path, monkeypatch, capsys):
+    from hecate.cli import main
+
+    (tmp_path / "my_broken_memory.py").write_text("def fails(keys, values, state):\n    return 1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(["gym", "my_broken_memory:fails", "--tasks", "linear", "--quick", "--out", "out"])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and "a report is welcome" not in told
+    assert "contender 'my_broken_memory:fails' in task 'linear' fails with ZeroDivisionError" in told
+
+
 def test_written_tokens_that_nobody_asks_for_are_only_written():
     task, wrote = Facts(rows=1, distances=(5, 40)), []
 
