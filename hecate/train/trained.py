@@ -41,14 +41,14 @@ NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "report.html",
 """Names that are read or written in a run folder."""
 
 
-def expect_run(folder: Path) -> None:
-    """Refuses what is no run folder, or one with links."""
+def expect_run(folder: Path, cure: str = "name one that `hecate train` has written, such as runs/quickstart") -> None:
+    """Refuses what is no run folder, or one with links; `cure`: what helps."""
     check_entries(folder)
     if not (folder / CONFIG).exists():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
-            "runs/quickstart"
-        )
+        lacks = "it has no config.yaml" if folder.exists() else "there is no such folder"
+        if (folder / "config.json").exists():
+            cure = "it looks like a model of transformers, which AutoModelForCausalLM and `hecate serve` open"
+        raise CheckpointError(f"{folder} is not a run folder: {lacks}; {cure}")
 
 
 def check_entries(folder: Path) -> None:

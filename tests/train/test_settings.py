@@ -100,7 +100,7 @@ def test_a_page_says_what_a_field_takes():
     assert rows["device"][1:3] == ["cpu, cuda", "cpu"] and rows["minutes"][1:3] == ["number > 0 or null", "null"]
     for asked, message in (
         (("phi", "dpf"), r"^no phi 'dpf'\. Did you mean 'dpfp'\?"), (("ph", "dpfp"), "^no family 'ph'"),
-        (("rules", "titan"), "^no rules 'titan'"), (("presets", "hop"), "^no presets 'hop'"),
+        (("rules", "titan"), "^no rule 'titan'"), (("presets", "hop"), "^no preset 'hop'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             variant_page(*asked)
