@@ -284,6 +284,9 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
         resource_tracker.ensure_running()  # which unblocks Ctrl-C as it starts
         with without_interrupts():
             forkserver.ensure_running()
+        ready = context.Process(target=os.getpid)  # a Ctrl-C while modules load leaves no half-started worker
+        ready.start()
+        ready.join()
     given = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
     with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
 
