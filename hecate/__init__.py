@@ -7,7 +7,7 @@ queries to phi-space before any of them; `memory_scan` runs it over a sequence.
 import importlib
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Where names live. They are loaded when first asked for: torch alone takes seconds, and
 # `hecate --help` needs none of it. Type checkers read `__init__.pyi`, which says the same.

@@ -169,7 +169,14 @@ def expect_number(given: object, name: str, low: float = 0.0, high: float = math
 def expect_choice(given: object, name: str, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices."""
     if given not in choices:
-        raise ConfigError(f"{name} must be one of {tuple(choices)}, got {shorten(given)}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(given)}")
+
+
+def expect_ids(given: object, name: str) -> None:
+    """Refuses what is no sequence of token ids."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        cure = "give its .tolist()" if hasattr(given, "tolist") else "a tokenizer's encode makes them"
+        raise ConfigError(f"{name} must be token ids such as [72, 105], got {shorten(given)}; {cure}")
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -> None:

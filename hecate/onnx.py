@@ -37,9 +37,7 @@ try:
     import onnx
     import onnxruntime
 except ImportError:
-    raise ImportError(
-        f'ONNX needs onnx, onnxscript and onnxruntime: pip install "hecate-memory[onnx]", or {install_line("onnx")}'
-    ) from None
+    raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime: {install_line('onnx')}") from None
 
 SEQUENCE, STEP = "sequence.onnx", "step.onnx"
 OPSET = 27

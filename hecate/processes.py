@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,16 @@ def safe_path() -> Iterator[None]:
             del os.environ[_SAFE]
         else:
             os.environ[_SAFE] = before
+
+
+@contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Around the start of processes that leave Ctrl-C to this one: they inherit the mask, and print no traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def import_modules(names: Sequence[str]) -> None:

@@ -303,7 +303,7 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
                 raise CheckpointError(f"state {path} is {whose}; begin a new one, or open it with the model it is of")
             tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read state {path}: {error}") from None
+        raise CheckpointError(f"cannot read state {path}: {error}; name a file that states.save has written") from None
     try:
         if told.get("format") != _FORMAT:
             raise ValueError("it is of another kind")

@@ -57,6 +57,7 @@ ADVICE: Mapping[str, str] = {
     **dict.fromkeys(("attention_mask", "mask", "padding_mask", "key_padding_mask", "attn_mask"), _MASK),
     **dict.fromkeys(("labels", "targets"), _LOSS),
     **dict.fromkeys(("heads", "d_model"), _LAYER),
+    "engine": "hecate takes the fastest engine that is exact; `hecate show FILE --engine` says which and why.",
     "batch_first": "x is [B, T, d_model], batch first, in every layer.",
     "dropout": "Memories drop nothing; put nn.Dropout around the layer.",
     "beta": "What papers call beta is lr in a rule and momentum in an optimiser.",

@@ -104,14 +104,14 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("train", "tiny.yaml", "--steps", "0"), 2,
          "error: budget.steps: must be >= 1, got 0  [--set budget.steps=0]"),
         (("train", "tiny.yaml", "--set", "data.kind=text", "--set", "data.paths=[gone.txt]"), 2,
-         "error: no file or folder 'gone.txt'"),
+         "error: data.paths: no file or folder 'gone.txt'"),
         (("train", "tiny.yaml", "--resume"), 2,
          "error: there is no run of 'tiny' in runs/ to resume"),
         (("train", "--resume", "--out", "gone"), 2,
-         "error: gone is not a run folder: it has no config.yaml; `hecate train --out` starts a run there"),
+         "error: gone is not a run folder: there is no such folder; `hecate train --out` starts a run there"),
         (("train", "tiny.yaml", "--resume", "--out", "x"), 2,
          "error: --resume takes its config from x; leave 'tiny.yaml' out"),
-        (("eval", "gone"), 2, "error: gone is not a run folder: it has no config.yaml; name one that "
+        (("eval", "gone"), 2, "error: gone is not a run folder: there is no such folder; name one that "
          "`hecate train` has written, such as runs/quickstart"),
         (("generate", "gone"), 2, "error: gone is not a run folder"),
         (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
@@ -122,7 +122,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
          "retention, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
         (("export", "gone", "--to", "gguf"), 2,
-         "error: --to must be one of ('safetensors', 'torch', 'dcp', 'hf', 'onnx'), got 'gguf'"),
+         "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):

@@ -6,9 +6,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from hecate.data.tokenize import tokenize
 from hecate.data.tokenizer import FileTokenizer, open_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, FileSystemWarning
 from hecate.files import by_library, make_folder, new_folder, write_file
-from hecate.processes import import_modules, interpreter, safe_path
+from hecate.processes import import_modules, interpreter, safe_path, without_interrupts
 from hecate.train.loggers import MetricsWriter
 
 TRAP = "open({mark!r}, 'a').write(__name__ + ' ')\n"
@@ -246,3 +249,19 @@ def test_a_tokenizer_is_tried_once_and_may_lack_letters(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(DataError, match="has more than 10 bytes; is it really a tokenizer.json"):
         open_tokenizer(tmp_path / "t.json")
+
+
+def test_ctrl_c_is_left_to_the_process_that_starts_others(tmp_path):
+    """A terminal sends it to all of them, and what is importing torch would answer with a traceback."""
+
+    def blocked(status: str) -> bool:
+        return bool(int(re.search(r"SigBlk:\s*(\w+)", status)[1], 16) >> (signal.SIGINT - 1) & 1)
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with without_interrupts():
+        started = subprocess.run(["/bin/cat", "/proc/self/status"], capture_output=True, text=True, check=True).stdout
+    assert blocked(started) and signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    forkserver._forkserver._stop()  # that of another test
+    (tmp_path / "a.txt").write_text("text")
+    tokenize([str(tmp_path / "a.txt")], tmp_path / "tokens", tokenizer="bytes", workers=2, validation=0)
+    assert blocked(Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text())

@@ -1,4 +1,4 @@
-"""The README's Python runs as printed, in order, in one namespace, and its YAML becomes models;
+"""The README's Python runs as printed, each block by itself, and its YAML becomes models;
 neither warns, since tests take warnings for errors."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 LOOP = next(index for index, source in enumerate(PYTHON) if "torchrun" in source)
 
 
-def run_blocks(blocks: list[str]) -> dict[str, object]:
+def run_block(index: int) -> dict[str, object]:
+    """The names that a block leaves, copied alone."""
     namespace: dict[str, object] = {"__name__": "readme"}
-    for index, source in enumerate(blocks):
-        exec(compile(source, f"README.md[{index}]", "exec", dont_inherit=True), namespace)
+    exec(compile(PYTHON[index], f"README.md[{index}]", "exec", dont_inherit=True), namespace)
     return namespace
 
 
@@ -41,7 +41,7 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     run_experiment(load_experiment("quickstart", tiny), f"{tmp_path}/runs/mine", display=Display(quiet=True))
     export_run(f"{tmp_path}/runs/mine", f"{tmp_path}/hf-folder")
     monkeypatch.chdir(tmp_path)
-    assert len(PYTHON) >= 4 and run_blocks(PYTHON)["state"]
+    assert len(PYTHON) >= 4 and all([run_block(index) for index in range(len(PYTHON))])
 
 
 def trained_by_the_loop() -> list[float]:
@@ -51,7 +51,7 @@ def trained_by_the_loop() -> list[float]:
     for sharded in (False, True):
         os.environ |= {"SHARD": "1"} if sharded else {}
         torch.set_default_dtype(torch.float32)
-        names = run_blocks(PYTHON[: LOOP + 1])
+        names = run_block(LOOP)
         held = sum(getattr(p, "_local_tensor", p).numel() for p in names["model"].parameters())
         found += [names["loss"].item(), held]
         torch.distributed.destroy_process_group()
@@ -61,7 +61,7 @@ def trained_by_the_loop() -> list[float]:
 @pytest.mark.slow
 def test_the_training_loop_runs_under_torchrun():
     torch.set_default_dtype(torch.float32)
-    alone = run_blocks(PYTHON[: LOOP + 1])["loss"].item()
+    alone = run_block(LOOP)["loss"].item()
     for copied, whole, sharded, part in run_ranks(2, trained_by_the_loop):
         # The ranks draw the same tokens, so their mean gradient is that of one process; sums of two halves round.
         assert abs(copied - alone) < 1e-3 and abs(sharded - alone) < 1e-3

@@ -77,7 +77,7 @@ class Text(DataConfig):
             else:
                 matches, wanted = globbed(text), "files matching" if GLOB & set(text) else "file or folder"
             if not matches:
-                raise DataError(f"no {wanted} {text!r} (working directory {Path.cwd()})")
+                raise DataError(f"data.paths: no {wanted} {text!r} (working directory {Path.cwd()})")
             found.update(matches)
         return sorted(found)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver, get_context, parent_process
+from multiprocessing import connection, forkserver, get_context, parent_process, resource_tracker
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, NamedTuple
@@ -40,7 +40,7 @@ from hecate.data.shards import (
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.files import TEMPORARY, cure, lock, read_file, sync, sync_open, temporary_name, write_file
-from hecate.processes import safe_path
+from hecate.processes import safe_path, without_interrupts
 from hecate.variant import Config
 
 JOB = "job.json"
@@ -281,7 +281,12 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with safe_path():
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # which unblocks Ctrl-C as it starts
+        with without_interrupts():
+            forkserver.ensure_running()
+        ready = context.Process(target=os.getpid)  # a Ctrl-C while modules load leaves no half-started worker
+        ready.start()
+        ready.join()
     given = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
     with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
 

@@ -80,7 +80,7 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     Warns (`AdoptionWarning`) at a packed row of a model whose softmax layers are not told of documents.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"adopt takes a torch module, got a {type(model).__name__}")
+        raise TypeError(f"adopt takes a torch module, got a {type(model).__name__}; from_pretrained gives one")
     expect_choice(packed, "packed", get_args(Packed))
     found: dict[str, tuple[Any, str]] = {}
     left: dict[str, str] = {}

@@ -180,7 +180,7 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
             refuses, and those that accelerate dispatches. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"upgrade takes a torch module, got a {type(model).__name__}")
+        raise TypeError(f"upgrade takes a torch module, got a {type(model).__name__}; from_pretrained gives one")
     expect_choice(train, "train", get_args(Train))
     if layers is not None:
         layers = _numbers(layers)

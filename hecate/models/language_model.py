@@ -68,17 +68,20 @@ class LanguageModelConfig(Config):
     with levels puts the levels after it, as HOPE does.
 
     Fields:
-        vocab_size: tokens; None is filled from the data.
-        d_model, layers, heads: width, depth, memories per layer.
-        d_key, d_value: widths per head; None means d_model // heads.
-        memory: rule and conventions of every layer's memory.
+        vocab_size: size of the vocabulary; null takes that of the data.
+        d_model: width of the model.
+        layers: number of blocks.
+        heads: memories in a layer, which share its width.
+        d_key: width of a head's keys and queries; null means d_model // heads.
+        d_value: width of a head's values; null means d_model // heads.
+        memory: the rule of every layer's memory; `hecate list rules` has those with a name.
         conv_kernel, qk_norm, output_gate, learned_initial, feature_memory: as in
             `hecate.nn.Memory`; conv_kernel and qk_norm left out are `memory.layer_conv_kernel` and
             `memory.layer_qk_norm`, if it names them. Levels bring their own, and self-reference its
             rule: what they leave unread stays at its default.
         levels, composition, aggregation, carry_levels: as in `hecate.cms.CMSConfig`.
         self_reference: a self-referential memory, as in `hecate.cms.SelfReferential`.
-        attention: attention beside the memory or alone, as in `hecate.nn.Composed`.
+        attention: softmax attention beside the memory or alone, as in `hecate.nn.Composed`.
         mlp_ratio: hidden width of the gated MLP over d_model; 0 leaves it out.
         tie_embeddings: whether the output layer shares the embedding's weights.
     """

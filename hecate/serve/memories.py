@@ -9,7 +9,7 @@ from typing import Any
 
 from hecate import states
 from hecate.checks import readable
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, shorten
 from hecate.files import TEMPORARY, lock, make_folder, refusing, sync
 from hecate.serve.parked import ParkedDtype, parking
 
@@ -37,6 +37,8 @@ class Memories:
     def __init__(
         self, folder: Path | str, model: str, max_bytes: int = MAX_BYTES, *, parked_dtype: ParkedDtype | None = None
     ) -> None:
+        if not isinstance(model, str):
+            raise ConfigError(f"model must be what states.fingerprint(model) says, got {shorten(model)}")
         self.folder, self.model, self.max_bytes = Path(folder), model, max_bytes
         self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
         with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hecate.errors import ConfigError, shorten
+from hecate.errors import ConfigError, did_you_mean, shorten
 from hecate.serve.scheduler import Request
 
 
@@ -86,7 +86,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         raise ConfigError("the body must be a JSON object")
     for name, value in given.items():
         if name not in _KNOWN and value not in (None, False, 0, [], {}, _NEUTRAL.get(name)):
-            raise ConfigError(f"{shorten(name)} is not served; leave it out")
+            raise ConfigError(f"{shorten(name)} is not served.{did_you_mean(name, _KNOWN)} Leave it out")
     if given.get("model") not in (None, model):
         raise ConfigError(f"the model {shorten(given['model'])} is not served; {model} is")
     tokens = _tokens(given, chat, texts)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hecate import states
-from hecate.checks import expect_count, expect_number
+from hecate.checks import expect_count, expect_ids, expect_number
 from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
 from hecate.serve.memories import Memories
 from hecate.serve.parked import check_parked
@@ -73,6 +73,7 @@ class Request:
 
     def check(self, vocabulary: int | None) -> None:
         """Refuses what no model could continue."""
+        expect_ids(self.tokens, "tokens")
         if not self.tokens:
             raise ConfigError("a prompt must have at least one token")
         if vocabulary is not None and not 0 <= min(self.tokens) <= max(self.tokens) < vocabulary:

@@ -24,9 +24,7 @@ try:
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 except ImportError:
-    raise ImportError(
-        f'a server needs starlette and uvicorn: pip install "hecate-memory[serve]", or {install_line("serve")}'
-    ) from None
+    raise ImportError(f"a server needs starlette and uvicorn: {install_line('serve')}") from None
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Handler = Callable[[Http], Awaitable[Response]]

@@ -59,6 +59,11 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
 
     Every problem is reported with the path of the setting and the line, or the `--set`, that wrote it.
     """
+    if not isinstance(source, str | Path):
+        cure = "ExperimentConfig.model_validate takes the settings themselves"
+        raise ConfigError(f"source must be a preset or the path of a file, got {shorten(source)}; {cure}")
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides must be a list of path=value, got {overrides!r}; write [{overrides!r}]")
     document = _extended(_open(str(source), None), [])
     if overrides:
         document = _overridden(document, [_parse_override(text) for text in overrides])
@@ -272,8 +277,8 @@ def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: 
     head, here = rest[0], (*path, rest[0])
     if isinstance(head, int):
         if not isinstance(value, list) or head >= len(value):
-            size = f"{len(value)} entries" if isinstance(value, list) else "no list"
-            raise ConfigError(f"there is {size} to index  [{item.text}]", here)
+            size = f"a list of {len(value)}" if isinstance(value, list) else "no list"
+            raise ConfigError(f"there is {size} here; give an index below its length  [{item.text}]", here)
         return [_assign(v, rest[1:], here, item, marks) if i == head else v for i, v in enumerate(value)]
     if isinstance(value, str):
         value = {"kind": value}

@@ -32,13 +32,13 @@ class OptimConfig(Config):
     Fields:
         lr: the highest learning rate, the same for every kind.
         optimizer: how the step is taken; `hecate list optimizer` has the kinds.
-        weight_decay: of matrices; norm scales, biases and other vectors do not decay.
+        weight_decay: decay of matrices; norm scales, biases and other vectors have none.
         warmup: steps in which the rate rises linearly to `lr`.
-        schedule: how the rate falls from there to the last step of the budget.
-        final: the share of `lr` that it falls to.
-        clip: bounds the norm of the whole gradient; null turns it off.
-        periods: names to numbers: parameters whose name fits a pattern (shell style, the first that fits decides) step
-            once in so many steps, by the mean of their gradients.
+        schedule: how the rate falls from `lr` to the last step of the budget.
+        final: the rate of the last step, as a share of `lr`.
+        clip: the largest norm of the whole gradient; null turns clipping off.
+        periods: from a pattern of parameter names (shell style, the first that fits) to a number n: those parameters
+            step once every n steps, by the mean of their gradients.
     """
 
     lr: float = Field(3e-3, gt=0)
@@ -88,24 +88,23 @@ class BudgetConfig(Config):
     """Budget of a run: how long, how often and on what. [DIST-STEP-D1]
 
     Fields:
-        steps: of the optimiser; a run resumed with another number follows its schedule from there on.
-        minutes: ends a run early, and gives up reproducibility.
-        batch_size: sequences of a step, of all processes together.
-        accumulate: parts that a step's batch is taken in, one after the other, with the gradient of the whole.
-        seq_len: tokens of a text's sequence, 256 when null; a task brings its own.
+        steps: steps of the optimiser; a run resumed with another number follows its schedule from there on.
+        minutes: time after which a run ends early; it is then not reproducible.
+        batch_size: sequences in a step, over all processes.
+        accumulate: parts into which a step's batch is cut to save memory; the gradient is that of the whole.
+        seq_len: tokens in a sequence of text, 256 when null; a task brings its own.
         eval_every: steps from one validation to the next.
-        eval_batches: batches of a validation.
+        eval_batches: batches in a validation.
         checkpoint_every: steps from one checkpoint to the next.
-        keep: newest checkpoints that stay, beside the best one.
-        threads: of the CPU; applied by the command line alone.
+        keep: number of newest checkpoints to keep, beside the best one.
+        threads: CPU threads; the command line alone applies it.
         device: where the model trains.
-        precision: in bfloat16 parameters are so forward and backward; those that are trained, sums over processes and
-            the states of memories stay float32.
-        recompute: keeps the inputs of blocks alone and computes the rest again in the backward pass, of every block
-            ("full") or every n-th.
-        compile: each "block", or for a GPU the chunks of memories alone ("chunk"), once however many there are: engine
-            "fused".
-        save: "async" copies a checkpoint to memory and writes it while the run goes on.
+        precision: "bfloat16" runs forward and backward in it; trained parameters, sums over processes and the states
+            of memories stay float32.
+        recompute: blocks that keep their inputs alone and compute the rest again in the backward pass: all ("full"),
+            every n-th, or none.
+        compile: parts that torch.compile takes: each "block", or on a GPU the "chunk" of memories alone.
+        save: "async" copies a checkpoint to memory and writes it while training continues.
         timeout: seconds that a process waits for the others.
     """
 
@@ -138,9 +137,9 @@ class SampleConfig(Config):
     """Samples that a model writes into samples.txt.
 
     Fields:
-        prompt: the text that it continues.
-        tokens: how many it adds.
-        temperature: 0 takes the likeliest token.
+        prompt: the text to continue.
+        tokens: number of tokens to generate.
+        temperature: randomness of the choice; 0 takes the likeliest token.
         every: steps from one sample to the next; 0 samples at the end only.
     """
 
@@ -154,17 +153,17 @@ class ExperimentConfig(Config):
     """A whole experiment; `hecate train` reads it from YAML. [TRAIN-CONFIG-D1]
 
     Fields:
-        name: of the run's folder and of its row in tables.
-        seed: of the parameters and of the order of the data.
+        name: name of the run's folder and of its row in tables.
+        seed: seed of the parameters and of the order of the data.
         model: its sizes and its memories.
-        data: what it reads; `hecate list data` has the kinds.
+        data: text, tokens or task to train on; `hecate list data` has the kinds.
         optim: the outer optimiser and its learning rate.
         budget: how long, how often and on what.
         parallel: how the processes of a run share its work.
-        sample: what it writes into samples.txt.
-        tensorboard: the logger of that kind.
-        loggers: are told what metrics.jsonl is told.
-        init_from: a run, a checkpoint or a safetensors file whose parameters a new run begins with. [TRAIN-INIT-D1]
+        sample: samples of the model, written into samples.txt.
+        tensorboard: true adds the logger for TensorBoard.
+        loggers: other places for the metrics, such as wandb; `hecate list logger` has the kinds.
+        init_from: run, checkpoint or safetensors file with the parameters to start from. [TRAIN-INIT-D1]
     """
 
     name: str = Field("experiment", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

@@ -126,9 +126,10 @@ def read_yaml(path: Path) -> Document:
             raise ConfigError(f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?")
         text = content.decode()
     except OSError as error:
-        raise ConfigError(f"cannot read config {name}: {error.strerror or error}") from None
+        cure = f"; `hecate init {name}` writes one" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"cannot read config {name}: {error.strerror or error}{cure}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except ValueError as error:  # what no path can be
         raise ConfigError(f"cannot read config {name}: {error}") from None
     return parse_yaml(text, path.name)

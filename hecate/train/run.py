@@ -26,7 +26,7 @@ from hecate.checks import expect_choice
 from hecate.data import Source
 from hecate.data.shards import TOKENIZER
 from hecate.distributed import World
-from hecate.errors import CheckpointError, HecateError, printable, shorten
+from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
 from hecate.files import commit_of, make_folder, refusing, sweep, write_file
 from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
@@ -104,6 +104,9 @@ def run_experiment(
     `mem_limit` bytes (None: the device's memory) is refused. [TRAIN-EST-D3] In a `world` of several processes every
     one calls it with the same arguments; rank 0 alone writes and shows. `hooks` are called as the run goes on; where it
     is resumed, the settings that `allow` names may differ from those of its checkpoint. [DIST-RUN-D1]"""
+    if not isinstance(config, ExperimentConfig):
+        cure = "load_experiment makes one of a preset or a file"
+        raise ConfigError(f"config must be an ExperimentConfig, got {shorten(config)}; {cure}")
     config, folder, world = config.validated(), Path(folder), world or World.alone(config.budget.device)
     world.agree({"out": str(folder), "resume": resume, "allow": list(allow)})
     check_allowed(allow, config, resume)
@@ -159,11 +162,9 @@ def check_folder(folder: Path, resume: bool) -> None:
     if printable(str(folder)) != str(folder):
         raise CheckpointError(f"the name of {folder} is not plain UTF-8, which checkpoints need; choose another --out")
     check_entries(folder)
+    if resume:
+        expect_run(folder, "`hecate train --out` starts a run there")
     exists = (folder / CONFIG).exists()
-    if resume and not exists:
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; `hecate train --out` starts a run there"
-        )
     if exists and not resume:
         raise CheckpointError(f"{folder} already holds a run; continue it with --resume or choose another --out")
     metrics = folder / METRICS

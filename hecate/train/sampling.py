@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hecate.checks import expect_ids
 from hecate.data import Tokenizer
 from hecate.errors import ConfigError, DataError
 
@@ -47,6 +48,8 @@ class Draws:
         top_p: float | None = None,
         device: torch.device | None = None,
     ) -> None:
+        for prompt in prompts:
+            expect_ids(prompt, "prompt")
         if not all(prompts):
             raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")
         for name, value, bound, sound in (
@@ -56,6 +59,8 @@ class Draws:
         ):
             if not sound:
                 raise ConfigError(f"{name} must be {bound}, got {value}")
+        if temperature and not all(isinstance(draws, torch.Generator) for draws in generators):
+            raise ConfigError("generator must be a torch.Generator: torch.Generator().manual_seed(0) is one")
         self._model, self._generators, self._how = model, list(generators), (temperature, top_k, top_p)
         longest = max(map(len, prompts))
         self._feed = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts], device=device)

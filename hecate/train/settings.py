@@ -129,7 +129,8 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
 
 def _known(family: str, name: str, names: Any) -> None:
     if name not in names:
-        raise ConfigError(f"no {family} {name!r}{not_known(name, names)}")
+        one = family.removesuffix("s") if family in ("rules", "presets", "engines") else family
+        raise ConfigError(f"no {one} {name!r}{not_known(name, names)}")
 
 
 def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:

@@ -41,19 +41,17 @@ NAMES = (CONFIG, "env.json", METRICS, "samples.txt", "report.md", "report.html",
 """Names that are read or written in a run folder."""
 
 
-def expect_run(folder: Path) -> None:
-    """Refuses what is no run folder, or one with links."""
+def expect_run(folder: Path, cure: str = "name one that `hecate train` has written, such as runs/quickstart") -> None:
+    """Refuses what is no run folder, or one with links; `cure`: what helps."""
     check_entries(folder)
     if is_pretrained(folder):
         raise CheckpointError(
-            f"{folder} is a model of transformers, no run folder: `hecate eval {folder} --tasks` asks it, "
-            "hecate.hf.load loads it"
+            f"{folder} is a model of transformers, no run folder: `hecate eval {folder} --tasks` asks it, `hecate serve` "
+            "serves one that `hecate export` wrote, hecate.hf.load loads any"
         )
     if not (folder / CONFIG).exists():
-        raise CheckpointError(
-            f"{folder} is not a run folder: it has no config.yaml; name one that `hecate train` has written, such as "
-            "runs/quickstart"
-        )
+        lacks = "it has no config.yaml" if folder.exists() else "there is no such folder"
+        raise CheckpointError(f"{folder} is not a run folder: {lacks}; {cure}")
 
 
 def is_pretrained(folder: Path) -> bool:

@@ -3,7 +3,7 @@
     python adopt_and_lora.py --steps 20        # a tiny model with random weights
     python adopt_and_lora.py --model FOLDER    # yours
 
-Needs the extras `cpu` and `hf`, and peft.
+Needs the extras `cpu` and `hf`, and `pip install peft`.
 """
 
 import argparse

@@ -80,7 +80,7 @@ def test_openai_s_client_is_answered(server, model):
     pieces = list(client.chat.completions.create(model="tiny", messages=messages, **how, **HOW))
     assert "".join(piece.choices[0].delta.content for piece in pieces if piece.choices) == wanted
     assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == COUNT
-    with pytest.raises(openai.BadRequestError, match="'tools' is not served; leave it out"):
+    with pytest.raises(openai.BadRequestError, match="'tools' is not served. Leave it out"):
         client.chat.completions.create(model="tiny", messages=messages, tools=[{"type": "function"}])
     with pytest.raises(openai.BadRequestError, match="the model 'large' is not served; tiny is"):
         client.completions.create(model="large", prompt="x")
@@ -138,7 +138,8 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "user": 3}, "user must be"), ({"prompt": "a", "user": "u", "stop": "x"}, "leave stop or user out"),
     ({"prompt": "a", "logprobs": 3}, "'logprobs' is not served"), ({"prompt": "a", "n": 2}, "'n' is not served"),
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
-    ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served"), ({"prompt": "\ud83d"}, "half of a surrogate"),
+    ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
+    ({"prompt": "\ud83d"}, "half of a surrogate"),
 ])  # fmt: skip
 def test_bad_fields_are_refused_by_a_sentence(server, body, match):
     raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
@@ -427,11 +428,11 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
     monkeypatch.delitem(sys.modules, "hecate.serve.server")
     monkeypatch.delattr(package, "server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install "hecate-memory\[serve\]"'):
+    with pytest.raises(ImportError, match=r'needs starlette and uvicorn: pip install -c constraints.txt "\.\[serve\]"'):
         importlib.import_module("hecate.serve").application  # noqa: B018
     with pytest.raises(SystemExit):
         cli.main(["serve", str(tmp_path)])
-    assert 'pip install "hecate-memory[serve]"' in capsys.readouterr().err
+    assert 'pip install -c constraints.txt ".[serve]"' in capsys.readouterr().err
     code = (
         "import sys, hecate, hecate.cli, hecate.serve; sys.exit('starlette' in sys.modules or 'uvicorn' in sys.modules)"
     )

@@ -177,7 +177,8 @@ CASES = {
     "set ambiguous": ("", ["kind=elu"], "kind: could mean model.memory.structure.kind, ..."),
     "set out of range": (
         "", ["optim.betas[2]=0.5"],
-        "optim.optimizer.betas[2]: there is 2 entries to index  [--set optim.betas[2]=0.5]",
+        "optim.optimizer.betas[2]: there is a list of 2 here; give an index below its length  "
+        "[--set optim.betas[2]=0.5]",
     ),
     "set into a number": (
         "", ["seed.x=3"], "seed: has no fields, it is 0  [--set seed.x=3]"

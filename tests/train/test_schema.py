@@ -105,13 +105,13 @@ def test_every_setting_says_what_it_is(schema):
 @pytest.mark.parametrize(
     ("place", "field", "text"),
     [
-        ("BudgetConfig", "keep", "newest checkpoints that stay, beside the best one"),
+        ("BudgetConfig", "keep", "number of newest checkpoints to keep"),
         ("LanguageModelConfig", "mlp_ratio", "hidden width of the gated MLP over d_model; 0 leaves it out."),
         ("data.tokens", "vocab_size", "filled from the folder, at least its own; `.bin` files do not tell it."),
         ("bias.huber", "delta", "huber: "),
         ("optimizer.delta_momentum", "reading", "what g^T g is."),
         ("retention.decay", "kind", "decay: M' = retain M + D, "),
-        ("LanguageModelConfig", "memory", "rule and conventions of every layer's memory."),
+        ("LanguageModelConfig", "memory", "the rule of every layer's memory"),
     ],
 )
 def test_descriptions_are_those_of_the_docstrings(place, field, text, schema):

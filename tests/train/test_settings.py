@@ -37,7 +37,7 @@ def test_a_starter_is_its_preset_with_and_without_its_signs(name, tmp_path):
 def test_a_setting_behind_a_sign_can_be_changed(tmp_path):
     file = tmp_path / "my.yaml"
     text = starter()
-    assert "  #clip: 1.0\n" in text and "\n  # bounds the norm of the whole gradient" in text
+    assert "  #clip: 1.0\n" in text and "\n  # the largest norm of the whole gradient" in text
     file.write_text(text.replace("  #clip: 1.0", "  clip: 0.5"))
     changed = load_experiment(file)
     assert changed.optim.clip == 0.5
@@ -100,7 +100,7 @@ def test_a_page_says_what_a_field_takes():
     assert rows["device"][1:3] == ["cpu, cuda", "cpu"] and rows["minutes"][1:3] == ["number > 0 or null", "null"]
     for asked, message in (
         (("phi", "dpf"), r"^no phi 'dpf'\. Did you mean 'dpfp'\?"), (("ph", "dpfp"), "^no family 'ph'"),
-        (("rules", "titan"), "^no rules 'titan'"), (("presets", "hop"), "^no presets 'hop'"),
+        (("rules", "titan"), "^no rule 'titan'"), (("presets", "hop"), "^no preset 'hop'"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             variant_page(*asked)
