@@ -105,7 +105,7 @@ LINES = {
     "train --set optim.betas[2]=1": "there is a list of 2 here; give an index below its length",
     "train --set data.kind=text --set data.paths=[gone]": "data.paths: no file or folder 'gone'",
     "eval folder --checkpoint first": "checkpoint must be one of 'best', 'newest', got 'first'",
-    "eval folder": "it has no config.yaml; it looks like a model of transformers, which AutoModelForCausalLM and",
+    "eval folder": "folder is a model of transformers, no run folder: `hecate eval folder --tasks` asks it",
     "resume gone": "gone is not a run folder: there is no such folder; `hecate train --out` starts a run there",
     "list rules titan": "no rule 'titan'. Did you mean 'titans'?",
     "list presets hop": "no preset 'hop'. Did you mean 'hope'?",
