@@ -71,6 +71,8 @@ def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     assert len(greedy) == 1 and greedy.pop().startswith("def ")
     assert hecate("generate", "run", "--prompt", "a\u00e9", "--tokens", "0")[1] == "a\u00e9\n"
 
+    code, _, err = hecate("resume", "run")
+    assert code == 0 and "at step 4, the last of its budget: --steps N trains on\n" in err
     code, out, err = hecate("train", "--out", "run", "--resume", "--steps", "6")
     assert code == 0 and "resumed from run/checkpoints/step_00000004 at step 4" in err
     assert "finished at step 6" in out

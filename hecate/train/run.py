@@ -259,7 +259,9 @@ class _Run:
             checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
             self.trainer.restore(checkpoint, str(path))
             self.saved = (self.trainer.step, checkpoint.facts["metrics"])
-            self.display.say(f"resumed from {path} at step {self.trainer.step}")
+            done = self.trainer.step >= self.trainer.config.budget.steps
+            more = ", the last of its budget: --steps N trains on" if done else ""
+            self.display.say(f"resumed from {path} at step {self.trainer.step}{more}")
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
         if found is None and self.trainer.config.init_from is not None:
