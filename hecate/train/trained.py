@@ -46,8 +46,8 @@ def expect_run(folder: Path, cure: str = "name one that `hecate train` has writt
     check_entries(folder)
     if is_pretrained(folder):
         raise CheckpointError(
-            f"{folder} is a model of transformers, no run folder: `hecate eval {folder} --tasks` asks it, `hecate serve` "
-            "serves one that `hecate export` wrote, hecate.hf.load loads any"
+            f"{folder} is a model of transformers, no run folder: `hecate eval {folder} --tasks` asks it, "
+            "`hecate serve` serves one that `hecate export` wrote, hecate.hf.load loads any"
         )
     if not (folder / CONFIG).exists():
         lacks = "it has no config.yaml" if folder.exists() else "there is no such folder"
