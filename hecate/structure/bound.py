@@ -21,8 +21,8 @@ that there were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple, cast
 
@@ -51,9 +51,10 @@ def unbounded(graph: Graph) -> str | None:
     return None
 
 
-def spread(past: Trace) -> list[Tensor | None]:
+def spread(past: Trace, columns: dict[int, Tensor]) -> list[Tensor | None]:
     """Of every value, bounds of the squared columns of d prediction / d value: `[N, C, width]`, or `[N, C, 1]` of all
-    together, with C = 1 where all tokens have the same; None of p and of what no prediction hears of."""
+    together, with C = 1 where all tokens have the same; None of p and of what no prediction hears of. `columns` are
+    those of the squared weights, which it adds to."""
     bounds: list[Tensor | None] = [None] * len(past.values)
     bounds[-1] = torch.ones_like(past.values[INPUT][:, :1, :1])
     for index in reversed(range(len(past.graph.nodes))):
@@ -62,8 +63,9 @@ def spread(past: Trace) -> list[Tensor | None]:
             continue
         if isinstance(node, Linear):
             if node.source > INPUT:
-                columns = past.weights[node.weight].square().sum(-2, keepdim=True)
-                bounds[node.source] = a.sum(-1, keepdim=True) * columns
+                if node.weight not in columns:
+                    columns[node.weight] = past.weights[node.weight].square().sum(-2, keepdim=True)
+                bounds[node.source] = a.sum(-1, keepdim=True) * columns[node.weight]
         else:
             shares = cast(Bounded, node.op).bound(past.slopes[index], a)
             for at, share in zip(node.sources, shares, strict=True):
@@ -72,45 +74,11 @@ def spread(past: Trace) -> list[Tensor | None]:
     return bounds
 
 
-def spread_vjp(
-    past: Trace, bounds: Sequence[Tensor | None], layers: Sequence[Tensor | None], values: Cotangents
-) -> list[Tensor | None]:
-    """The reverse of `spread`: cotangents of the weights, and, added to `values`, of the values, from those of the
-    bounds b `[N, C, 1]` of every layer."""
-    gbounds = Cotangents(past.values)
-    gweights: list[Tensor | None] = [None] * len(past.weights)
-    for index, node in enumerate(past.graph.nodes):
-        a = bounds[index + 1]
-        if a is None:
-            continue
-        if isinstance(node, Linear):
-            g = layers[node.weight]
-            above = gbounds[node.source] if node.source > INPUT else None
-            if above is not None:
-                weight = past.weights[node.weight]
-                above = above.sum(1, keepdim=True) if a.shape[1] == 1 else above
-                columns = weight.square().sum(-2, keepdim=True)
-                more = (above * columns).sum(-1, keepdim=True)
-                g = more if g is None else g + more
-                into = (above * a.sum(-1, keepdim=True)).sum(1, keepdim=True)
-                gweights[node.weight] = 2 * weight * into
-            gbounds.add(index + 1, g)
-            continue
-        shares = [gbounds[at] if at > INPUT else None for at in node.sources]
-        if all(share is None for share in shares):
-            continue
-        known = tuple(a.new_zeros(()) if share is None else share for share in shares)
-        ginputs, ga = cast(Bounded, node.op).bound_vjp(past.slopes[index], a, known)
-        gbounds.add(index + 1, ga)
-        for at, g in zip(node.sources, ginputs, strict=True):
-            values.add(at, None if g is None else g.expand_as(source(past.values, at)))
-    return gweights
-
-
 class _Rows(NamedTuple):
     """sqrt(b + `ROOT`) h of every layer, where b is 1 over the root of `scales`, and what their derivative needs."""
 
     past: Trace
+    columns: dict[int, Tensor]
     bounds: list[Tensor | None]
     layers: list[tuple[int, int, int]]  # weight, value, source
     roots: list[Tensor | None]
@@ -118,26 +86,103 @@ class _Rows(NamedTuple):
     scales: list[float]
 
     @classmethod
-    def of(cls, graph: Graph, weights: Sequence[Tensor], p: Tensor) -> _Rows:
-        past = trace(graph, weights, p, whole=False)
-        bounds, nodes = spread(past), enumerate(graph.nodes, 1)
+    def of(cls, past: Trace, columns: dict[int, Tensor]) -> _Rows:
+        bounds, nodes = spread(past, columns), enumerate(past.graph.nodes, 1)
         layers = [(n.weight, at, n.source) for at, n in nodes if isinstance(n, Linear) and bounds[at] is not None]
         found = [None if bounds[at] is bounds[-1] else bounds[at] for _, at, _ in layers]
         roots = [None if b is None else (b.sum(-1, keepdim=True) + ROOT).sqrt() for b in found]
         inputs = [source(past.values, of) for _, _, of in layers]
         rows = [h if root is None else root * h for root, h in zip(roots, inputs, strict=True)]
-        return cls(past, bounds, layers, roots, rows, [1 + ROOT if root is None else 1.0 for root in roots])
+        scales = [1 + ROOT if root is None else 1.0 for root in roots]
+        return cls(past, columns, bounds, layers, roots, rows, scales)
 
-    def vjp(self, cotangents: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """Cotangents of the weights and of p from those of the rows."""
-        values = Cotangents(self.past.values)
-        of_bounds: list[Tensor | None] = [None] * len(self.past.weights)
+    def vjp(self, cotangents: Sequence[Tensor], values: Cotangents, gcolumns: dict[int, Tensor]) -> None:
+        """Adds what the values and the columns of weights get from cotangents of the rows."""
+        of_bounds: dict[int, Tensor] = {}
         for (weight, _, of), root, g in zip(self.layers, self.roots, cotangents, strict=True):
             values.add(of, g if root is None else root * g)
             if root is not None:
                 of_bounds[weight] = (g * source(self.past.values, of)).sum(-1, keepdim=True) / (2 * root)
-        known = spread_vjp(self.past, self.bounds, of_bounds, values)
-        return self.past.through(values, known)
+        gbounds = Cotangents(self.past.values)
+        for index, node in enumerate(self.past.graph.nodes):
+            a = self.bounds[index + 1]
+            if a is None:
+                continue
+            if isinstance(node, Linear):
+                gbounds.add(index + 1, of_bounds.get(node.weight))
+                above = gbounds[node.source] if node.source > INPUT else None
+                if above is not None:
+                    above = above.sum(1, keepdim=True) if a.shape[1] == 1 else above
+                    gbounds.add(index + 1, (above * self.columns[node.weight]).sum(-1, keepdim=True))
+                    into = (above * a.sum(-1, keepdim=True)).sum(1, keepdim=True)
+                    gcolumns[node.weight] = gcolumns[node.weight] + into if node.weight in gcolumns else into
+                continue
+            shares = [gbounds[at] if at > INPUT else None for at in node.sources]
+            if all(share is None for share in shares):
+                continue
+            given = tuple(a.new_zeros(()) if share is None else share for share in shares)
+            ginputs, ga = cast(Bounded, node.op).bound_vjp(self.past.slopes[index], a, given)
+            gbounds.add(index + 1, ga)
+            for at, own in zip(node.sources, ginputs, strict=True):
+                values.add(at, None if own is None else own.expand_as(source(self.past.values, at)))
+
+
+class Lengths(NamedTuple):
+    """The lengths c `[N, C]` of the steps of a chunk's tokens, and what their derivative needs: rows of the tokens and
+    of the keys before them, products of the former with both, and which of those products count."""
+
+    c: Tensor
+    blocks: int
+    own: _Rows
+    earlier: _Rows | None
+    grams: list[tuple[Tensor, Tensor]]
+    near: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, past: Trace, write: Tensor | None, keys: Tensor, blocks: int) -> Lengths:
+        """From the tokens' trace; the rest as in `lengths`."""
+        columns: dict[int, Tensor] = {}
+        own, earlier, grams, near = _Rows.of(past, columns), None, [], partial(_near, keys[..., -1] > 0, write)
+        if keys.shape[1]:
+            earlier = _Rows.of(trace(past.graph, past.weights, keys[..., :-1], whole=False), columns)
+            both = list(zip(own.rows, earlier.rows, strict=True))
+            grams = [(torch.bmm(row, row.mT), torch.bmm(other, row.mT)) for row, other in both]
+            kinds = zip(*grams, strict=True)
+            sizes = [reduce(add, map(_scaled, map(torch.abs, kind), own.scales)) for kind in kinds]
+            pairs, others = near(*sizes)
+            total = pairs.sum(-1) + others.sum(-2)
+        else:
+            sums = [row.square().sum(-1) * scale for row, scale in zip(own.rows, own.scales, strict=True)]
+            total = reduce(add, sums)
+        return cls(1 / (blocks * (FLOOR + total)), blocks, own, earlier, grams, near)
+
+    def vjp(
+        self, g: Tensor, values: Cotangents | None = None, known: Sequence[Tensor | None] = ()
+    ) -> tuple[list[Tensor], Tensor, Tensor | None]:
+        """Cotangents of the weights, of p and of the keys, None without any, from that of c; with those of the trace's
+        values, and added to those of the weights that are known."""
+        own, earlier, gcolumns = self.own, self.earlier, dict[int, Tensor]()
+        values = values or Cotangents(own.past.values)
+        gtotal = (-self.blocks * self.c.square() * g).unsqueeze(-1)
+        if earlier is None:
+            gkeys = None
+            grows = [2 * scale * gtotal * row for row, scale in zip(own.rows, own.scales, strict=True)]
+        else:
+            (pairs, others), grows, gearlier = self.grams[0], [], []
+            both = self.near(gtotal.expand_as(pairs), gtotal.mT.expand_as(others))
+            for row, other, grams, scale in zip(own.rows, earlier.rows, self.grams, own.scales, strict=True):
+                gown, gother = (gram.sign() * _scaled(part, scale) for gram, part in zip(grams, both, strict=True))
+                grows.append(torch.baddbmm(torch.bmm(gown + gown.mT, row), gother.mT, other))
+                gearlier.append(torch.bmm(gother, row))
+            of_keys = Cotangents(earlier.past.values)
+            earlier.vjp(gearlier, of_keys, gcolumns)
+            known, gp = earlier.past.through(of_keys, known)
+            gkeys = torch.nn.functional.pad(gp, (0, 1))
+        own.vjp(grows, values, gcolumns)
+        sums, gp = own.past.through(values, known)
+        for weight, into in gcolumns.items():
+            sums[weight] = torch.addcmul(sums[weight], own.past.weights[weight], into, value=2)
+        return sums, gp, gkeys
 
 
 def lengths(graph: Graph, blocks: int) -> Block:
@@ -148,53 +193,40 @@ def lengths(graph: Graph, blocks: int) -> Block:
     """
 
     def forward(p: Tensor, write: Tensor | None, keys: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
-        size, earlier = p.shape[1], keys.shape[1]
-        every = _Rows.of(graph, weights, torch.cat([keys[..., :-1], p], 1) if earlier else p)
-        if not earlier:
-            grams: list[Tensor] = []
-            sums = [row.square().sum(-1) for row in every.rows]
-        else:
-            seen = _seen(keys[..., -1] > 0, write, size)
-            grams = [torch.where(seen, torch.bmm(row[:, earlier:], row.mT), 0.0) for row in every.rows]
-            sums = [torch.linalg.vector_norm(gram, 1, -1) for gram in grams]
-        total = reduce(add, [item * scale for item, scale in zip(sums, every.scales, strict=True)])
-        c = 1 / (blocks * (FLOOR + total))
-        return (c,), (every, grams, c, earlier)
+        found = Lengths.of(trace(graph, weights, p, whole=False), write, keys, blocks)
+        return (found.c,), found
 
-    def vjp(residuals: Any, g: Tensor) -> Tensors:
-        every, grams, c, earlier = residuals
-        gtotal = (-blocks * c.square() * g).unsqueeze(-1)
-        gsums = [gtotal * scale for scale in every.scales]
-        grows = [] if grams else [2 * gsum * row for row, gsum in zip(every.rows, gsums, strict=True)]
-        for row, gram, gsum in zip(every.rows, grams, gsums, strict=False):
-            pairs, own = gram.sign() * gsum, row[:, earlier:]
-            grow = torch.bmm(pairs.mT, own)
-            grows.append(torch.cat([grow[:, :earlier], torch.baddbmm(grow[:, earlier:], pairs, row)], 1))
-        gweights, gp = every.vjp(grows)
-        gkeys = torch.nn.functional.pad(gp[:, :earlier], (0, 1)) if earlier else gp[:, :0]
-        return gp[:, earlier:], None, gkeys, *gweights
+    def vjp(found: Any, g: Tensor) -> Tensors:
+        gweights, gp, gkeys = found.vjp(g)
+        return gp, None, gkeys, *gweights
 
     return Block("structure.lengths", forward, vjp)
 
 
-def _seen(there: Tensor, write: Tensor | None, size: int) -> Tensor:
-    """Mask `[N, C, K + C]` of the keys that each of the C tokens is weighed against, among the K that are `there` and
-    the C tokens: the last K that were written, and itself."""
-    (count, earlier), device = there.shape, there.device
-    number = torch.arange(-earlier, size, device=device)
-    late = number[earlier:, None] >= number
+def _scaled(part: Tensor, scale: float) -> Tensor:
+    return part if scale == 1 else part * scale
+
+
+def _near(there: Tensor, write: Tensor | None, own: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
+    """Of pairs of the C tokens with themselves `[N, C, C]` and of K keys with them `[N, K, C]` those that count, 0 for
+    others: a token is weighed against itself and the last K that were written before it, of keys that are `there`."""
+    (count, size), device = earlier.shape[1:], earlier.device
+    seen = torch.where(there.unsqueeze(2), earlier, 0.0)
     if write is None:
-        near = late & (number[earlier:, None] - number <= earlier)
-        return near & torch.cat([there, there.new_ones(count, size)], 1).unsqueeze(1)
-    before = write.long().cumsum(1) - write.long()
-    ranks = torch.cat([number[:earlier].expand(count, earlier), before], 1)
-    near = late & (before.unsqueeze(2) - ranks.unsqueeze(1) <= earlier)
-    itself = number[earlier:, None] == number
-    return near & (torch.cat([there, write], 1).unsqueeze(1) | itself)
+        return own.tril() if size <= count + 1 else own.tril().triu(-count), seen.tril()
+    number = torch.arange(size, device=device)
+    before = (write.long().cumsum(1) - write.long()).unsqueeze(1)  # writes ahead of each token
+    itself, late = number[:, None] == number, number[:, None] > number
+    near = late & write.unsqueeze(1) & (before.mT - before <= count)
+    own = torch.where(near | itself, own, 0.0)
+    return own, torch.where(before <= torch.arange(count, device=device)[:, None], seen, 0.0)
 
 
 def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
-    every, count = torch.cat([keys, torch.nn.functional.pad(p, (0, 1), value=1.0)], 1), keys.shape[1]
+    count = keys.shape[1]
+    if write is None and count <= p.shape[1]:
+        return (torch.nn.functional.pad(p[:, p.shape[1] - count :], (0, 1), value=1.0),), (count, p.shape[1], None)
+    every = torch.cat([keys, torch.nn.functional.pad(p, (0, 1), value=1.0)], 1)
     if write is None:
         return (every[:, every.shape[1] - count :],), (count, p.shape[1], None)
     there = torch.cat([torch.ones_like(every[:, :count, 0], dtype=torch.bool), write], 1)
@@ -207,6 +239,8 @@ def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
 
 def _kept_vjp(residuals: Any, g: Tensor) -> Tensors:
     count, size, index = residuals
+    if index is None and count <= size:
+        return None, torch.nn.functional.pad(g[..., :-1], (0, 0, size - count, 0)), None
     if index is None:
         every = torch.cat([torch.zeros_like(g[:, :1]).expand(-1, size, -1), g], 1)
     else:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
+from hecate.structure.bound import Lengths
 from hecate.structure.graph import INPUT, ONE, Cotangents, Graph, Linear, source, trace
 from hecate.tape import Block, Tensors, is_traced, one
 from hecate.tape.ops import over, sum_to_gate
@@ -29,18 +30,19 @@ Plus = Callable[..., Tensor]
 
 
 class Row(NamedTuple):
-    """Inputs of a step beside the states. `seen[t, i]` is K[t, i] lr_i; a, `end` and the like are None where they are 1
-    or belong to no slot.
+    """Inputs of a step beside the states. `seen[t, i]` is K[t, i] lr_i, None where queries meet what gradients are
+    taken at; a, `end` and the like are None where they are 1 or belong to no slot; `keys` and `write` are those of
+    `hecate.structure.bound.lengths`, where steps are normalised.
 
     The t-th query meets `a M + s S - seen d h^T`; after the chunk M is `end M + slot_end S - (into d) h^T` and S
-    `slot_kept S - (slot_into d) h^T`.
+    `slot_kept S - (slot_into d) h^T`; with a start M0 `(1 - a) M0` and `(1 - end) M0` more.
     """
 
     phi_k: Tensor
     phi_q: Tensor
     v: Tensor
     kept: Maybe
-    seen: Tensor
+    seen: Any
     a: Maybe
     s: Any
     into: Tensor
@@ -48,16 +50,25 @@ class Row(NamedTuple):
     slot_end: Any
     slot_into: Any
     slot_kept: Any
+    keys: Maybe
+    write: Maybe
+
+    def weighed(self, c: Tensor) -> Row:
+        """The row with writes of the lengths c."""
+        seen = None if self.seen is None else self.seen * c.unsqueeze(-2)
+        return self._replace(
+            seen=seen, into=self.into * c, slot_into=None if self.slot_into is None else self.slot_into * c
+        )
 
 
 class Dual:
     """The block of a config.
 
     States are memory, slots, the weights that queries meet in place of the memory, those at which gradients are taken,
-    and the start to which the memory is what has been added, `counts` of each: none where they are the memory, or it is
-    the whole; `reads` is whether there are outputs. `row.kept`, `[N, C]`
-    or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W` is that of `kept_t p_t` at W, and what it
-    writes at is p_t. (*row, *states) -> (y if it `reads`, *memory, *slots).
+    and the start that it goes back to, `counts` of each: none where they are the memory, or nothing goes back; `reads`
+    is whether there are outputs. `row.kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at
+    `kept_t W` is that of `kept_t p_t` at W, and what it writes at is p_t. (*row, *states) -> (y if it `reads`, *memory,
+    *slots).
     """
 
     def __init__(self, config: MemoryConfig, graph: Graph, counts: tuple[int, ...], *, reads: bool = True) -> None:
@@ -82,11 +93,14 @@ class Dual:
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
         d, found, flowed = past.factors(one((u,)))
         h = (row.phi_k,) if row.kept is not None else self.faced(found)
+        steps = None if row.keys is None else Lengths.of(past, row.write, row.keys, self.config.blocks)
+        row, none = row if steps is None else row.weighed(steps.c), [None] * len(memory)
+        met = anchor if row.seen is None else met
         values, kept = self.read(row, (met, slots, start), d, h, plus) if self.reads else ([], [])
-        held = zip(memory, slots or [None] * len(memory), d, h, strict=True)
+        held = zip(memory, slots or none, start or none, d, h, strict=True)
         new = zip(*(_written(row, plus, *each) for each in held), strict=True)
         outputs = (*values[-1:], *(weight for column in new for weight in column))
-        return outputs, (inputs, past, of_bias, d, h, flowed, values, kept)
+        return outputs, (inputs, past, of_bias, d, h, flowed, steps, values, kept)
 
     def faced(self, h: Sequence[Tensor]) -> Sequence[Tensor]:
         """Layers' inputs as the retention takes the steps along them."""
@@ -105,10 +119,13 @@ class Dual:
             if isinstance(node, Linear):
                 at, slot = node.weight, slots[node.weight] if slots else None
                 q = source(values, node.source)
+                if row.seen is None:
+                    values.append(torch.bmm(q, met[at].mT))
+                    kept.append((None, None, []))
+                    continue
                 scores = None if at in self.biases else torch.bmm(q, h[at].mT)
                 attend = row.seen if scores is None else scores * row.seen
-                z, answers = _answer(row, plus, q, met[at], slot)
-                z = plus(z, q, start[at].mT) if start else z
+                z, answers = _answer(row, plus, q, met[at], slot, start[at] if start else None)
                 values.append(plus(z, attend, d[at], -1))
                 kept.append((scores, attend, answers))
             else:
@@ -118,28 +135,34 @@ class Dual:
 
     def vjp(self, residuals: Any, *cotangents: Tensor) -> Tensors:
         """Cotangents of all inputs."""
-        inputs, past, of_bias, d, h, flowed, values, kept = residuals
-        row, (memory, slots, met, _, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)
+        inputs, past, of_bias, d, h, flowed, steps, values, kept = residuals
+        given, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)
         found, count, (*_, own_met, apart, _) = list(cotangents[self.reads :]), len(memory), self.given
+        row = given if steps is None else given.weighed(steps.c)
         back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, own_met)
+        back.anchor = [None] * count if apart else back.memory
+        met = anchor if row.seen is None else met
         none, gq = [None] * count, None
-        for each in zip(memory, slots or none, d, h, found, found[count:] or none, strict=False):
+        for each in zip(memory, slots or none, start or none, d, h, found, found[count:] or none, strict=False):
             back.written(*each)
         if self.reads:
-            back.start = [None] * len(start)
             gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h, start or none))
         gh = [None] if row.kept is not None else self.faced(back.h)
-        above, gu, arrived = past.factors_vjp(flowed, back.d, gh, () if apart else back.memory)
+        above, gu, arrived = past.factors_vjp(flowed, back.d, gh, back.anchor)
         gpred, gv = self.loss.pullback(of_bias, [gu])
         arrived.add(len(self.graph.nodes), gpred)
-        gweights, gp = past.through(arrived, above)
+        if steps is None:
+            gweights, gp = past.through(arrived, above)
+        else:
+            gweights, gp, gkeys = steps.vjp(back.weighed(given, steps.c), arrived, above)
+            back.add("keys", gkeys)
         if row.kept is not None:
             gkept = gp * row.phi_k
             back.add("kept", gkept if row.kept.dim() == 3 else gkept.sum(-1))
             gp = back.h[0] + times(row.kept, gp)
         of_row = (gp, gq, gv, *map(back.gate, Row._fields[3:]))
         own = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
-        return (*of_row, *own, *(gweights if apart else ()), *back.start)
+        return (*of_row, *own, *(gweights if apart else ()), *(back.start if start else ()))
 
     def unread(self, back: _Back, gy: Tensor, values: list[Tensor], kept: list[Any], given: Any) -> Tensor:
         """The cotangent of the queries; the others are added to those of the write."""
@@ -167,23 +190,35 @@ def _wide(weight: Tensor) -> bool:
     return weight.shape[-2] > weight.shape[-1]
 
 
-def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe) -> tuple[Tensor, list[Tensor]]:
-    """z = a (q M^T) + s (q S^T), nobody else's, and what its VJP wants of it."""
+def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe, start: Maybe) -> tuple[Tensor, list[Tensor]]:
+    """z = a (q M^T) + s (q S^T), nobody else's, and with a start (1 - a) (q M0^T); and what its VJP wants of it."""
     if _wide(memory):
-        z = torch.bmm(times(row.a, q), memory.mT)
+        own = times(row.a, q)
+        z = torch.bmm(own, memory.mT)
+        z = z if start is None else plus(z, q - own, start.mT)
         return z if slot is None else plus(z, times(row.s, q), slot.mT), []
     answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
-    z = answers[0] if row.a is None else times(row.a, answers[0])
+    if start is not None:
+        base = torch.bmm(q, start.mT)
+        answers[0] = answers[0] - base
+        z = base + times(row.a, answers[0])
+    else:
+        z = answers[0] if row.a is None else times(row.a, answers[0])
     return z if slot is None else torch.addcmul(z, row.s.unsqueeze(-1), answers[1]), answers
 
 
-def _written(row: Row, plus: Plus, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+def _written(
+    row: Row, plus: Plus, memory: Tensor, slot: Maybe, start: Maybe, d: Tensor, h: Tensor
+) -> tuple[Tensor, ...]:
     """A weight and its slot after the chunk's last token."""
 
     def step(total: Tensor, into: Maybe, add: Plus = plus) -> Tensor:
         return add(total, d.mT, times(into, h), -1) if _wide(total) else add(total, times(into, d).mT, h, -1)
 
-    kept = memory if row.end is None else over(row.end, memory) * memory
+    if start is not None:
+        kept = torch.lerp(start, memory, over(row.end, memory))
+    else:
+        kept = memory if row.end is None else over(row.end, memory) * memory
     if slot is None:
         return (step(kept, row.into, _apart if row.end is None else plus),)
     kept = torch.addcmul(kept, over(row.slot_end, slot), slot)
@@ -202,6 +237,7 @@ class _Back:
         }
         columns: Any = [], [], [], [], [], []
         self.d, self.h, self.memory, self.slots, self.met, self.start = columns
+        self.anchor: list[Maybe]
 
     def add(self, name: str, g: Tensor) -> None:
         """Adds to a gate's."""
@@ -212,19 +248,33 @@ class _Back:
         found = self.gates.get(name)
         return -found if found is not None and name in ("into", "slot_into", "seen") else found
 
-    def written(self, memory: Tensor, slot: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Any) -> None:
+    def weighed(self, given: Row, c: Tensor) -> Tensor:
+        """The cotangent of lengths c; those of what they weigh become the given row's."""
+        gc = torch.zeros_like(c)
+        for name in ("seen", "into", "slot_into"):
+            if name in self.gates:
+                g, own = self.gates[name], getattr(given, name)
+                gc = gc - (g * own if own.dim() == 2 else (g * own).sum(-2))
+                self.gates[name] = g * (c if own.dim() == 2 else c.unsqueeze(-2))
+        return gc
+
+    def written(
+        self, memory: Tensor, slot: Maybe, start: Maybe, d: Tensor, h: Tensor, g: Tensor, gslot: Any
+    ) -> None:  # fmt: skip
         """The reverse of `_written`."""
-        row, gmemory = self.row, g
+        row, gmemory, gstart = self.row, g, None
         gd, gh = self.stepped("into", d, h, g, None, None)
         if row.end is not None:
             gmemory = over(row.end, g) * g
-            self.add("end", sum_to_gate(g * memory, row.end))
+            gstart = None if start is None else g - gmemory
+            self.add("end", sum_to_gate(g * (memory if start is None else memory - start), row.end))
         if slot is not None:
             gd, gh = self.stepped("slot_into", d, h, gslot, gd, gh)
             self.add("slot_end", sum_to_gate(g * slot, row.slot_end))
             self.add("slot_kept", sum_to_gate(gslot * slot, row.slot_kept))
             gslot = torch.addcmul(over(row.slot_end, g) * g, over(row.slot_kept, g), gslot)
-        for column, item in zip((self.d, self.h, self.memory, self.slots), (gd, gh, gmemory, gslot), strict=True):
+        columns = self.d, self.h, self.memory, self.slots, self.start
+        for column, item in zip(columns, (gd, gh, gmemory, gslot, gstart), strict=True):
             column.append(item)
         self.met += [None] if self.own else []
 
@@ -242,10 +292,15 @@ class _Back:
 
     def read(
         self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, start: Maybe,
-        scores: Maybe, attend: Tensor, answers: list[Tensor],
+        scores: Maybe, attend: Maybe, answers: list[Tensor],
     ) -> Tensor:  # fmt: skip
-        """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d, and q M0^T
-        more where there is a start."""
+        """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d, and with a
+        start (1 - a) (q M0^T)."""
+        fresh = self.own or self.row.end is None  # else what is there is nobody else's
+        if attend is None:
+            known, add = self.anchor[at], _apart if fresh else self.plus
+            self.anchor[at] = torch.bmm(g.mT, q) if known is None else add(known, g.mT, q)
+            return torch.bmm(g, met)
         gattend = torch.bmm(g, d.mT)
         self.d[at] = self.plus(self.d[at], attend.mT, g, -1)
         self.add("seen", gattend if scores is None else gattend * scores)
@@ -253,18 +308,25 @@ class _Back:
             gattend = gattend * self.row.seen
             self.h[at] = self.plus(self.h[at], gattend.mT, q, -1)
         gq: Maybe = None
-        fresh = self.own or self.row.end is None  # else what is there is nobody else's
-        for name, weight in zip("as", (met, slot), strict=True):
+        for name, weight, base in (("a", met, start), ("s", slot, None)):
             gate = getattr(self.row, name)
             if weight is None:
                 continue
             if _wide(weight):
                 pulled, left, right = torch.bmm(g, weight), g, times(gate, q)
+                if base is not None:
+                    gq = torch.bmm(g, base)
+                    pulled = pulled - gq
+                    self.start[at] = self.plus(self.start[at], g.mT, q - right)
                 if gate is not None:
                     self.add(name, along(pulled, q))
                 gq = times(gate, pulled) if gq is None else torch.addcmul(gq, gate.unsqueeze(-1), pulled)
             else:
                 left, right = times(gate, g), q
+                if base is not None:
+                    rest = g - left
+                    gq = torch.bmm(rest, base)
+                    self.start[at] = self.plus(self.start[at], rest.mT, q)
                 if gate is not None:
                     self.add(name, along(g, answers[name == "s"]))
                 gq = torch.bmm(left, weight) if gq is None else self.plus(gq, left, weight)
@@ -274,9 +336,6 @@ class _Back:
                 self.met[at] = torch.bmm(left.mT, right)
             else:
                 self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
-        if start is not None:
-            self.start[at] = torch.bmm(g.mT, q)
-            gq = self.plus(gq, g, start)
         return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
 
 

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,19 @@ from hecate.engine.chunk.dual import Dual
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
 from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
-from hecate.engine.tokens import CONCAT, NUMBERS, SELECT, UNBIND, VECTORS, Carry, Tokens, cut, fold_mask, in_folds
+from hecate.engine.tokens import (
+    CONCAT,
+    NUMBERS,
+    SELECT,
+    UNBIND,
+    VECTORS,
+    Carry,
+    Tokens,
+    cut,
+    fold_mask,
+    in_folds,
+    linear_block,
+)
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import BLOCK, KEYS, lengths
@@ -127,6 +140,12 @@ def dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
     return shared_graph(config, decayed=config.decay_order == "before_gradient")
 
 
+def summed_graph(config: MemoryConfig, retain: Tensor, lr: Tensor) -> Graph | None:
+    """The layers whose gradients a commit sums up without building them, if its step is linear in that sum."""
+    form, simple = config.forms.algorithm, retain.dim() == 2 and lr.dim() == 2 and config.retention.linear
+    return shared_graph(config) if simple and form is not None and form.plain and not form.nesterov else None
+
+
 def chunked(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, position: int | None = 0,
     steps: Callable[..., tuple[Step, list[Tensors]]] | None = None, size: int | None = None,
@@ -141,6 +160,11 @@ def chunked(
     length = tokens.v.shape[1]
     size = min(_longest(config, size, tokens.retain.dim() == 3, waits(tokens.v)), length)
     layout: Layout | None = None
+    # After a commit the next chunk reads, too: with its queries goes that of the token before, in one product.
+    after = config.commit == "chunk" and config.read == "after"
+    queries, ahead = tokens.phi_q, after and steps is None and tokens.reset is None
+    if ahead:
+        tokens = tokens._replace(phi_q=one(run(_LATER, queries)))
     moved = (carry.position + length) % config.chunk
     if aligned(config, tokens.write, tokens.reset, position):
         spans = spans_of(position or 0, length, config.chunk, size)
@@ -149,7 +173,8 @@ def chunked(
         layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
         tokens, moved = _laid(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
-    step, rows = (steps or steps_and_rows)(config, tokens, [span.size for span in spans], run)
+    make = steps or partial(steps_and_rows, ahead=ahead)
+    step, rows = make(config, tokens, [span.size for span in spans], run)
     if config.blocks:
         masks: Tensors = (None,) * len(rows) if layout is None else layout.write.split(size, 1)
         rows = [(*row, mask) for row, mask in zip(rows, masks, strict=True)]
@@ -172,6 +197,10 @@ def chunked(
     y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))
+    if ahead:
+        (_, made), (_, query) = cut((y,), [1, length - 1], run), cut((queries,), [length - 1, 1], run)
+        last = predict(config, config.rule.weights(carry.memory, run=run), one(query), labelled(run, "outputs"))
+        y = one(run(CONCAT, one(made), last, label="outputs"))
     return y, carry._replace(position=moved)
 
 
@@ -191,9 +220,18 @@ def _lengths(
     config: MemoryConfig, p: Tensor, at: Memory, carry: Carry, write: Tensor | None, run: Run
 ) -> tuple[Tensor, Carry]:
     """The length of every token's step, and the carry with the last keys."""
+    (keys, _), new = _remembered(config, p, carry, write, run)
+    return one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at)), new
+
+
+def _remembered(
+    config: MemoryConfig, p: Tensor, carry: Carry, write: Tensor | None, run: Run
+) -> tuple[tuple[Any, Tensor | None], Carry]:
+    """The keys and the mask that steps are normalised by, None where they are not; and the carry with the last keys."""
+    if not config.blocks:
+        return (None, None), carry
     (keys,) = carry.keys
-    c = one(run(lengths(config.structure.graph(), config.blocks), p, write, keys, *at))
-    return c, carry._replace(keys=several(run(KEYS, keys, p, write)))
+    return (keys, write), carry._replace(keys=several(run(KEYS, keys, p, write)))
 
 
 def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
@@ -204,7 +242,9 @@ def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     return laid._replace(retain=kept)
 
 
-def steps_and_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run) -> tuple[Step, list[Tensors]]:
+def steps_and_rows(
+    config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run, *, ahead: bool = False
+) -> tuple[Step, list[Tensors]]:
     """The step to take, of (carry, row, span, run) to outputs `[N, C, V]` and the new carry, and the row of each."""
     graph = dual_graph(config, tokens.retain.dim() == 3)
     rows = kept_rows(config, tokens.retain, sizes, run)
@@ -214,13 +254,15 @@ def steps_and_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run: 
         columns = [cut((*tokens[:NUMBERS], tokens.write), sizes, run)]
     else:
         columns = [cut(tokens[:VECTORS], sizes, run), coefficient_rows(config, tokens, sizes, run)]
-    return step_of(config, graph), [tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)]
+    return step_of(config, graph, ahead=ahead), [
+        tuple(chain.from_iterable(row)) for row in zip(rows, *columns, strict=True)
+    ]
 
 
-def step_of(config: MemoryConfig, graph: Graph | None) -> Step:
-    """The step of a config, through the layers of its `dual_graph`."""
+def step_of(config: MemoryConfig, graph: Graph | None, *, ahead: bool = False) -> Step:
+    """The step of a config, through the layers of its `dual_graph`, with queries `ahead` or not."""
     if config.commit == "chunk":
-        return partial(_commit_chunk, config)
+        return partial(_commit_chunk, config, ahead)
     return partial(_commit_built, config) if graph is None else partial(_commit_dual, config, graph)
 
 
@@ -232,29 +274,24 @@ def _commit_dual(
     anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
-    memory, own, at = carry.memory, kept, () if span.opens is True else anchor
+    own, at = kept, () if span.opens is True else anchor
     if not config.retention.linear:
-        start = anchor if span.starts is None else per_weight(run, SELECT, (span.starts,) * len(anchor), memory, anchor)
+        start = (
+            anchor
+            if span.starts is None
+            else per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
+        )
         at, own = config.rule.weights(start, run=run), None
         if kept is None:
             answers = several(run(predict_block(graph), one(row[2:3]), *at))
         else:
-            met = config.rule.moved(memory, start, at, carry.pending_retain[0], run=run)
-    coefficients = row[4:]
-    if config.blocks:
-        c, carry = _lengths(config, one(row[1:2]), at or memory, carry, write, run)
-        seen, a, s, into, *rest, slot_into, slot_kept = coefficients
-        seen, into = one(run(_COLUMNS, seen, c)), one(run(_TIMES, into, c))
-        slot_into = None if slot_into is None else one(run(_TIMES, slot_into, c))
-        coefficients = (seen, a, s, into, *rest, slot_into, slot_kept)
-    if start_at:  # what is carried is what has been added to it
-        memory, at = per_weight(run, _LESS, memory, start_at), at or memory
-    states = memory, carry.slots, met, at, start_at
+            met = config.rule.moved(carry.memory, start, at, carry.pending_retain[0], run=run)
+    states = carry.memory, carry.slots, met, at, start_at
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
-    answers += several(run(step, *row[1:4], own, *coefficients, *chain.from_iterable(states)))
-    y, new, slots = answers[0], answers[1 : 1 + len(memory)], answers[1 + len(memory) :]
-    if start_at:
-        new = per_weight(run, _MORE, new, start_at)
+    weighed, carry = _remembered(config, one(row[1:2]), carry, write, run)
+    answers += several(run(step, *row[1:4], own, *row[4:], *weighed, *chain.from_iterable(states)))
+    count = len(carry.memory)
+    y, new, slots = answers[0], answers[1 : 1 + count], answers[1 + count :]
     return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
 
 
@@ -306,29 +343,57 @@ def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
     return per_weight(run, SELECT, (span.opens,) * len(carry.memory), carry.memory, carry.anchor)
 
 
-def _commit_chunk(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
-    """One step where a chunk closes: kept, phi_k, phi_q, v and the gates."""
+def _commit_chunk(
+    config: MemoryConfig, ahead: bool, carry: Carry, row: Tensors, span: Span, run: Run
+) -> tuple[Tensor, Carry]:
+    """One step where a chunk closes: kept, phi_k, phi_q, v and the gates; `ahead` if queries are those of the tokens
+    before."""
     row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
     since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
-    at = weights if since is None else carry.memory
-    if config.blocks:
-        c, carry = _lengths(config, phi_k, at, carry, write, run)
-        lr = one(run(_TIMES, lr, c))
-    pending = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
+    graph = summed_graph(config, retain, lr) if since is None else None
     kept = one(run(PRODUCT, carry.pending_retain[0], retain))
-    waiting = carry._replace(pending=pending, pending_retain=(kept,))
-    if span.closes is False:
-        return predict(config, weights, phi_q, run), waiting
-    new = committed_chunk(config, waiting, start, one(run(LAST, momentum)), run)
-    if isinstance(span.closes, Tensor):
-        new = select(span.closes, new, waiting, run)
-    if config.read == "before":
-        return predict(config, weights, phi_q, run), new
+    last = one(run(LAST, momentum))
+    states: tuple[Memory, ...]
+    if graph is not None and span.opens is True and span.closes is True:
+        end, own = kept if config.retention.uses_retain else None, carry.slots
+        gates = (lr, end, last, lr, last) if own else (lr, end, None, None, None)
+        states = carry.memory, own, (), (), start
+        y, found, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+        carry = carry._replace(memory=found[: len(weights)], slots=found[len(weights) :])
+    else:
+        if graph is not None:
+            gates = (one(run(_MINUS, lr)), None, None, None, None)
+            states = carry.pending, (), (), weights, ()
+            y, found, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+        else:
+            y, at = predict(config, weights, phi_q, run), weights if since is None else carry.memory
+            if config.blocks:
+                c, carry = _lengths(config, phi_k, at, carry, write, run)
+                lr = one(run(_TIMES, lr, c))
+            found = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
+        waiting = carry._replace(pending=found, pending_retain=(kept,))
+        carry = waiting if span.closes is False else committed_chunk(config, waiting, start, last, run)
+        if isinstance(span.closes, Tensor):
+            carry = select(span.closes, carry, waiting, run)
+    if ahead or span.closes is False or config.read == "before":
+        return y, carry
     # The closing token alone sees the commit.
-    after = config.rule.weights(new.memory, run=run)
-    queries = zip((weights, after), cut((phi_q,), [span.size - 1, 1], run), strict=True)
-    return one(run(CONCAT, *(predict(config, own, one(q), run) for own, q in queries if one(q).shape[1]))), new
+    seen, (_, query) = cut((y,), [span.size - 1, 1], run), cut((phi_q,), [span.size - 1, 1], run)
+    after = predict(config, config.rule.weights(carry.memory, run=run), one(query), run)
+    return one(run(CONCAT, one(seen[0]), after)), carry
+
+
+def _through_layers(
+    config: MemoryConfig, graph: Graph, carry: Carry, tokens: Tensors, gates: Tensors, states: tuple[Memory, ...],
+    write: Tensor | None, run: Run,
+) -> tuple[Tensor, Memory, Carry]:  # fmt: skip
+    """Outputs at the weights of gradients, the states with these added to them, and the carry with the last keys."""
+    weighed, carry = _remembered(config, one(tokens[:1]), carry, write, run)
+    step = Dual(config, graph, tuple(map(len, states))).block()
+    given = *tokens, None, None, None, None, *gates, *weighed
+    y, *found = several(run(step, *given, *chain.from_iterable(states)))
+    return y, tuple(found), carry
 
 
 def _product_vjp(total: Tensor, gates: Tensor, g: Tensor) -> Tensors:
@@ -348,16 +413,13 @@ _SINCE = formula_block(
     lambda total, kept: total.unsqueeze(1) * kept,
     lambda total, kept, g: ((g * kept).sum(1), total.unsqueeze(1) * g),
 )
-_LESS = formula_block("chunk.less", torch.sub, lambda a, b, g: (g, -g))
-_MORE = formula_block("chunk.more", torch.add, lambda a, b, g: (g, g))
+_LATER = linear_block(  # the first answer is nobody's
+    "chunk.later",
+    lambda x: torch.cat([x[:, :1].detach(), x[:, :-1]], 1),
+    lambda g: torch.nn.functional.pad(g[:, 1:], (0, 0, 0, 1)),
+)
+_MINUS = linear_block("chunk.minus", torch.neg, torch.neg)
 _TIMES = formula_block("chunk.times", torch.mul, lambda a, b, g: (g * b, g * a))
 
-
-# Rates of pairs `[N, C, C]`, of what a token reads and of what was written, times the lengths `[N, C]` of the latter.
-_COLUMNS = formula_block(
-    "chunk.columns",
-    lambda seen, c: seen * c.unsqueeze(-2),
-    lambda seen, c, g: (g * c.unsqueeze(-2), (g * seen).sum(-2)),
-)
 PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
 LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)
