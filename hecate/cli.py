@@ -436,7 +436,7 @@ def generate(
 
     import torch
 
-    import hecate
+    from hecate.tape import exact as exactly
     from hecate.train.sampling import Draws, prompts_of, written
     from hecate.train.trained import open_model, reads_text
 
@@ -448,7 +448,7 @@ def generate(
     draws = Draws(
         trained.model, starts, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=trained.device
     )
-    with hecate.exact() if exact else nullcontext():
+    with exactly() if exact else nullcontext():
         for row, start in enumerate(starts):
             if len(starts) > 1:
                 echo(f"--- {row + 1}")

@@ -255,14 +255,18 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
         engine = Engine.registry[asked]
         _refuse(asked, engine.unable(asked_of))
         if STEADY.get() and not engine.steady:
-            raise ConfigError(f"engine={asked!r} takes tokens in blocks, and exact asks for bits that no block changes: "
-                              "use engine='auto', or leave exact out")
+            raise ConfigError(
+                f"engine={asked!r} takes tokens in blocks, and exact asks for bits that no block changes: "
+                "use engine='auto', or leave exact out"
+            )
         return engine
     best, least, exact = None, math.inf, STEADY.get()
     for engine in Engine.registry.values():
         if not engine.automatic or (exact and not engine.steady):
             continue
-        cost = float(engine.truth) if exact else engine.cost(asked_of)  # first of all: asking whether it fits may load what it needs
+        cost = (
+            float(engine.truth) if exact else engine.cost(asked_of)
+        )  # first of all: asking whether it fits may load what it needs
         if cost < least and engine.unable(asked_of) is None:
             best, least = engine, cost
     if best is not None:

@@ -35,7 +35,19 @@ from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import STEADY, Autodiff, Block, Run, Tensors, can_inspect, differentiate, execute, formula_block, one, several
+from hecate.tape import (
+    STEADY,
+    Autodiff,
+    Block,
+    Run,
+    Tensors,
+    can_inspect,
+    differentiate,
+    execute,
+    formula_block,
+    one,
+    several,
+)
 
 SEGMENT = 16  # blocks between checkpoints
 WAYS = ("auto", "sequential", "parallel")

@@ -32,7 +32,15 @@ from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk,
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between, by_token
+from hecate.nn.rule import (
+    FeatureMemory,
+    FeatureMemoryConfig,
+    GatingParameters,
+    RuleParameters,
+    ScanArguments,
+    between,
+    by_token,
+)
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State

@@ -222,28 +222,31 @@ class SlidingAttention(nn.Module):
     def _one_by_one(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write: Mask, reset: Mask
     ) -> tuple[Tensor, SlidingState]:
-        """Answers to queries `[B, T, H, D]`, and the state: each token as a row of its own with the entries ahead of it,
-        as many for all, whatever is asked beside it. [TAPE-EXACT-D1]"""
+        """Answers to queries `[B, T, H, D]`, and the state: each token as a row of its own, with the entries ahead of
+        it, as many for all. [TAPE-EXACT-D1]"""
+        if self.context is not None:
+            raise ConfigError(f"{self.name}: exact, and ranks that share a sequence cut it: leave one of them out")
         if self.window is None and (write is not None or reset is not None):
             raise ConfigError(
                 f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
                 "give the attention a window, rows of one length and document, or leave exact out"
             )
-        nothing: Any = (x[:, :0], k[:, :0], v[:, :0])
-        state = self._entered(*nothing, state, None, None)[1]
+        state = self._entered(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
         if self.window is not None and write is reset is None:
             size = max(1, MOST // (len(x) * self.window * self.d_model))
         for at in range(0, x.shape[1], size):
-            given: Any = between((x, k, v, write, reset), at, at + size)
+            given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
+            given = between(given, at, at + size)
+            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), given)
+            present = torch.ones_like(given["k"][:, :, 0, 0, 0], dtype=torch.bool)
+            pairs = zip(state[:3], (given["k"], given["v"], present), strict=True)
             places = state.present.shape[1]
-            present = given[0].new_ones(given[0].shape[:2], dtype=torch.bool)
-            pairs = zip(state[:3], (*given[1:3], present), strict=True)
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
-            rows: Any = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), (*given, q[:, at : at + size]))
-            seen, _ = self._entered(*rows[:3], SlidingState(*ahead), *rows[3:5])
-            answers.append(self._attend(rows[5], *seen, plain=False).view(len(x), -1, *q.shape[2:]))
-            state = self._entered(*given[:3], state, *given[3:])[1]
+            query, _ = rows.pop("q"), given.pop("q")
+            seen, _ = self._entered(**rows, state=SlidingState(*ahead))
+            answers.append(self._attend(query, *seen, plain=False).view(len(x), -1, *q.shape[2:]))
+            state = self._entered(**given, state=state)[1]
         return torch.cat(answers, 1), state
 
     def _projected(

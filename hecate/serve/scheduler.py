@@ -125,8 +125,8 @@ class Scheduler:
 
     Raises:
         ConfigError: a model whose states grow with the tokens, as those of attention without a window: they make no
-            batch; states parked in float16 whose rule does not bear it; `exact` with parked states, or where this model on
-            this machine does not keep it.
+            batch; states parked in float16 whose rule does not bear it; `exact` with parked states, or where this model
+            on this machine does not keep it.
     """
 
     def __init__(
@@ -149,7 +149,9 @@ class Scheduler:
         for kept in (prefixes, memories):
             if kept is not None and kept.parked_dtype is not None:
                 if exact:
-                    raise ConfigError(f"exact=True, and parked_dtype={kept.parked_dtype!r} rounds what is kept: drop one")
+                    raise ConfigError(
+                        f"exact=True, and parked_dtype={kept.parked_dtype!r} rounds what is kept: drop one"
+                    )
                 check_parked(model, kept.parked_dtype)
         self.block = piece if prefixes is None else prefixes.block
         self.device = next(model.parameters()).device
@@ -185,12 +187,15 @@ class Scheduler:
 
     def _check_exact(self) -> None:
         """Refuses a model, or a machine, of which a row's bits depend on its company or on how it is read."""
-        rows, state = [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)], None
+        rows, state = (
+            [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)],
+            None,
+        )
         for token in rows[-1]:
             logits, state = self._run([[token]], state)
         found, whole = self._run(rows, None)
-        own = states.leaves(states.rows(whole, [-1]))
-        if not all(torch.equal(*pair) for pair in [(found[-1:], logits), *zip(own.values(), states.leaves(state).values())]):
+        alone, own = states.leaves(state), states.leaves(states.rows(whole, [self.max_batch - 1]))
+        if not torch.equal(found[-1:], logits) or not all(torch.equal(own[name], leaf) for name, leaf in alone.items()):
             raise ConfigError(
                 f"exact=True, and a {type(self.model).__name__} on this machine answers a window in a batch with other "
                 "bits than its tokens alone; leave exact out"

@@ -1,10 +1,10 @@
 """The same bits for any number of rows and any cut of a sequence: torch's operations in forms that no row changes.
 
 A row's numbers depend on its company in three ways. A product is computed by another kernel for another number of rows,
-and in odd widths by another code for another place. A function of single numbers goes by vector instructions, and what
+and in odd widths by other code for another place. A function of single numbers goes by vector instructions, and what
 these leave over by other code. An engine takes tokens in blocks. Under `exact` products with weights go in tiles of as
-many rows, all others as sums of products, each in the order of its numbers; functions get whole vectors; and scans go by
-engines that are `steady`. [TAPE-EXACT-D1]
+many rows, all others as sums of products, each in the order of its numbers; functions get whole vectors; and scans go
+by engines that are `steady`. [TAPE-EXACT-D1]
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class _Forms(TorchFunctionMode):
         return form(*args, **kwargs) if kwargs else form(*args)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of rows in tiles."""
-    rows = x.reshape(-1, x.shape[-1])
-    count, rest = len(rows), -x.shape[-1] % WIDTH
+    rows = input.reshape(-1, input.shape[-1])
+    count, rest = len(rows), -input.shape[-1] % WIDTH
     if rest:
         weight = F.pad(weight, (0, rest))
     rows = F.pad(rows, (0, rest, 0, -count % TILE)).contiguous()
     tiles = [F.linear(tile, weight, bias) for tile in rows.split(TILE)]
     y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return y[:count].view(*x.shape[:-1], len(weight))
+    return y[:count].view(*input.shape[:-1], len(weight))
 
 
 def _total(a: Tensor, b: Tensor) -> Tensor:
@@ -75,8 +75,9 @@ def _total(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) * b.to(wide)).contiguous().sum(-1).to(dtype)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
+def _matmul(a: Tensor, *second: Tensor, **named: Tensor) -> Tensor:
     """a b `[..., M, K] [..., K, P]`, b `[K, P]` being weights."""
+    (b,) = (*second, *named.values())
     if b.dim() == 2:
         return _linear(a, b.mT)
     if a.dim() == 1:
@@ -97,6 +98,7 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
     """Of two operands as sums; of any others as torch has it."""
     inputs, _, output = equation.replace(" ", "").partition("->")
     axes = inputs.split(",")
+    operands = tuple(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
     summed = [axis for axis in dict.fromkeys("".join(axes)) if axis not in output]
     if len(axes) != 2 or not summed or "." in equation:
         return torch.einsum(equation, *operands)
@@ -112,12 +114,12 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Softmax attention query by query, what it sees first, the newest ahead: what it does not see changes no sum."""
-    dtype, length = q.dtype, q.shape[-2]
-    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    dtype, length = query.dtype, query.shape[-2]
+    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     mask = torch.ones(length if is_causal else 1, k.shape[-2], dtype=torch.bool, device=q.device)

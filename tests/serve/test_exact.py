@@ -36,7 +36,14 @@ FAST = ["gated_delta", "titans", "levels", "features", "window", "self"]
 
 def made(kind: str, **fields: Any) -> LanguageModel:
     """A model in float32 of widths that leave a rest everywhere, its gates drawn too."""
-    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 36, "layers": 1, "heads": 3, "tie_embeddings": False, **fields}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 36,
+        "layers": 1,
+        "heads": 3,
+        "tie_embeddings": False,
+        **fields,
+    }
     draws = torch.Generator().manual_seed(0)
     if kind == "hope":
         model: LanguageModel = Hope(HopeConfig(**sizes), generator=draws)
@@ -67,7 +74,7 @@ def differs(found: tuple[Tensor, Any], wanted: tuple[Tensor, Any], row: int = 0)
 
 
 def check(kind: str) -> list[Any]:
-    """Where a kind of model has other bits: cuts of 1 to 16 tokens and whole, batches of 2 to 16, first rows and last."""
+    """Where a kind of model has other bits: cuts of 1 to 16 tokens and whole, batches of 2 to 16, both ends of them."""
     model = made(kind)
     tokens = torch.randint(0, 64, (16, 44), generator=torch.Generator().manual_seed(1))
     wanted, early = cut(model, tokens[:1], [1] * 44), cut(model, tokens[:1], [1] * 25)
@@ -82,7 +89,9 @@ def check(kind: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS, "hope"]])
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS, "hope"]]
+)
 @pytest.mark.spec("TAPE-EXACT-D1")
 def test_bits_are_those_of_a_token_alone(kind):
     with hecate.exact():
