@@ -32,7 +32,7 @@ from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
+from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one, steady
 
 EngineName = str
 
@@ -236,7 +236,8 @@ def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
     """The engine asked for, `ConfigError` if it cannot run the call, or calls of the plan, exactly; or the cheapest
     that can: found once for all calls of a plan, unless an engine looks at their tensors."""
     plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
-    known = (asked, STEADY.get(), Engine.made, len(Engine.registry))
+    exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
+    known = (asked, exact, Engine.made, len(Engine.registry))
     kept = plan.choice  # read once: another thread may ask for another engine
     if kept[0] == known and not plan.by_tensors:
         return kept[1]
@@ -254,13 +255,13 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
         check_exact(asked_of.config, asked)
         engine = Engine.registry[asked]
         _refuse(asked, engine.unable(asked_of))
-        if STEADY.get() and not engine.steady:
+        if not engine.steady and steady():
             raise ConfigError(
                 f"engine={asked!r} takes tokens in blocks, and exact asks for bits that no block changes: "
                 "use engine='auto', or leave exact out"
             )
         return engine
-    best, least, exact = None, math.inf, STEADY.get()
+    best, least, exact = None, math.inf, steady()
     for engine in Engine.registry.values():
         if not engine.automatic or (exact and not engine.steady):
             continue

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import kernels
 from hecate.hf.grafted import starts_of_documents
-from hecate.tape import STEADY
+from hecate.tape import steady
 
 STARTS, ENGINE = "hecate_starts", "hecate_engine"
 """Keywords of its kernels: where documents begin, and a layer's engine, which is its attribute, too."""
@@ -113,7 +113,7 @@ def adopted(kind: Any) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if STEADY.get():
+        if steady():
             raise ConfigError(
                 "exact and adopt: adopted layers take a token by other kernels than many; release the model"
             )

@@ -52,7 +52,7 @@ def _fused(
         @wraps(plain)
         def block(*inputs: Any, **form: Any) -> Any:
             x = inputs[0]
-            if STEADY.get() or torch.compiler.is_compiling() or x.numel() < LEAST or (x.dim() > 2 and x.shape[1] == 1):
+            if torch.compiler.is_compiling() or STEADY.get() or x.numel() < LEAST or (x.dim() > 2 and x.shape[1] == 1):
                 return plain(*inputs, **form)
             dtypes = _DTYPES.get(x.dtype, ((),))[0]
             for item in inputs:

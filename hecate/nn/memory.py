@@ -44,7 +44,7 @@ from hecate.nn.rule import (
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
-from hecate.tape import STEADY, Autodiff, is_traced
+from hecate.tape import Autodiff, is_traced, steady
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import number
 
@@ -330,7 +330,7 @@ class Memory(RuleParameters, MemoryLayer):
                 return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
-        if STEADY.get() and not self.bare and x.shape[1] > 1:
+        if not self.bare and x.shape[1] > 1 and steady():
             return by_token(self, x, state, masks)
         if state is not None:
             check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)

@@ -22,7 +22,7 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
 from hecate.states import State
-from hecate.tape import STEADY
+from hecate.tape import steady
 from hecate.tape.exact import MOST
 
 AttentionNorm = Literal["none", "rms"]
@@ -193,7 +193,7 @@ class SlidingAttention(nn.Module):
         q, k, v, conv = self._projected(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
-        if STEADY.get():
+        if steady():
             y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
             return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
         if self.context is None:
@@ -215,7 +215,7 @@ class SlidingAttention(nn.Module):
         return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
 
     def _answer(self, x: Tensor, y: Tensor) -> Tensor:
-        """What the layer makes of its heads' answers `[B, T, H, D]`."""
+        """Output `[B, T, d_model]` of the heads' answers `[B, T, H, D]`."""
         gate = None if self.output_gate is None else self.output_gate(x)
         return self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
 

@@ -20,11 +20,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-STEADY: ContextVar[bool] = ContextVar("hecate.steady", default=False)
-"""Whether the caller is within `exact`."""
+STEADY: ContextVar[bool] = ContextVar("hecate.steady", default=False)  # whether the caller is within `exact`
 MOST = 1 << 22  # products that are held at once
 TILE, WIDTH = 8, 32  # rows of a product with weights, and what its width is a multiple of: then a place says nothing
 LANES, ALONE = 64, 1 << 14  # numbers that fill vectors of any dtype, and as many as no two threads share
+
+
+def steady() -> bool:
+    """True within `exact`; not to a compiler, which sees no context."""
+    return not torch.compiler.is_compiling() and STEADY.get()
 
 
 @contextmanager
