@@ -51,7 +51,8 @@ def serve(
     mark = states.fingerprint(model)
     how: dict[str, Any] = {"parked_dtype": parked_dtype}
     room = prefix_mib << 20
-    tree = PrefixCache.open(prefixes, room, model=mark, **how) if prefixes else PrefixCache(room, model=mark, **how)
+    shared: dict[str, Any] = {"model": mark, "exact": exact, **how}
+    tree = PrefixCache.open(prefixes, room, **shared) if prefixes else PrefixCache(room, **shared)
     kept = None if memories is None else Memories(memories, mark, **how)
     scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept, exact=exact)
     name = name or folder.resolve().name

@@ -146,6 +146,8 @@ class Scheduler:
             raise ConfigError(f"max_batch must be a power of two, got {max_batch}")
         self.model, self.max_batch, self.piece, self.max_queue = model.eval(), max_batch, piece, max_queue
         self.prefixes, self.memories, self.exact = prefixes, memories, exact
+        if prefixes is not None and prefixes.exact != exact:
+            raise ConfigError(f"exact={exact}, and the PrefixCache has exact={prefixes.exact}: give both the same")
         for kept in (prefixes, memories):
             if kept is not None and kept.parked_dtype is not None:
                 if exact:

@@ -152,7 +152,8 @@ def test_requests_have_the_bits_that_they_have_alone(kind, monkeypatch):
 
     alone = {number: answers([number])[number] for number in range(5)}
     for order, how in (
-        ((0, 1, 2, 3, 4), {}), ((4, 3, 2, 1, 0), {"piece": 7}), ((2, 4, 0, 1, 3), {"prefixes": PrefixCache(block=4)}),
+        ((0, 1, 2, 3, 4), {}), ((4, 3, 2, 1, 0), {"piece": 7}),
+        ((2, 4, 0, 1, 3), {"prefixes": PrefixCache(block=4, exact=True)}),
     ):  # fmt: skip
         found = answers(order, **how)
         assert all(torch.equal(found[number], alone[number]) for number in order)
@@ -167,7 +168,9 @@ def test_what_exact_refuses():
     with hecate.exact(), pytest.raises(ConfigError, match="exact and window=None: padding"):
         softmax(torch.zeros(1, 4, dtype=torch.int64), write_mask=mask)
     with pytest.raises(ConfigError, match="exact=True, and parked_dtype='float16'"):
-        Scheduler(made("gated_delta"), exact=True, prefixes=PrefixCache(parked_dtype="float16"))
+        Scheduler(made("gated_delta"), exact=True, prefixes=PrefixCache(parked_dtype="float16", exact=True))
+    with pytest.raises(ConfigError, match="exact=True, and the PrefixCache has exact=False"):
+        Scheduler(made("gated_delta"), exact=True, prefixes=PrefixCache())
 
     class Centred(LanguageModel):
         def forward(self, *args: Any, **masks: Any) -> Any:
