@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 FAST = ["gated_delta", "titans", "levels", "rwkv7", "features", "window", "self"]
 
 
+@cache  # with and without it one model is asked, whose programs and plans are kept
 def made(kind: str, **fields: Any) -> LanguageModel:
     """A model in float32 of widths that leave a rest everywhere, its gates drawn too."""
     sizes: dict[str, Any] = {
