@@ -30,6 +30,7 @@ _NAMES = {
         "StabilityWarning",
     ),
     "hecate.phi": ("FeatureMapKind",),
+    "hecate.tape": ("exact",),
     "hecate.rule": ("Gates", "MemoryConfig", "MemoryRule", "MemoryState", "memory_weights", "named_rule"),
 }
 _ELSEWHERE = {"CMS": "cms", "Hope": "models", "LanguageModel": "models", "LinearAttention": "nn", "Memory": "nn"}

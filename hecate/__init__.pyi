@@ -36,6 +36,7 @@ from hecate.errors import (
 )
 from hecate.phi import FeatureMapKind
 from hecate.rule import Gates, MemoryConfig, MemoryRule, MemoryState, memory_weights, named_rule
+from hecate.tape import exact
 
 __version__: str
 
@@ -62,6 +63,7 @@ __all__ = [
     "distributed",
     "engine",
     "errors",
+    "exact",
     "gating",
     "memory_scan",
     "memory_step",

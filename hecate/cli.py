@@ -429,11 +429,15 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End ahead of this text. May be repeated.")] = None,
     batch: Annotated[int, typer.Option(min=1, max=1 << 12, help="Continuations of each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
+    exact: Annotated[bool, typer.Option("--exact", help="The same bits in any company; slower.")] = False,
     checkpoint: _Which = "best",
 ) -> None:  # fmt: skip
     """Continue texts, one token at a time on a state of constant size."""
+    from contextlib import nullcontext
+
     import torch
 
+    from hecate.tape import exact as exactly
     from hecate.train.sampling import Draws, prompts_of, written
     from hecate.train.trained import open_model, reads_text
 
@@ -445,12 +449,13 @@ def generate(
     draws = Draws(
         trained.model, starts, seeds, temperature=temperature, top_k=top_k, top_p=top_p, device=trained.device
     )
-    for row, start in enumerate(starts):
-        if len(starts) > 1:
-            echo(f"--- {row + 1}")
-        for piece in written(tokenizer, start, draws.row(row, tokens), stop or ()):
-            echo(piece, end="")
-        echo("")
+    with exactly() if exact else nullcontext():
+        for row, start in enumerate(starts):
+            if len(starts) > 1:
+                echo(f"--- {row + 1}")
+            for piece in written(tokenizer, start, draws.row(row, tokens), stop or ()):
+                echo(piece, end="")
+            echo("")
 
 
 @_command(

@@ -28,6 +28,9 @@ def serve(
     parked_dtype: Annotated[str | None, typer.Option(
         help="float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear it.",
     )] = None,
+    exact: Annotated[bool, typer.Option(
+        "--exact", help="Answers have the same bits in any company; a token alone takes up to four times as long.",
+    )] = False,
     max_batch: Annotated[int, typer.Option(min=1, max=256, help="Requests at once, a power of two.")] = 16,
     max_queue: Annotated[int, typer.Option(min=1, max=1 << 16, help="Requests that may wait.")] = 64,
     name: Annotated[str | None, typer.Option(help="The model's for clients; that of the folder if left out.")] = None,
@@ -48,9 +51,10 @@ def serve(
     mark = states.fingerprint(model)
     how: dict[str, Any] = {"parked_dtype": parked_dtype}
     room = prefix_mib << 20
-    tree = PrefixCache.open(prefixes, room, model=mark, **how) if prefixes else PrefixCache(room, model=mark, **how)
+    shared: dict[str, Any] = {"model": mark, "exact": exact, **how}
+    tree = PrefixCache.open(prefixes, room, **shared) if prefixes else PrefixCache(room, **shared)
     kept = None if memories is None else Memories(memories, mark, **how)
-    scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept)
+    scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept, exact=exact)
     name = name or folder.resolve().name
     echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))
     server.serve(server.application(scheduler, texts, name=name, key=key), host, port, key=key)

@@ -69,6 +69,8 @@ def test_train_evaluate_generate_and_resume(hecate, tmp_path):
     assert len(texts) == 2 and all(text.startswith("ab") for text in texts)
     greedy = {hecate("generate", "run", "--temperature", "0", "--seed", s)[1] for s in "12"}
     assert len(greedy) == 1 and greedy.pop().startswith("def ")
+    exact = [hecate("generate", "run", "--exact", "--batch", count, "--tokens", "5")[1] for count in "12"]
+    assert exact[1].startswith(f"--- 1\n{exact[0]}--- 2\n")
     assert hecate("generate", "run", "--prompt", "a\u00e9", "--tokens", "0")[1] == "a\u00e9\n"
 
     code, _, err = hecate("resume", "run")

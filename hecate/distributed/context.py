@@ -43,6 +43,7 @@ from hecate.late import HELD
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import starts
+from hecate.tape import steady
 
 Tree = TypeVar("Tree")
 Shares = Literal["itself", "layers", "turns"]
@@ -192,6 +193,8 @@ def context_scan(
     Raises:
         ConfigError: second derivatives, which collectives do not have.
     """
+    if steady():
+        raise ConfigError("exact, and ranks that share a sequence cut it: leave one of them out")
     context = context if isinstance(context, Context) else Context.of(context)
     gates = Gates() if gates is None else gates
     chosen = way(config, q.shape[2], context.size, gates)

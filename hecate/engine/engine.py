@@ -32,7 +32,7 @@ from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one
+from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one, steady
 
 EngineName = str
 
@@ -47,6 +47,7 @@ class Engine(ABC):
     name: ClassVar[str]
     truth: ClassVar[bool] = False  # whether the others are compared with it
     automatic: ClassVar[bool] = True  # whether `auto` may take it
+    steady: ClassVar[bool] = False  # whether a token's bits depend on nothing but the tokens before it, for `exact`
     transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
     anchors: ClassVar[bool] = False  # whether it forgets towards the start
     bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
@@ -235,7 +236,8 @@ def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
     """The engine asked for, `ConfigError` if it cannot run the call, or calls of the plan, exactly; or the cheapest
     that can: found once for all calls of a plan, unless an engine looks at their tensors."""
     plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
-    known = (asked, Engine.made, len(Engine.registry))
+    exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
+    known = (asked, exact, Engine.made, len(Engine.registry))
     kept = plan.choice  # read once: another thread may ask for another engine
     if kept[0] == known and not plan.by_tensors:
         return kept[1]
@@ -253,12 +255,19 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
         check_exact(asked_of.config, asked)
         engine = Engine.registry[asked]
         _refuse(asked, engine.unable(asked_of))
+        if not engine.steady and steady():
+            raise ConfigError(
+                f"engine={asked!r} takes tokens in blocks, and exact asks for bits that no block changes: "
+                "use engine='auto', or leave exact out"
+            )
         return engine
-    best, least = None, math.inf
+    best, least, exact = None, math.inf, steady()
     for engine in Engine.registry.values():
-        if not engine.automatic:
+        if not engine.automatic or (exact and not engine.steady):
             continue
-        cost = engine.cost(asked_of)  # first of all: asking whether it fits may load what it needs
+        cost = (
+            float(engine.truth) if exact else engine.cost(asked_of)
+        )  # first of all: asking whether it fits may load what it needs
         if cost < least and engine.unable(asked_of) is None:
             best, least = engine, cost
     if best is not None:
@@ -292,6 +301,16 @@ def exact_engines(config: MemoryConfig, *, length: int = 2, masked: bool = False
     plan = Plan.sketch(config, length=length, channels=config.retention.gate_form.channels, masked=masked)
     others = [each for each in Engine.registry.values() if not each.truth]
     return [each.name for each in others if each.unable(plan) is None]
+
+
+def loops(config: MemoryConfig) -> bool:
+    """True if `exact` leaves a config to the token loop, whose single tokens have programs."""
+    known: dict[Any, Any] = config.refusals
+    if loops not in known:
+        plan = Plan.sketch(config, length=1, channels=config.retention.gate_form.channels)
+        others = [each for each in Engine.registry.values() if each.steady and not each.truth]
+        known[loops] = all(each.unable(plan) is not None for each in others)
+    return bool(known[loops])
 
 
 def _refuse(name: str, reason: str | None) -> None:

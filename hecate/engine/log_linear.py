@@ -35,7 +35,19 @@ from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
-from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, differentiate, execute, formula_block, one, several
+from hecate.tape import (
+    Autodiff,
+    Block,
+    Run,
+    Tensors,
+    can_inspect,
+    differentiate,
+    execute,
+    formula_block,
+    one,
+    several,
+    steady,
+)
 
 SEGMENT = 16  # blocks between checkpoints
 WAYS = ("auto", "sequential", "parallel")
@@ -188,7 +200,9 @@ def _by_blocks(call: Call, engine: str) -> bool:
     apart = "retain_value" in call.general  # which gives every value channel a system of its own
     if apart and engine == "parallel":
         raise ConfigError("engine='parallel' cannot run levels of a tree with gates.retain_value; use 'sequential'")
-    return engine == "parallel" or (engine == "auto" and call.length > 1 and not apart)
+    if engine == "parallel" and steady():
+        raise ConfigError("engine='parallel' takes tokens in blocks, and exact does not: use engine='auto'")
+    return engine == "parallel" or (engine == "auto" and call.length > 1 and not apart and not steady())
 
 
 def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *given: Tensor | None) -> Tensors:

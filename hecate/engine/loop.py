@@ -41,7 +41,7 @@ class Sequential(TokenEngine):
     """Token by token, for every config."""
 
     name = "sequential"
-    truth = transposes = anchors = bounds = True
+    truth = steady = transposes = anchors = bounds = True
     takes = (*GENERAL, RATES)
 
     def cost(self, plan: Plan) -> float:

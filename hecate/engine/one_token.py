@@ -20,7 +20,7 @@ from torch import Tensor
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
 from hecate.engine.call import GENERAL, carry_of, keep, looks_in, named_state
-from hecate.engine.engine import apart
+from hecate.engine.engine import apart, loops
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import CELLS, blocks_of, token_step
 from hecate.engine.tokens import Tokens
@@ -28,7 +28,7 @@ from hecate.errors import HecateError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import starts
-from hecate.tape import execute, is_traced, one
+from hecate.tape import STEADY, execute, is_traced, one, steady
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import reach
 
@@ -63,7 +63,7 @@ def looks_of(
     looks = looks_in(every, tensors)
     if looks is None or (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
         return None
-    return (params is None, *looks)
+    return (params is None, STEADY.get(), *looks)
 
 
 def short_way(
@@ -100,7 +100,7 @@ def keep_program(
 
 def _has_programs(config: MemoryConfig) -> bool:
     own = config.writes == 1 and not config.forms.transposed and config.readout.plain
-    return own and config.on_nonfinite != "skip"
+    return own and config.on_nonfinite != "skip" and (not steady() or loops(config))
 
 
 def one_by_one(

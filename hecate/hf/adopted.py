@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import kernels
 from hecate.hf.grafted import starts_of_documents
+from hecate.tape import steady
 
 STARTS, ENGINE = "hecate_starts", "hecate_engine"
 """Keywords of its kernels: where documents begin, and a layer's engine, which is its attribute, too."""
@@ -112,6 +113,10 @@ def adopted(kind: Any) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if steady():
+            raise ConfigError(
+                "exact and adopt: adopted layers take a token by other kernels than many; release the model"
+            )
         starts, packing = kwargs.pop(STARTS, None), {name: kwargs.pop(name, None) for name in PACKING}
         if starts is None:
             starts = document_starts(packing, hidden_states)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._C._nn import silu
 
 from hecate.engine import load_kernels, padded, share_out
-from hecate.tape import ByHand, can_inspect
+from hecate.tape import STEADY, ByHand, can_inspect
 from hecate.tape.ops import largest, levelling, reach
 
 EXACT = (torch.float32, torch.float64)  # dtypes in which torch sums as it adds
@@ -52,7 +52,7 @@ def _fused(
         @wraps(plain)
         def block(*inputs: Any, **form: Any) -> Any:
             x = inputs[0]
-            if torch.compiler.is_compiling() or x.numel() < LEAST or (x.dim() > 2 and x.shape[1] == 1):
+            if torch.compiler.is_compiling() or STEADY.get() or x.numel() < LEAST or (x.dim() > 2 and x.shape[1] == 1):
                 return plain(*inputs, **form)
             dtypes = _DTYPES.get(x.dtype, ((),))[0]
             for item in inputs:

@@ -32,11 +32,19 @@ from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk,
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
 from hecate.nn.projection import Projection, check_projection, project_queries
-from hecate.nn.rule import FeatureMemory, FeatureMemoryConfig, GatingParameters, RuleParameters, ScanArguments, between
+from hecate.nn.rule import (
+    FeatureMemory,
+    FeatureMemoryConfig,
+    GatingParameters,
+    RuleParameters,
+    ScanArguments,
+    between,
+    by_token,
+)
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
-from hecate.tape import Autodiff, is_traced
+from hecate.tape import Autodiff, is_traced, steady
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import number
 
@@ -322,6 +330,8 @@ class Memory(RuleParameters, MemoryLayer):
                 return found
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
+        if not self.bare and x.shape[1] > 1 and steady():
+            return by_token(self, x, state, masks)
         if state is not None:
             check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
         asked, carried, skip = self.asked(x, state, **masks)

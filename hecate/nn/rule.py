@@ -307,6 +307,15 @@ def between(tree: Any, at: int, end: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[:, at:end], tree)
 
 
+def by_token(layer: nn.Module, x: Tensor, state: Any, masks: dict[str, Tensor | None]) -> tuple[Tensor, Any]:
+    """A layer's call token after token, for what it does in blocks of them. [TAPE-EXACT-D1]"""
+    answers = []
+    for t in range(x.shape[1]):
+        y, state = layer(x[:, t : t + 1], state, **between(masks, t, t + 1))
+        answers.append(y)
+    return torch.cat(answers, 1), state
+
+
 def features_of(
     config: MemoryConfig, q: Tensor, k: Tensor, params: Params, lr: float = 1.0, **given: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
@@ -21,6 +22,8 @@ from hecate.nn.parameters import blank, draw_normal, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
 from hecate.states import State
+from hecate.tape import steady
+from hecate.tape.exact import MOST
 
 AttentionNorm = Literal["none", "rms"]
 
@@ -190,6 +193,9 @@ class SlidingAttention(nn.Module):
         q, k, v, conv = self._projected(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
+        if steady():
+            y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
+            return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
         if self.context is None:
             (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
         else:  # handed on before anybody attends
@@ -206,9 +212,42 @@ class SlidingAttention(nn.Module):
         else:  # of no tokens every parameter has the gradient 0
             unread = (k, v) if self.tokens is None else (k, v, self.tokens)
             y = q + sum(part.sum().to(q.dtype) for part in unread)
+        return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
+
+    def _answer(self, x: Tensor, y: Tensor) -> Tensor:
+        """Output `[B, T, d_model]` of the heads' answers `[B, T, H, D]`."""
         gate = None if self.output_gate is None else self.output_gate(x)
-        y = y.flatten(-2) if self.norm is None else readout(y, self.norm, gate)
-        return self.out(y), after._replace(conv=conv[0], conv_segment=conv[1])
+        return self.out(y.flatten(-2) if self.norm is None else readout(y, self.norm, gate))
+
+    def _one_by_one(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write: Mask, reset: Mask
+    ) -> tuple[Tensor, SlidingState]:
+        """Answers to queries `[B, T, H, D]`, and the state: each token as a row of its own, with the entries ahead of
+        it, as many for all. [TAPE-EXACT-D1]"""
+        if self.context is not None:
+            raise ConfigError(f"{self.name}: exact, and ranks that share a sequence cut it: leave one of them out")
+        if self.window is None and (write is not None or reset is not None):
+            raise ConfigError(
+                f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
+                "give the attention a window, rows of one length and document, or leave exact out"
+            )
+        state = self._entered(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
+        size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
+        if self.window is not None and write is reset is None:
+            size = max(1, MOST // (len(x) * self.window * self.d_model))
+        for at in range(0, x.shape[1], size):
+            given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
+            given = between(given, at, at + size)
+            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), given)
+            present = torch.ones_like(given["k"][:, :, 0, 0, 0], dtype=torch.bool)
+            pairs = zip(state[:3], (given["k"], given["v"], present), strict=True)
+            places = state.present.shape[1]
+            ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
+            query, _ = rows.pop("q"), given.pop("q")
+            seen, _ = self._entered(**rows, state=SlidingState(*ahead))
+            answers.append(self._attend(query, *seen, plain=False).view(len(x), -1, *q.shape[2:]))
+            state = self._entered(**given, state=state)[1]
+        return torch.cat(answers, 1), state
 
     def _projected(
         self, x: Tensor, beside: Tensor | None, state: SlidingState | None, write: Mask, reset: Mask

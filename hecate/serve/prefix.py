@@ -55,16 +55,19 @@ class PrefixCache:
         block: tokens between the places at which a reader of prompts keeps one.
         model: the `hecate.states.fingerprint` of the model whose they are, for files.
         parked_dtype: "float16" keeps states in half the bytes, in memory and in files. [SERVE-PARK-D1]
+        exact: of a `Scheduler(exact=True)`, whose states have other bits; files of the other kind are of another model.
+            [SERVE-EXACT-D1]
     """
 
     def __init__(
-        self, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "", parked_dtype: ParkedDtype | None = None
-    ) -> None:
+        self, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "",
+        parked_dtype: ParkedDtype | None = None, exact: bool = False,
+    ) -> None:  # fmt: skip
         expect_count(max_bytes, "max_bytes", 0)
         expect_count(block, "block")
         self.park = parking(parked_dtype)
-        self.max_bytes, self.block, self.model, self.bytes = max_bytes, block, model, 0
-        self.parked_dtype = parked_dtype
+        self.max_bytes, self.block, self.bytes = max_bytes, block, 0
+        self.parked_dtype, self.exact, self.model = parked_dtype, exact, f"{model} exact" if exact else model
         self.hits = self.misses = self.tokens_saved = self.evicted = 0
         self._root = _Node((), None)
         self._held: OrderedDict[int, _Node] = OrderedDict()  # by age; the newest is last
@@ -152,7 +155,7 @@ class PrefixCache:
     @classmethod
     def open(
         cls, folder: Path | str, max_bytes: int = 256 << 20, block: int = 256, *, model: str = "",
-        parked_dtype: ParkedDtype | None = None,
+        parked_dtype: ParkedDtype | None = None, exact: bool = False,
     ) -> PrefixCache:  # fmt: skip
         """The tree that `save` wrote, parked or not, as far as `max_bytes` go; a folder that is not there is an empty
         one.
@@ -160,15 +163,15 @@ class PrefixCache:
         Raises:
             CheckpointError: a file of another model, or one that is damaged or renamed. [SERVE-TREE-D2]
         """
-        made, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype), []
+        made, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype, exact=exact), []
         with suppress(FileNotFoundError):
             files = [path for path in Path(folder).iterdir() if _FILE.fullmatch(path.name)]
         for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             if path.stat().st_size > 4 * max_bytes + (1 << 20):
                 continue  # larger than any state that would be kept
-            found = states.load(path, model=model)
+            found = states.load(path, model=made.model)
             tokens = found.get("tokens") if isinstance(found, dict) else None
-            if not isinstance(tokens, torch.Tensor) or f"{_name(model, tokens.tolist())}.safetensors" != path.name:
+            if not isinstance(tokens, torch.Tensor) or f"{_name(made.model, tokens.tolist())}.safetensors" != path.name:
                 raise CheckpointError(f"{path} is not of the tokens that its name tells; delete it")
             made.keep(tokens.tolist(), states.unpark(found["state"]))
         return made

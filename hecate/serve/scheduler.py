@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
 from hecate.serve.memories import Memories
 from hecate.serve.parked import check_parked
 from hecate.serve.prefix import PrefixCache
+from hecate.tape import exact as exactly
 from hecate.train.sampling import likely
 
 Finish = Literal["stop", "length", "cancelled", "timeout", "error"]
@@ -119,10 +121,13 @@ class Scheduler:
         max_queue: requests that may wait.
         prefixes: states of beginnings that prompts share; prompts are read up to the same places with and without it.
         memories: states of users.
+        exact: answers with the bits that they have alone, as `hecate.exact` gives them; looked at once, here.
+            [SERVE-EXACT-D1]
 
     Raises:
         ConfigError: a model whose states grow with the tokens, as those of attention without a window: they make no
-            batch; states parked in float16 whose rule does not bear it.
+            batch; states parked in float16 whose rule does not bear it; `exact` with parked states, or where this model
+            on this machine does not keep it.
     """
 
     def __init__(
@@ -134,15 +139,22 @@ class Scheduler:
         max_queue: int = 64,
         prefixes: PrefixCache | None = None,
         memories: Memories | None = None,
+        exact: bool = False,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("piece", piece), ("max_queue", max_queue)):
             expect_count(value, name)
         if max_batch & (max_batch - 1):
             raise ConfigError(f"max_batch must be a power of two, got {max_batch}")
         self.model, self.max_batch, self.piece, self.max_queue = model.eval(), max_batch, piece, max_queue
-        self.prefixes, self.memories = prefixes, memories
+        self.prefixes, self.memories, self.exact = prefixes, memories, exact
+        if prefixes is not None and prefixes.exact != exact:
+            raise ConfigError(f"exact={exact}, and the PrefixCache has exact={prefixes.exact}: give both the same")
         for kept in (prefixes, memories):
             if kept is not None and kept.parked_dtype is not None:
+                if exact:
+                    raise ConfigError(
+                        f"exact=True, and parked_dtype={kept.parked_dtype!r} rounds what is kept: drop one"
+                    )
                 check_parked(model, kept.parked_dtype)
         self.block = piece if prefixes is None else prefixes.block
         self.device = next(model.parameters()).device
@@ -166,11 +178,31 @@ class Scheduler:
             raise ConfigError(
                 "states of this model grow with the tokens, and make no batch: give its attention a window"
             )
+        if exact:
+            with torch.no_grad():
+                self._check_exact()
 
     def _run(self, tokens: list[list[int]], state: Any) -> tuple[Tensor, Any]:
         """Logits `[B, V]` of the tokens that follow, and the state."""
-        logits, state = self.model(torch.tensor(tokens, device=self.device), state)
+        with exactly() if self.exact else nullcontext():
+            logits, state = self.model(torch.tensor(tokens, device=self.device), state)
         return logits[:, -1], state
+
+    def _check_exact(self) -> None:
+        """Refuses a model, or a machine, of which a row's bits depend on its company or on how it is read."""
+        rows, state = (
+            [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)],
+            None,
+        )
+        for token in rows[-1]:
+            logits, state = self._run([[token]], state)
+        found, whole = self._run(rows, None)
+        alone, own = states.leaves(state), states.leaves(states.rows(whole, [self.max_batch - 1]))
+        if not torch.equal(found[-1:], logits) or not all(torch.equal(own[name], leaf) for name, leaf in alone.items()):
+            raise ConfigError(
+                f"exact=True, and a {type(self.model).__name__} on this machine answers a window in a batch with other "
+                "bits than its tokens alone; leave exact out"
+            )
 
     @property
     def waiting(self) -> int:

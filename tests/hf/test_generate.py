@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+import hecate
 from hecate.errors import ConfigError
 from hecate.hf import byte_tokenizer
 from hecate.train.sampling import generate
@@ -176,3 +178,32 @@ def test_text_streams_and_pipelines(capsys):
     assert capsys.readouterr().out == text + "\n"
     made_text = pipeline("text-generation", model=model, tokenizer=tokenizer)("ab", **how)
     assert made_text[0]["generated_text"] == tokenizer.decode(greedy(model, row, 12), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("rule", SOME)
+@pytest.mark.spec("TAPE-EXACT-D1", "HF-GEN-D1", "HF-CACHE-D3")
+def test_within_exact_drafts_rows_and_a_cropped_cache_have_the_bits_of_greedy_alone(rule):
+    model, drafter = made(rule).float(), made(rule, layers=1).float()
+    model.generation_config.eos_token_id = None
+    how: dict[str, Any] = {**GREEDY, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    rows = [tokens(1, length, seed=length) for length in (11, 4, 8)]
+    padded = torch.cat([F.pad(row, (11 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([F.pad(torch.ones_like(row), (11 - row.shape[1], 0)) for row in rows])
+    with hecate.exact():
+        alone = [torch.stack(model.generate(row, **how).logits, 1) for row in rows]
+        for drafts in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": drafter}):
+            found = torch.cat([y.flatten(0, -2) for y in model.generate(rows[0], **how, **drafts).logits])
+            assert torch.equal(found[:12], alone[0][0])
+        cache, other = model.new_cache(), model.new_cache()
+        cache.activate_past_recording()
+        model(torch.cat([rows[0], rows[1]], 1), past_key_values=cache)
+        cache.crop(-3)
+        model(torch.cat([rows[0], rows[1][:, :1]], 1), past_key_values=other)
+        ends = [model(rows[2][:, :1], past_key_values=past).logits for past in (cache, other)]
+        assert torch.equal(*ends)
+        if rule == "mag":
+            with pytest.raises(ConfigError, match="exact and window=None"):
+                model.generate(padded, attention_mask=mask, **how)
+            return
+        together = torch.stack(model.generate(padded, attention_mask=mask, **how).logits, 1)
+    assert all(torch.equal(together[n : n + 1], own) for n, own in enumerate(alone))

@@ -42,8 +42,8 @@ FAULTS = [
         ("call", "if self.wide:", "if False:"),
         ("call", "\"retain\" and item.dim() < 2 + len(shape)", "\"retain\" and False"),
         ("call", "looks += (type(item), item)", "looks.append(type(item))"),
-        ("engine", "(asked, Engine.made, len(Engine.registry))", "(asked, Engine.made)"),
-        ("engine", "(asked, Engine.made, len(Engine.registry))", "(Engine.made, len(Engine.registry))"),
+        ("engine", "(asked, exact, Engine.made, len(Engine.registry))", "(asked, exact, Engine.made)"),
+        ("engine", "(asked, exact, Engine.made, len(Engine.registry))", "(exact, Engine.made, len(Engine.registry))"),
     ),
     *_of(
         "engine",

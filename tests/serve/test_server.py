@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -410,8 +411,11 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(module, "serve", answered)
     more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
-    for _ in range(2):
-        assert command(folder, *more) == 0
+    for exact in ((), (), ("--exact",)):
+        if exact:  # states of the other kind are of another model
+            assert command(folder, *more, *exact) and "another model" in capsys.readouterr().err
+            shutil.rmtree(tmp_path / "tree")
+        assert command(folder, *more, *exact) == 0
         assert "tiny at http://127.0.0.1:8123" in capsys.readouterr().out
         assert len(list((tmp_path / "tree").iterdir())) == 2
         (next((tmp_path / "users").glob("*.safetensors"))).unlink()

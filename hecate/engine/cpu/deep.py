@@ -43,7 +43,7 @@ class CompiledLayers(TokenEngine):
     """Kernels of numba on a CPU, the state in cache, for structures of linear layers and retentions that add."""
 
     name = "compiled_layers"
-    anchors = bounds = True
+    steady = anchors = bounds = True
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs without a kernel."""

@@ -48,7 +48,7 @@ class Compiled(TokenEngine):
     """Kernels of numba on a CPU, the state in cache, for matrix and slot memories of formulas that have a form."""
 
     name = "compiled"
-    counts_along = True
+    counts_along = steady = True
     takes = GENERAL
 
     def refuses(self, config: MemoryConfig) -> str | None:

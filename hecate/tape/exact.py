@@ -1,0 +1,173 @@
+"""The same bits for any number of rows and any cut of a sequence: torch's operations in forms that no row changes.
+
+A row's numbers depend on its company in three ways. A product is computed by another kernel for another number of rows,
+and in odd widths by other code for another place. A function of single numbers goes by vector instructions, and what
+these leave over by other code. An engine takes tokens in blocks. Under `exact` products with weights go in tiles of as
+many rows, all others as sums of products, each in the order of its numbers; functions get whole vectors; and scans go
+by engines that are `steady`. [TAPE-EXACT-D1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+STEADY: ContextVar[bool] = ContextVar("hecate.steady", default=False)  # whether the caller is within `exact`
+MOST = 1 << 22  # products that are held at once
+TILE, WIDTH = 8, 32  # rows of a product with weights, and what its width is a multiple of: then a place says nothing
+LANES, ALONE = 64, 1 << 14  # numbers that fill vectors of any dtype, and as many as no two threads share
+
+
+def steady() -> bool:
+    """True within `exact`; not to a compiler, which sees no context."""
+    return not torch.compiler.is_compiling() and STEADY.get()
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """Within it a row of a batch, a token of a window and what follows a kept beginning have the bits that they have
+    alone. [TAPE-EXACT-D1]
+
+        with hecate.exact():
+            model.generate(tokens, prompt_lookup_num_tokens=5)
+
+    It is for inference, of this thread, and holds within one process and for one number of threads, as far as torch's
+    libraries give the same operation the same bits, which they do and do not promise: `Scheduler` looks, tests do.
+
+    Raises (what is called within): ConfigError for an engine that takes tokens in blocks, and for padding and documents
+    under attention without a window.
+    """
+    before = STEADY.set(True)
+    try:
+        with torch.no_grad(), _Forms():
+            yield
+    finally:
+        STEADY.reset(before)
+
+
+class _Forms(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        form = _OF.get(func, func)
+        return form(*args, **kwargs) if kwargs else form(*args)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of rows in tiles."""
+    rows = input.reshape(-1, input.shape[-1])
+    count, rest = len(rows), -input.shape[-1] % WIDTH
+    if rest:
+        weight = F.pad(weight, (0, rest))
+    rows = F.pad(rows, (0, rest, 0, -count % TILE)).contiguous()
+    tiles = [F.linear(tile, weight, bias) for tile in rows.split(TILE)]
+    y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return y[:count].view(*input.shape[:-1], len(weight))
+
+
+def _total(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of a b over the last axis, in float32 or better."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    # Where its numbers lie side by side, a sum knows nothing of the others.
+    return (a.to(wide) * b.to(wide)).contiguous().sum(-1).to(dtype)
+
+
+def _matmul(a: Tensor, *second: Tensor, **named: Tensor) -> Tensor:
+    """a b `[..., M, K] [..., K, P]`, b `[K, P]` being weights."""
+    (b,) = (*second, *named.values())
+    if b.dim() == 2:
+        return _linear(a, b.mT)
+    if a.dim() == 1:
+        return _matmul(a.unsqueeze(0), b).squeeze(-2)
+    if b.dim() == 1:
+        return _matmul(a, b.unsqueeze(-1)).squeeze(-1)
+    a, b = a.unsqueeze(-2), b.mT.unsqueeze(-3)
+    each = torch.broadcast_shapes(a.shape[:-3], b.shape[:-3]).numel() * b.shape[-2:].numel()
+    parts = [_total(part, b) for part in a.split(max(1, MOST // max(1, each)), -3)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * c + alpha * _matmul(a, b)
+
+
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Of two operands as sums; of any others as torch has it."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    axes = inputs.split(",")
+    operands = tuple(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    summed = [axis for axis in dict.fromkeys("".join(axes)) if axis not in output]
+    if len(axes) != 2 or not summed or "." in equation:
+        return torch.einsum(equation, *operands)
+    whole = [*output, *summed]
+    a, b = (
+        x.permute([own.index(axis) for axis in whole if axis in own])[
+            tuple(slice(None) if axis in own else None for axis in whole)
+        ]
+        for x, own in zip(operands, axes, strict=True)
+    )
+    a, b = (x.flatten(len(output)) for x in torch.broadcast_tensors(a, b))
+    return _total(a, b)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Softmax attention query by query, what it sees first, the newest ahead: what it does not see changes no sum."""
+    dtype, length = query.dtype, query.shape[-2]
+    q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    mask = torch.ones(length if is_causal else 1, k.shape[-2], dtype=torch.bool, device=q.device)
+    mask = (mask.tril() if is_causal else mask) if attn_mask is None else attn_mask
+    mask = mask[(None,) * (q.dim() - mask.dim())].flip(-1)
+    scale, rest, answers = q.shape[-1] ** -0.5 if scale is None else scale, (0, -k.shape[-2] % LANES), []
+    keys, values = k.flip(-2), v.flip(-2)
+    for t in range(length):
+        own = mask[..., min(t, mask.shape[-2] - 1), :]
+        added = torch.where(own, 0.0, -torch.inf) if own.dtype == torch.bool else own
+        order = (added > -torch.inf).byte().argsort(dim=-1, descending=True, stable=True)
+        seen, answer = (x.take_along_dim(order.unsqueeze(-1), -2) for x in (keys, values))
+        scores = _total(q[..., t : t + 1, :], seen) * scale + added.take_along_dim(order, -1)
+        weights = F.pad(_flat(torch.exp, scores - scores.amax(-1, keepdim=True)), rest)
+        answers.append(_total(weights.unsqueeze(-2), F.pad(answer.mT, rest)) / weights.sum(-1, keepdim=True))
+    return torch.stack(answers, -2).to(dtype)
+
+
+def _flat(func: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
+    """A function of single numbers, of whole vectors of them."""
+    tensors = torch.broadcast_tensors(*(item for item in given if isinstance(item, Tensor)))
+    count = tensors[0].numel()
+    if not tensors[0].is_cpu or (count % LANES == 0 and count <= ALONE and all(x.is_contiguous() for x in tensors)):
+        return func(*given, **options)
+    pieces = zip(*(F.pad(x.reshape(-1), (0, -count % LANES)).split(ALONE) for x in tensors), strict=True)
+    parts = []
+    for piece in pieces:
+        rest = iter(piece)
+        parts.append(func(*(next(rest) if isinstance(item, Tensor) else item for item in given), **options))
+    return torch.cat(parts)[:count].view(tensors[0].shape)
+
+
+_OF: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear, F.scaled_dot_product_attention: _attention, torch.einsum: _einsum,
+    Tensor.__matmul__: _matmul, Tensor.__rmatmul__: lambda b, a: _matmul(a, b),
+}  # fmt: skip
+for _home, _form, _names in (
+    (torch, _matmul, "matmul bmm mm mv"),
+    (torch, _added, "baddbmm addmm addmv"),
+    (torch, _flat, "sigmoid tanh exp expm1 log log1p sin cos sinh cosh erf pow rsqrt"),
+    (F, _flat, "silu softplus logsigmoid gelu mish elu"),
+    (torch._C._nn, _flat, "silu"),
+    (Tensor, _flat, "__pow__ __rpow__"),
+):
+    for _name in _names.split():
+        for _func in {getattr(_home, _name), getattr(Tensor, _name, getattr(_home, _name))}:
+            _OF[_func] = partial(_flat, _func) if _form is _flat else _form

@@ -1,0 +1,194 @@
+"""`exact`: a row has the bits that it has alone, whatever is asked beside it, before it or after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hecate
+from hecate import states
+from hecate.errors import ConfigError
+from hecate.models import Hope, HopeConfig, LanguageModel
+from hecate.nn.blocks import rms_norm, swiglu
+from hecate.rule import RULES
+from hecate.serve import PrefixCache, Request, Scheduler
+from tests.serve.common import LEVELS, drawn, run
+
+ATTENTION = {"window": 6, "persistent": 3, "kv_heads": 1}
+# By the way that it goes: kernels, kernels of layers, the token loop, layers token by token, attention.
+KINDS: dict[str, dict[str, Any]] = {
+    "gated_delta": {"memory": "gated_delta"},
+    "titans": {"memory": "titans"},
+    "levels": {"levels": LEVELS},
+    "rwkv7": {"memory": "rwkv7"},
+    "carry": {"levels": [{"name": "all"}], "composition": "carry"},
+    "features": {"memory": {"feature_map": {"kind": "favor", "num_features": 16}, "key_norm": "l2"}},
+    "window": {"attention": {"kind": "mal", **ATTENTION}},
+    "segments": {"attention": {"kind": "mac", "segment": 5}},
+    "softmax": {"attention": {"kind": "attention", "conv_kernel": 4, "output_gate": True}},
+    "self": {"self_reference": {}},
+}
+FAST = ["gated_delta", "titans", "levels", "rwkv7", "features", "window", "self"]
+
+
+@cache  # with and without it one model is asked, whose programs and plans are kept
+def made(kind: str, **fields: Any) -> LanguageModel:
+    """A model in float32 of widths that leave a rest everywhere, its gates drawn too."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "d_model": 36,
+        "layers": 1,
+        "heads": 3,
+        "tie_embeddings": False,
+        **fields,
+    }
+    draws = torch.Generator().manual_seed(0)
+    if kind == "hope":
+        model: LanguageModel = Hope(HopeConfig(**sizes), generator=draws)
+    else:
+        model = LanguageModel(sizes | KINDS.get(kind, {"memory": kind}), generator=draws)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gates" in name:
+                weight.add_(torch.randn(weight.shape, generator=draws) / 10)
+    return model.eval().float()
+
+
+def cut(model: LanguageModel, tokens: Tensor, sizes: Sequence[int], state: Any = None) -> tuple[Tensor, Any]:
+    """Logits and the last state of tokens `[B, T]` in calls of these sizes."""
+    parts = []
+    for part in tokens[:, : sum(sizes)].split(list(sizes), 1):
+        logits, state = model(part, state)
+        parts.append(logits)
+    return torch.cat(parts, 1), state
+
+
+def differs(found: tuple[Tensor, Any], wanted: tuple[Tensor, Any], row: int = 0) -> list[str]:
+    """What of a row is not, to the bit, what it is of one row."""
+    (y, state), (own, alone) = found, wanted
+    names = [] if torch.equal(y[row], own[0]) else ["logits"]
+    held = states.leaves(states.rows(state, [row]))
+    return names + [name for name, leaf in states.leaves(alone).items() if not torch.equal(leaf, held[name])]
+
+
+def check(kind: str) -> list[Any]:
+    """Where a kind of model has other bits: cuts of 1 to 16 tokens and whole, batches of 2 to 16, both ends of them."""
+    model = made(kind)
+    tokens = torch.randint(0, 64, (16, 44), generator=torch.Generator().manual_seed(1))
+    wanted, early = cut(model, tokens[:1], [1] * 44), cut(model, tokens[:1], [1] * 25)
+    cuts: list[list[int]] = [[44], [23, 1, 4, 16], [1, 16, 2, 3, 5, 11, 6]]
+    found: list[Any] = [(sizes, names) for sizes in cuts if (names := differs(cut(model, tokens[:1], sizes), wanted))]
+    for count in (2, 5, 16):
+        for row in (0, count - 1):
+            batch = tokens[:count].clone()
+            batch[[0, row]] = batch[[row, 0]]
+            if names := differs(cut(model, batch, [17, 1, 5, 2]), early, row):
+                found.append((count, row, names))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in FAST else pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS, "hope"]]
+)
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_bits_are_those_of_a_token_alone(kind):
+    if kind in FAST:
+        with torch.no_grad():
+            assert len(check(kind)) > 2  # without it
+    with hecate.exact():
+        assert check(kind) == []
+
+
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_blocks_of_many_numbers_are_those_of_few():
+    x = torch.randn(4, 200, 128, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    with hecate.exact():
+        for block in (swiglu, lambda x: rms_norm(x, None)):
+            assert torch.equal(block(x)[1:2, :5], block(x[1:2, :5]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_bits_of_every_named_rule(rule):
+    with hecate.exact():
+        assert check(rule) == []
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "window"])
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_noise_in_one_row_reaches_no_other(kind):
+    model = made(kind)
+    tokens = torch.randint(0, 64, (3, 20), generator=torch.Generator().manual_seed(2))
+    with hecate.exact():
+        _, state = cut(model, tokens, [14])
+        for scale in (1.0, 1e6, 1e15):
+            noise = states.each_row(state, lambda leaf, by=scale: _spoilt(leaf, by))
+            found = cut(model, tokens[:, 14:], [1, 5], noise)
+            assert differs(found, cut(model, tokens[1:2, 14:], [6], states.rows(state, [1])), 1) == []
+
+
+def _spoilt(leaf: Tensor, scale: float) -> Tensor:
+    if not leaf.is_floating_point():
+        return leaf
+    draws = torch.Generator().manual_seed(3)
+    noise = scale * torch.randn(leaf.shape, generator=draws, dtype=leaf.dtype)
+    return torch.cat([noise[:1], leaf[1:2], noise[2:]])
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", pytest.param("window", marks=pytest.mark.slow)])
+@pytest.mark.spec("SERVE-EXACT-D1")
+def test_requests_have_the_bits_that_they_have_alone(kind, monkeypatch):
+    model, prompts = made(kind), drawn(4, 19, 5, 33, 8)
+    prompts = [[token % 64 for token in prompt] for prompt in prompts]
+    prompts.append([*prompts[2][:20], 1, 2, 3])  # begins as another
+    heard: dict[Request, list[Tensor]] = {}
+
+    def listening(self: Request, logits: Tensor) -> int:
+        heard.setdefault(self, []).append(logits.clone())
+        return int(logits.argmax())
+
+    monkeypatch.setattr(Request, "pick", listening)
+
+    def answers(order: Sequence[int], **how: Any) -> dict[int, Tensor]:
+        scheduler = Scheduler(model, max_batch=4, exact=True, **how)
+        asked = {number: scheduler.submit(Request(prompts[number], 6, temperature=1.0)) for number in order}
+        run(scheduler)
+        return {number: torch.stack(heard[request]) for number, request in asked.items()}
+
+    alone = {number: answers([number])[number] for number in range(5)}
+    for order, how in (
+        ((0, 1, 2, 3, 4), {}), ((4, 3, 2, 1, 0), {"piece": 7}),
+        ((2, 4, 0, 1, 3), {"prefixes": PrefixCache(block=4, exact=True)}),
+    ):  # fmt: skip
+        found = answers(order, **how)
+        assert all(torch.equal(found[number], alone[number]) for number in order)
+    assert how["prefixes"].tokens_saved >= 20
+
+
+@pytest.mark.spec("SERVE-EXACT-D1", "TAPE-EXACT-D1")
+def test_what_exact_refuses():
+    with hecate.exact(), pytest.raises(ConfigError, match="engine='parallel' takes tokens in blocks, and exact"):
+        hecate.memory_scan(hecate.MemoryConfig(), *torch.ones(3, 1, 4, 1, 2), engine="parallel")
+    softmax, mask = made("softmax"), torch.ones(1, 4, dtype=torch.bool)
+    with hecate.exact(), pytest.raises(ConfigError, match="exact and window=None: padding"):
+        softmax(torch.zeros(1, 4, dtype=torch.int64), write_mask=mask)
+    with pytest.raises(ConfigError, match="exact=True, and parked_dtype='float16'"):
+        Scheduler(made("gated_delta"), exact=True, prefixes=PrefixCache(parked_dtype="float16", exact=True))
+    with pytest.raises(ConfigError, match="exact=True, and the PrefixCache has exact=False"):
+        Scheduler(made("gated_delta"), exact=True, prefixes=PrefixCache())
+
+    class Centred(LanguageModel):
+        def forward(self, *args: Any, **masks: Any) -> Any:
+            logits, state = super().forward(*args, **masks)
+            return logits - logits.mean(), state  # over all rows
+
+    centred = Centred(made("gated_delta").config).float()
+    Scheduler(centred)
+    with pytest.raises(ConfigError, match="exact=True, and a Centred on this machine answers"):
+        Scheduler(centred, exact=True)
