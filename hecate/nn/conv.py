@@ -30,7 +30,8 @@ class ShortConv(nn.Module):
     Shapes: x `[B, T, C]`, state `[B, kernel-1, C]` (the last inputs, zero at the start).
     `segment` `[B, kernel-1+T]`, if given, numbers the documents of state and inputs: a tap that would reach into
     another document reads zero. A token that is not `written` `[B, T]` sees itself and is zero to the tokens after it;
-    in a layer whose convolution is `inert` it takes no place at all, as if it were not there. [NN-CONV-I4]
+    in a layer whose convolution is `inert` it takes no place at all, as if it were not there, and sees itself alone.
+    [NN-CONV-I4]
     """
 
     inert = False
@@ -155,8 +156,8 @@ def _without_masked(
     write_mask: Tensor,
     reset_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`convolved` of the written tokens alone, which stand together behind what came before them; what a masked token
-    reads is another token's."""
+    """`convolved` of the written tokens, which stand together behind what came before them; a masked token sees itself
+    alone, wherever a sequence is cut."""
     batch, length, channels = x.shape
     kept = conv.kernel - 1
     if past is None:
@@ -172,7 +173,9 @@ def _without_masked(
         tail = segment[:, length:] - every[:, -1:]  # a masked token may have opened the last one
     mixed, after = conv(both[:, kept:], both[:, :kept], segment)
     places = (order.argsort(dim=1)[:, kept:] - kept).clamp(min=0)
-    return mixed.take_along_dim(places.unsqueeze(-1), 1), after, tail
+    alone = x * conv.weight[0] if conv.bias is None else x * conv.weight[0] + conv.bias
+    alone = silu(alone) if conv.activation else alone
+    return torch.where(write_mask.unsqueeze(-1), mixed.take_along_dim(places.unsqueeze(-1), 1), alone), after, tail
 
 
 def settle_layer(config: Any) -> None:

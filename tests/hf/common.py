@@ -27,6 +27,7 @@ RULES: dict[str, dict[str, Any]] = {
     "mag": {"attention": {"kind": "mag"}},
     "mlp": {"memory": {"structure": "mlp", "chunk": 4, "algorithm": {"kind": "gd", "lr": 0.02}}},
 }
+KINDS = RULES | {"mac": {"attention": {"kind": "mac", "segment": 4}}}  # whose bits depend on how gradients are taken
 VOCABULARY = 17
 # By default what streams and what has levels; the rest goes the same ways.
 SOME = [rule if rule in ("decay", "levels") else pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
@@ -37,7 +38,7 @@ def made(rule: str = "decay", **fields: Any) -> HecateForCausalLM:
     sizes = {"vocab_size": VOCABULARY, "d_model": 16, "layers": 2, "heads": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        return HecateForCausalLM(HecateConfig(model={**sizes, **RULES[rule], **fields})).eval()
+        return HecateForCausalLM(HecateConfig(model={**sizes, **KINDS[rule], **fields})).eval()
 
 
 def moved(model: nn.Module) -> Any:

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hecate.errors import ConfigError, ShapeError
-from tests.hf.common import RULES, VOCABULARY, made, plain, tokens
+from tests.hf.common import KINDS, RULES, VOCABULARY, made, plain, tokens
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}  # float64, other splits of the same sums
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", KINDS)
 @pytest.mark.spec("HF-MODEL-D1", "HF-LM-D1", "HF-PAD-D1", "HF-CACHE-D1")
 def test_logits_and_states_are_those_of_the_language_model(rule):
     model, ids = made(rule), tokens(2, 11)
@@ -48,7 +48,7 @@ def test_logits_and_states_are_those_of_the_language_model(rule):
         assert torch.allclose(after[1], expected[1, 9], **CLOSE)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", KINDS)
 @pytest.mark.spec("HF-PACK-D1")
 def test_documents_of_one_row_do_not_see_each_other(rule):
     model, ids = made(rule), tokens(1, 11)
