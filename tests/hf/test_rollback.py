@@ -67,7 +67,8 @@ class Counted:
         model.register_forward_pre_hook(seen, with_kwargs=True)
 
 
-def check_drafts(model: Any, assistant: Any, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def rejected(model: Any, assistant: Any, length: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The share of drafts taken back, of the kind of which more are; the text is that of greedy generation."""
     ids = tokens(1, 11)
     how: dict[str, Any] = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 0}
     how["attention_mask"] = torch.ones_like(ids)
@@ -79,21 +80,22 @@ def check_drafts(model: Any, assistant: Any, length: int, monkeypatch: pytest.Mo
             count = Counted(model, patch)
             assert torch.equal(model.generate(ids, **how, **drafts), expected), drafts
         wrong += [count.rejected / count.drafted]
-    assert max(wrong) >= 0.3
+    return max(wrong)
 
 
 @pytest.mark.parametrize("kind", SOME)
 @pytest.mark.spec("HF-GEN-D2")
 def test_drafts_that_are_often_wrong_give_what_greedy_gives(kind, monkeypatch):
-    check_drafts(of(kind), of(kind, noise=0.6), 24 if kind != "hope" else 12, monkeypatch)
+    assert rejected(of(kind), of(kind, noise=0.6), 24 if kind != "hope" else 12, monkeypatch) >= 0.3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", NAMED)
 @pytest.mark.spec("HF-GEN-D2")
 def test_drafts_of_every_rule(rule, monkeypatch):
-    for seed in range(3):
-        check_drafts(of(rule), of(rule, noise=0.6, seed=seed), 200, monkeypatch)
+    for seed in range(3):  # rules whose answers the weights move little take more noise to be wrong
+        drafts = (of(rule, noise=noise, seed=seed) for noise in (0.6, 1.2, 2.4))
+        assert any(rejected(of(rule), own, 200, monkeypatch) >= 0.3 for own in drafts)
 
 
 @pytest.mark.parametrize("kind", SOME)
