@@ -28,7 +28,7 @@ from hecate.errors import HecateError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import starts
-from hecate.tape import STEADY, execute, is_traced, one, steady
+from hecate.tape import STEADY, execute, is_traced, one
 from hecate.tape.bridge import below_autograd
 from hecate.tape.ops import reach
 
@@ -100,7 +100,8 @@ def keep_program(
 
 def _has_programs(config: MemoryConfig) -> bool:
     own = config.writes == 1 and not config.forms.transposed and config.readout.plain
-    return own and config.on_nonfinite != "skip" and (not steady() or loops(config))
+    exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
+    return own and config.on_nonfinite != "skip" and (not exact or loops(config))
 
 
 def one_by_one(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -97,6 +98,17 @@ def run(text, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """torch's own operations: oneDNN's gelu of infinity is NaN on some processors."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def test_every_operation_has_a_call():
     assert set(CALLS) == set(COMPONENTWISE) | set(ROWWISE)
 
@@ -116,7 +128,8 @@ def test_the_text_of_an_operation_is_torch(name, dtype):
         x, y = (item.flatten().repeat(32) for item in torch.meshgrid(special, special, indexing="ij"))
         cases.append([x[None], y[None], y.roll(7)[None]])
     for inputs in cases:
-        expected = function(*inputs)
+        with without_onednn():
+            expected = function(*inputs)
         for y, other in zip(expected if isinstance(expected, tuple) else (expected,), run(text, inputs), strict=True):
             other = other.to(dtype) if isinstance(other, Tensor) else torch.full_like(y, other)
             assert torch.equal(y.isnan(), other.expand_as(y).isnan()), name

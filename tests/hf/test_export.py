@@ -74,7 +74,7 @@ def test_a_run_without_text_is_exported_without_a_tokenizer(tmp_path, monkeypatc
     assert done.exit_code == 0 and "it has no tokenizer" in done.stderr
     names = {path.name for path in (tmp_path / "run-hf").iterdir()}
     assert "model.safetensors" in names and not any("token" in name for name in names)
-    with pytest.raises(CheckpointError, match="is not a run folder"):
+    with pytest.raises(CheckpointError, match="is a model of transformers, no run folder"):
         export_run(tmp_path / "run-hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     opened = open_model(tmp_path / "run")._replace(model=torch.nn.Linear(2, 2))

@@ -793,7 +793,7 @@ FAULTS = [
         ("prefix", "return count, states.unpark(node.state)", "return count, node.state"),
         ("prefix", "state = self.park(state)  # a copy", "# a copy"),
         ("prefix", "below.edge, below.up = below.edge[same:], middle", "below.edge, below.up = below.edge[same:], node"),
-        ("prefix", "states.load(path, model=model)", "states.load(path)"),
+        ("prefix", "states.load(path, model=made.model)", "states.load(path)"),
         ("scheduler", "except HecateError:\n            return self._continue_alone()", "except ZeroDivisionError:\n            return self._continue_alone()"),
         ("scheduler", "if not finite[row]:", "if False:"),
         ("scheduler", "if request.user is None or request.user not in self._users:", "if True:"),
