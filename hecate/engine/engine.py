@@ -265,9 +265,8 @@ def _chosen(asked_of: Any, asked: EngineName) -> Engine:
     for engine in Engine.registry.values():
         if not engine.automatic or (exact and not engine.steady):
             continue
-        cost = (
-            float(engine.truth) if exact else engine.cost(asked_of)
-        )  # first of all: asking whether it fits may load what it needs
+        # First of all: asking whether it fits may load what it needs.
+        cost = float(engine.truth) if exact else engine.cost(asked_of)
         if cost < least and engine.unable(asked_of) is None:
             best, least = engine, cost
     if best is not None:

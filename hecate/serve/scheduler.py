@@ -190,10 +190,8 @@ class Scheduler:
 
     def _check_exact(self) -> None:
         """Refuses a model, or a machine, of which a row's bits depend on its company or on how it is read."""
-        rows, state = (
-            [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)],
-            None,
-        )
+        rows = [[(7 * row + t) % (self.vocabulary or 2) for t in range(6)] for row in range(self.max_batch)]
+        state = None
         for token in rows[-1]:
             logits, state = self._run([[token]], state)
         found, whole = self._run(rows, None)

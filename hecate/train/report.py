@@ -121,7 +121,8 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
     rows.append(("**this model**", f"**{score.value(metric):.4f}**"))
     unit, better = metric.replace("_", " "), "higher" if metric == "accuracy" else "lower"
     table = markdown_table(("predictor", f"{unit} ({better} is better)"), rows)
-    known = {"bits_per_byte": f", {score.bytes_per_label:.3g} bytes each", "accuracy": f", loss {score.loss:.4f} nats"}
+    size = f"{score.bytes_per_label:.3g} byte{'s' * (score.bytes_per_label != 1)}"
+    known = {"bits_per_byte": f", {size} each", "accuracy": f", loss {score.loss:.4f} nats"}
     return f"{table}\n\n{score.labels:,} validation labels{known.get(metric, '')}."
 
 
