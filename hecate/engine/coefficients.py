@@ -62,7 +62,8 @@ def coefficients(
     bases = [alive((retain[..., :1] if decays else 1.0) * spans[..., 0])]
     if form.momentum:
         momentum = neutral(momentum, write)
-        carried = within(span_products(momentum))
+        # A gate may exceed 1, and its product over several documents be infinite.
+        carried = within(span_products(momentum if reset is None else torch.where(reset, 0.0, momentum)))
         first = alive(momentum[..., :1] * carried[..., 0])
         slot = Combined(carried, (first,))
         # A masked token adds nothing of S to M.
