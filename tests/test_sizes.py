@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import pkgutil
-import time
-from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import annotated_types
@@ -22,6 +19,7 @@ from hecate.errors import ConfigError
 from hecate.models import LanguageModelConfig, LinearTransformer
 from hecate.train import ExperimentConfig
 from hecate.variant import Config, Variant
+from tests.clock import within
 
 for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
     # Kernels for a GPU import Triton, and define no configs.
@@ -72,17 +70,6 @@ FIELDS = [
 ]
 
 
-@contextmanager
-def at_once():
-    gc.disable()  # a collection of all that is imported takes as long
-    try:
-        began = time.process_time()
-        yield
-        assert time.process_time() - began < 0.2
-    finally:
-        gc.enable()
-
-
 def test_the_list_is_not_empty():
     assert len(CONCRETE) > 100 and len(FIELDS) > 70
 
@@ -109,7 +96,7 @@ def test_a_huge_integer_is_refused_by_its_name_or_costs_nothing(config, name, hu
         item: REQUIRED.get(item, 4) for item, info in config.model_fields.items()
         if info.is_required()
     }  # fmt: skip
-    with at_once():
+    with within(0.2):
         try:
             config(**{**fields, name: huge})
         except ConfigError as error:
@@ -120,7 +107,7 @@ def test_a_huge_integer_is_refused_by_its_name_or_costs_nothing(config, name, hu
 
 
 def refused(build, *words: str) -> None:
-    with at_once(), pytest.raises(ConfigError) as caught:
+    with within(0.2), pytest.raises(ConfigError) as caught:
         build()
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
@@ -211,7 +198,7 @@ def test_a_user_s_own_map_and_structure_are_held_to_it():
 @pytest.mark.parametrize("kind", ours(structure.Structure))
 def test_structures_refuse_widths_before_they_draw(kind):
     own = structure.Structure.variants()[kind]()
-    with at_once(), pytest.raises(ConfigError, match="TiB"):
+    with within(0.2), pytest.raises(ConfigError, match="TiB"):
         own.init(MAX_SIZE, MAX_SIZE, heads=MAX_SIZE)
 
 
@@ -241,7 +228,7 @@ def test_counts_that_cost_nothing_run_at_once(huge):
     x = torch.zeros(1, 3, 8)
 
     def run(layer):
-        with torch.no_grad(), at_once():
+        with torch.no_grad(), within(0.2):
             assert layer(x)[0].isfinite().all()
 
     for commit in ("token", "chunk"):
@@ -255,7 +242,7 @@ def test_counts_that_cost_nothing_run_at_once(huge):
 
 
 def test_a_model_of_many_layers_is_validated_at_once():
-    with at_once():
+    with within(0.2):
         config = LanguageModelConfig(vocab_size=4, layers=1 << 10)
     assert config.layers == 1 << 10
 
