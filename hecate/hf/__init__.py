@@ -21,6 +21,7 @@ if int(transformers.__version__.split(".")[0]) < 5:
 
 from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.as_layer import AsLayer
+from hecate.hf.as_model import AsModel
 from hecate.hf.cache import StateLayer
 from hecate.hf.config import HecateConfig
 from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
@@ -35,6 +36,7 @@ __all__ = [
     "Adoption",
     "AdoptionWarning",
     "AsLayer",
+    "AsModel",
     "GraftConfig",
     "HecateConfig",
     "HecateForCausalLM",

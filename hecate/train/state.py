@@ -111,7 +111,9 @@ def _replaced(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 def _check_rows(state: Any) -> None:
     """Refuses a state whose tensors are not by rows: which of it belongs to whom could not be told."""
     count = None
-    for path, leaf in leaves(state).items():
+    if not (named := leaves(state)):
+        raise ConfigError("is 'carry', but the model returns no state; write data.state=fresh", ("data", "state"))
+    for path, leaf in named.items():
         count = leaf.shape[:1] if count is None else count
         if not leaf.dim() or leaf.shape[:1] != count:
             raise ConfigError(
