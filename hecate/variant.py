@@ -398,6 +398,7 @@ class Variant(Config):
     _formulas: ClassVar[tuple[str, ...]] = ()
     _follows: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     _declares: ClassVar[bool] = False  # whether its `kernel` speaks of its formulas
+    _derived: ClassVar[bool] = True  # whether all of `_derivatives` are its own
     _family: ClassVar[str] = ""
     _family_type: ClassVar[type[Variant]]
     _registry: ClassVar[dict[str, type[Variant]]] = {}
@@ -416,6 +417,7 @@ class Variant(Config):
         options.pop("family", None)
         super().__pydantic_init_subclass__(**options)
         cls._declares = still_declared(cls, "kernel", cls._formulas)
+        cls._derived = all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
         field = cls.model_fields["kind"]
         kind = field.default
         if not isinstance(kind, str):
@@ -450,7 +452,7 @@ class Variant(Config):
     @classmethod
     def hand_written(cls) -> bool:
         """True if every derivative is written by hand rather than left to `torch.func`."""
-        return all(inspect.getattr_static(cls, name) is not cls._of_family(name) for name in cls._derivatives)
+        return cls._derived
 
     def kernel_form(self) -> Any:
         """The form in which kernels compute the formulas, which a variant declares as `kernel`; None leaves it to

@@ -168,22 +168,28 @@ class Whole(Study):
         tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=draw)
         prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=draw)
         steps: dict[str, Callable[[], object]] = {}
+        low: dict[str, Callable[[], object]] = {}
         decodes: dict[int, dict[str, Callable[[], object]]] = {context: {} for context in contexts}
         sizes = {}
         for name in progress(names, "models"):
             model, logits, reads = built(name)
             sizes[name] = sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])
             steps[name] = trained(model, logits, tokens)
+            low[name] = torch.autocast("cpu", torch.bfloat16)(steps[name])
             with torch.no_grad():
                 for context in contexts:
                     decodes[context][name] = torch.no_grad()(reads(prompt[:, :context]))
-        taken = {name: times.tolist() for name, times in cpu_times(steps, rounds).items()}
+        taken, lower = (
+            {name: times.tolist() for name, times in cpu_times(runs, rounds).items()} for runs in (steps, low)
+        )
         gc.collect()
         decoded = {context: cpu_times(runs, 5 * rounds) for context, runs in decodes.items()}
-        base = taken[TRANSFORMER]
-        ratios = {name: median(a / b for a, b in zip(own, base, strict=True)) for name, own in taken.items()}
+        ratios, lows = (
+            {name: median(a / b for a, b in zip(own, every[TRANSFORMER], strict=True)) for name, own in every.items()}
+            for every in (taken, lower)
+        )
         rows: list[list[Cell]] = [
-            [name, *sizes[name], median(taken[name]), ratios[name],
+            [name, *sizes[name], median(taken[name]), ratios[name], lows[name],
              *(median(times[name].tolist()) for times in decoded.values())]
             for name in names
         ]  # fmt: skip
@@ -193,12 +199,14 @@ class Whole(Study):
             "kept for the backward (kB a token and layer)",
             "step (ms)",
             "step / transformer",
+            "the same, bfloat16",
         ]
         columns += [f"a token after {context} (ms)" for context in contexts]
         notes = [
             f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
             f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
-            "step / transformer: the median of ratios within a round; a token: batch 1, without gradients",
+            "step / transformer: the median of ratios within a round, bfloat16 by autocast; a token: batch 1, without "
+            "gradients",
             "models of transformers in plain torch, which is all that they have on a CPU",
         ]
         return Result(columns, rows, notes, lambda figure: drawn(figure, ratios), data=ratios)

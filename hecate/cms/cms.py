@@ -211,10 +211,10 @@ class CMS(nn.Module):
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
         """Every level once over x: the layer's output and the states of the levels."""
         chained = self.config.composition == "chained"
-        states, outputs, seen = [], [], x
-        for index, memory in enumerate(self.memories):
-            out, after = memory(self.norms[index](seen) if len(self.norms) else seen, levels[index], **masks[index])
-            if len(self.norms):
+        states, outputs, seen, norms = [], [], x, [*self.norms]
+        for memory, norm, before, own in zip(self.memories, norms or [None] * len(levels), levels, masks, strict=True):
+            out, after = memory(seen if norm is None else norm(seen), before, **own)
+            if norm is not None:
                 seen = seen + out
             elif chained:
                 seen = out

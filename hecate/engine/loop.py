@@ -33,7 +33,7 @@ from hecate.engine.tokens import (
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
 from hecate.structure.bound import KEYS, lengths
-from hecate.tape import Autodiff, Block, Run, Tensors, checkpoint, execute, formula_block, one, several
+from hecate.tape import Autodiff, Block, Run, Tensors, can_inspect, checkpoint, execute, formula_block, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 
@@ -264,6 +264,8 @@ def _commit_chunk(
     pending = per_weight(run, _ACCUMULATE, carry.pending, rates, grads)
     position = (carry.position + 1) % config.chunk
     waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
+    if run is execute and not torch.is_grad_enabled() and can_inspect(position, free=True) and position.all():
+        return waiting  # which the step would leave as it is
     committed = committed_chunk(config, waiting, initial, token.momentum, run)
     return select(position == 0, committed, waiting, run)
 

@@ -28,11 +28,12 @@ from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
-from hecate.nn.blocks import RMSNorm
+from hecate.nn.blocks import EPS, RMSNorm, swiglu
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
-from hecate.nn.parameters import blank
+from hecate.nn.parameters import blank, unheard
 from hecate.rule import MemoryConfig
 from hecate.states import State
+from hecate.tape import is_traced
 from hecate.variant import Config
 
 
@@ -228,6 +229,10 @@ class MemoryBlock(Layers):
 
     def forward(self, x: Tensor, state: Any, *, mlp: bool = True, **masks: Mask) -> tuple[Tensor, Any]:
         """The block's output and its state after the last token; for the state alone `mlp` may be left out."""
+        alone = mlp and state is not None and x.shape[1] == 1 and not torch.is_grad_enabled()
+        if alone and masks.get("write_mask") is masks.get("reset_mask") is None:
+            if (found := self._token(x, state)) is not None:
+                return found
         after = None
         if self.levels is not None and state is not None:
             if not isinstance(state, BlockState):
@@ -242,6 +247,25 @@ class MemoryBlock(Layers):
             y, after = self.levels(self.levels_norm(x), after, **masks)
             x, state = x + y, BlockState(state, after)
         return (x + self.mlp(x) if mlp and self.mlp is not None else x), state
+
+    def _token(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
+        """`forward` of a token alone with the same bits and without torch's calls of modules, each of which takes as
+        long as a product; None where its parts are others, or somebody listens to them."""
+        parts: Any = self._modules
+        norm, memory, mlp = map(parts.get, ("memory_norm", "memory", "mlp"))
+        if parts.get("levels") is not None or type(mlp) is not GatedMLP or is_traced():
+            return None
+        inner: Any = mlp._modules
+        norms, up, down = map(inner.get, ("norm", "up", "down"))
+        maps = (up, nn.Linear), (down, nn.Linear)
+        if not unheard((norm, RMSNorm), (memory, type(memory)), (mlp, GatedMLP), (norms, RMSNorm), *maps):
+            return None
+        width, linear = x.shape[-1:], nn.functional.linear
+        y, state = memory.forward(torch.rms_norm(x, width, norm._parameters["weight"], EPS), state)
+        x = x + y
+        hidden = torch.rms_norm(x, width, norms._parameters["weight"], EPS)
+        hidden = swiglu.__wrapped__(linear(hidden, up._parameters["weight"], up._parameters["bias"]))
+        return x + linear(hidden, down._parameters["weight"], down._parameters["bias"]), state
 
 
 def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn.Module | None]:

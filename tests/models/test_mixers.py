@@ -1,6 +1,7 @@
 """Blocks of levels, self-referential memories and attention: streaming, sizes, refusals."""
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 
 from hecate.cms import CMS, SelfReferential
@@ -9,8 +10,8 @@ from hecate.models import Hope, HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.models.language_model import BlockState
 from hecate.nn import Composed, Memory
 from hecate.train import load_experiment
-from tests.models.test_language_model import config_of, model_of, tokens_of
-from tests.nn.layers import in_pieces, near, seeded
+from tests.models.test_language_model import GATED, config_of, model_of, tokens_of
+from tests.nn.layers import in_pieces, leaves, near, seeded
 
 LEVELS = [
     {"name": "fast", "memory": "titans_linear"},
@@ -63,6 +64,41 @@ def test_the_future_changes_nothing_and_all_learn(name):
     logits, _ = model(tokens)
     cross_entropy(logits.flatten(0, 1), tokens_of(seed=3).flatten()).backward()
     assert [n for n, item in model.named_parameters() if item.numel() and not item.grad.norm() > 0] == []
+
+
+@pytest.mark.spec("NN-MEM-I13")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, of norms under autocast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain", *MIXERS])
+@torch.no_grad()
+def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype):
+    """A part with a hook is called as torch calls modules, which is the long way."""
+    fields = {"memory": GATED} if name == "plain" else MIXERS[name][0]
+    model, tokens = model_of(**fields, dtype=dtype), tokens_of(length=11)
+    _, state = model(tokens[:, :5])
+    taken, long = [], model.blocks[0]._token
+    model.blocks[0]._token = lambda *given: taken.append(long(*given) is not None) or long(*given)
+    want = []
+    for low in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            want.append([model(tokens[:, t : t + 1], state) for t in (5, 6)])
+    assert all(taken) == (model.blocks[0].levels is None and model.blocks[0].mlp is not None) and taken
+    for path in ("memory", "memory_norm", "mlp", "mlp.norm", "mlp.up", "mlp.down"):
+        try:
+            parts = [block.get_submodule(path) for block in model.blocks]
+        except AttributeError:  # no MLP
+            continue
+        heard: list[str] = []
+        hooks = [part.register_forward_hook(lambda *_, to=heard, path=path: to.append(path)) for part in parts]
+        for low, found in zip((False, True), want, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                for t, (logits, after) in zip((5, 6), found, strict=True):
+                    again, last = model(tokens[:, t : t + 1], state)
+                    assert torch.equal(again, logits)
+                    assert all(map(torch.equal, leaves(last), leaves(after)))
+        assert heard == [path] * 4 * len(parts)
+        for hook in hooks:
+            hook.remove()
 
 
 def test_the_levels_stand_around_the_blocks_formula():
