@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
-from hecate.rule import bytes_of
+from hecate.gym.training import BATCH, experiment
 from studies.dots import dot_plot
-from studies.layers import BATCH, JUDGE, JUDGED, best_rate, experiment, judged, trained
+from studies.layers import JUDGED, settled
 from studies.study import Progress, Result, Spread, Study
 from studies.timing import step_times
 
@@ -80,14 +77,11 @@ class Words(Study):
             data, own = at(task, lengths[0]), steps * MORE_STEPS.get(task, 1)
             took = step_times({c.name: experiment(c.model, data, 0, rates[0], own) for c in chosen}, steps // 20)
             for contender in progress(chosen, f"{task}, {own} steps each"):
-                run = partial(trained, contender.model, data, steps=own)
-                lr = best_rate(rates, lambda lr: judged(run(JUDGE, lr), data, 0.5))  # noqa: B023
-                runs = [run(seed, lr) for seed in seeds]
-                scores = [Spread.of(judged(each, at(task, length), 0.5) for each in runs) for length in lengths]
-                _, state = runs[0].model(torch.zeros(1, lengths[0], dtype=torch.int64))
+                tasks = [at(task, length) for length in lengths]
+                found = settled([contender.model], tasks, own, rates, seeds, 0.5)
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
-                cost = [bytes_of(state), round(1e3 * took[contender.name], 1), own, lr]
-                rows.append([task, contender.name, *cost, able, *scores])
+                cost = [found.bytes, round(1e3 * took[contender.name], 1), own, found.lr]
+                rows.append([task, contender.name, *cost, able, *map(Spread.of, found.scores)])
         columns = ["task", "memory", "state (bytes)", "ms of a step", "steps", "outer lr", "able in theory"]
         columns += [f"accuracy at {length}" for length in lengths]
 
