@@ -14,8 +14,6 @@ from hecate import Gates, MemoryConfig, memory_scan
 
 Function = Callable[..., Tensor]
 Run = Callable[[], object]
-Pair = tuple[float | None, float | None]
-NONE: Pair = (None, None)
 BATCH, HEADS, WIDTH = 2, 4, 64
 
 
@@ -36,24 +34,18 @@ class Size(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Two sides of one quantity: ms of CPU time, or MiB; wall clock beside a time."""
+    """Two sides of one quantity: ms of CPU time, or MiB."""
 
     ours: float
     theirs: float
-    wall: Pair = NONE
 
     @property
     def ratio(self) -> float:
         return self.ours / self.theirs
 
-    @property
-    def wall_ratio(self) -> float | None:
-        ours, theirs = self.wall
-        return None if ours is None or theirs is None else ours / theirs
-
 
 class Row(NamedTuple):
-    """One comparison. `floor` and `goal` are ratios: forward, forward with backward."""
+    """One comparison."""
 
     case: str
     peer: str
@@ -61,9 +53,6 @@ class Row(NamedTuple):
     both: Cost | None = None
     memory: Cost | None = None
     error: float | None = None
-    floor: Pair = NONE
-    goal: Pair = NONE
-    memory_goal: Pair = NONE  # floor, goal
     ceiling: float | None = None  # achieved GFLOP/s of the forward over those of a matrix product
     note: str = ""
 
@@ -79,8 +68,6 @@ def compare(
     tolerance: float | None = 1e-3,
     directions: str = "fb",
     flops: float | None = None,
-    floor: Pair = NONE,
-    goal: Pair = NONE,
     package: str = "",
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
@@ -89,7 +76,7 @@ def compare(
     norm; None says that the peer computes another function. Where the peer is None its package is
     not installed, and the row says so.
     """
-    row = Row(case, peer, floor=floor, goal=goal)
+    row = Row(case, peer)
     if theirs is None:
         return row._replace(note=f"absent: pip install {package}")
     errors, costs = [], {}
@@ -117,16 +104,13 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 def timed(ours: Run, theirs: Run, repeats: int, of: Callable[[list[float]], float] = statistics.median) -> Cost:
     """Medians, or what else `of` takes, of both sides, run in turn after one round to warm up."""
     cpu: tuple[list[float], list[float]] = ([], [])
-    wall: tuple[list[float], list[float]] = ([], [])
     for repeat in range(repeats + 1):
         for side, run in enumerate((ours, theirs)):
-            start = time.process_time(), time.perf_counter()
+            start = time.process_time()
             run()
             if repeat:
-                cpu[side].append(1e3 * (time.process_time() - start[0]))
-                wall[side].append(1e3 * (time.perf_counter() - start[1]))
-    ours_ms, theirs_ms = (of(side) for side in cpu)
-    return Cost(ours_ms, theirs_ms, (of(wall[0]), of(wall[1])))
+                cpu[side].append(1e3 * (time.process_time() - start))
+    return Cost(of(cpu[0]), of(cpu[1]))
 
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

@@ -34,8 +34,6 @@ def delta(size: Size) -> Iterator[Row]:
         (*sequence(size.length), gates(size.length)[0]),
         repeats=size.repeats,
         flops=work(size.length, 3),
-        floor=(0.70, 0.20),
-        goal=(0.15, 0.07),
         package=FLA,
     )
 
@@ -58,8 +56,6 @@ def gated_delta(size: Size) -> Iterator[Row]:
         (*sequence(size.length), *gates(size.length)[:2]),
         repeats=size.repeats,
         flops=work(size.length, 3),
-        floor=(0.70, 0.20),
-        goal=(0.15, 0.07),
         package=FLA,
     )
 
@@ -86,8 +82,6 @@ def titans(size: Size) -> Iterator[Row]:
             repeats=size.fewer(9) if same else size.repeats,
             tolerance=1e-3 if same else None,
             flops=work(length, 3),
-            floor=(None, None) if same else (0.55, 1.06),
-            goal=(None, None) if same else (0.35, 0.45),
             package=TITANS,
         )
 
@@ -115,8 +109,6 @@ def mlp(size: Size) -> Iterator[Row]:
             _titans(peer, **initial),
             (*sequence(length), lr, retain, momentum),
             repeats=size.fewer(2),
-            floor=(0.35, 0.55),
-            goal=(0.25, 0.30),
             package=TITANS,
         )
 
@@ -164,7 +156,6 @@ def biases(size: Size) -> Iterator[Row]:
             (*sequence(length), *gates(length, largest=0.1)[: 3 if momentum else 2]),
             repeats=size.fewer(2),
             flops=work(length, 3),
-            goal=(0.10, 0.05),
         )
 
 
