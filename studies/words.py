@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from hecate.gym.training import BATCH, experiment
+from hecate.gym.training import BATCH
 from studies.dots import dot_plot
 from studies.layers import JUDGED, settled
 from studies.study import Progress, Result, Spread, Study
-from studies.timing import step_times
 
 WIDTH, HEADS, STEPS = 32, 4, 800
 RATES = (3e-3, 1e-2)  # to choose from
@@ -66,7 +65,6 @@ class Words(Study):
     name: ClassVar[str] = "words"
     about: ClassVar[str] = "Which memories keep count, and beyond the lengths of training?"
     count: ClassVar[int] = 3
-    timed: ClassVar[bool] = True
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Trains every contender on every task, at the rate that is best on a seed of its own."""
@@ -74,21 +72,19 @@ class Words(Study):
         chosen = [contender for contender in contenders() if not quick or contender.name in QUICK]
         rows: list[list[Any]] = []
         for task in list(TASKS)[: 1 if quick else None]:
-            data, own = at(task, lengths[0]), steps * MORE_STEPS.get(task, 1)
-            took = step_times({c.name: experiment(c.model, data, 0, rates[0], own) for c in chosen}, steps // 20)
+            own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
             for contender in progress(chosen, f"{task}, {own} steps each"):
-                tasks = [at(task, length) for length in lengths]
                 found = settled([contender.model], tasks, own, rates, seeds, 0.5)
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
-                cost = [found.bytes, round(1e3 * took[contender.name], 1), own, found.lr]
-                rows.append([task, contender.name, *cost, able, *map(Spread.of, found.scores)])
-        columns = ["task", "memory", "state (bytes)", "ms of a step", "steps", "outer lr", "able in theory"]
+                scores = map(Spread.of, found.scores)
+                rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores])
+        columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
         columns += [f"accuracy at {length}" for length in lengths]
 
         def draw(figure: Any) -> None:
             panels = {}
             for task in dict.fromkeys(row[0] for row in rows):
-                scores = zip(*(row[7:] for row in rows if row[0] == task), strict=True)
+                scores = zip(*(row[6:] for row in rows if row[0] == task), strict=True)
                 panels[task] = {f"{length} tokens": own for length, own in zip(lengths, scores, strict=True)}
             dot_plot(figure, [contender.name for contender in chosen], panels, "accuracy")
 
@@ -101,7 +97,7 @@ class Words(Study):
             "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
             "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
             "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
-            "ms of a step: CPU time of one thread, the median, memories in turn; attention: the state is its cache",
+            "attention: the state is its cache",
         ]
         return Result(columns, rows, notes, draw, (6.0 if quick else 14.0, 4.8))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan, named_rule, phi
 from studies.costs import peers
-from studies.costs.harness import WIDTH, Row, Size, compare, scan, sequence, work
+from studies.costs.harness import WIDTH, Row, Size, compare, scan, sequence
 
 NATIVE = Path("runs/fast-transformers-native")
 
@@ -59,7 +59,6 @@ def _kernels(size: Size) -> Iterator[Row]:
             kernel,
             sequence(size.length),
             repeats=size.repeats,
-            flops=work(size.length, 2),
             package=install,
         )
 

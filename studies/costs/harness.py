@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
+from studies.timing import cpu_times
 
 Function = Callable[..., Tensor]
 Run = Callable[[], object]
@@ -53,7 +53,6 @@ class Row(NamedTuple):
     both: Cost | None = None
     memory: Cost | None = None
     error: float | None = None
-    ceiling: float | None = None  # achieved GFLOP/s of the forward over those of a matrix product
     note: str = ""
 
 
@@ -67,7 +66,6 @@ def compare(
     repeats: int,
     tolerance: float | None = 1e-3,
     directions: str = "fb",
-    flops: float | None = None,
     package: str = "",
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
@@ -88,10 +86,7 @@ def compare(
                 if not errors[-1] <= tolerance:
                     raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer}")
             costs[name] = timed(*sides, repeats)
-    share = None
-    if flops is not None and "f" in costs:
-        share = flops / (1e6 * costs["f"].ours) / matmul_gflops()
-    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None), ceiling=share)
+    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -101,16 +96,10 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     )
 
 
-def timed(ours: Run, theirs: Run, repeats: int, of: Callable[[list[float]], float] = statistics.median) -> Cost:
-    """Medians, or what else `of` takes, of both sides, run in turn after one round to warm up."""
-    cpu: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for side, run in enumerate((ours, theirs)):
-            start = time.process_time()
-            run()
-            if repeat:
-                cpu[side].append(1e3 * (time.process_time() - start))
-    return Cost(of(cpu[0]), of(cpu[1]))
+def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
+    """Medians of both sides, run in turn."""
+    found = cpu_times({"ours": ours, "theirs": theirs}, repeats)
+    return Cost(*(statistics.median(times.tolist()) for times in found.values()))
 
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -138,23 +127,6 @@ def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[
         return [y, *grads]
 
     return run
-
-
-_GFLOPS: list[float] = []
-
-
-def matmul_gflops(size: int = 1024) -> float:
-    """The best rate of a float32 matrix product in this run, in GFLOP per second of CPU time."""
-    if not _GFLOPS:
-        generator = torch.Generator().manual_seed(0)
-        a = torch.randn(size, size, generator=generator, dtype=torch.float32)
-        spent = []
-        for _ in range(10):
-            start = time.process_time()
-            a @ a
-            spent.append(time.process_time() - start)
-        _GFLOPS.append(2 * size**3 / min(spent) / 1e9)
-    return _GFLOPS[0]
 
 
 def peak_mib(run: Run) -> float:
@@ -203,8 +175,3 @@ def scan(config: MemoryConfig, **options: object) -> Callable[..., Tensor]:
         return memory_scan(config, q, k, v, Gates(*given), **options)[0]
 
     return run
-
-
-def work(length: int, products: int) -> float:
-    """Floating point operations of a recurrence with so many state-sized products per token."""
-    return 2.0 * products * BATCH * HEADS * length * WIDTH**2

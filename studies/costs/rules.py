@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, retention, structure
 from studies.costs import peers
-from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence, work
+from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence
 from studies.costs.loops import matrix_loop
 
 FLA = "fla-core einops"
@@ -33,7 +33,6 @@ def delta(size: Size) -> Iterator[Row]:
         theirs,
         (*sequence(size.length), gates(size.length)[0]),
         repeats=size.repeats,
-        flops=work(size.length, 3),
         package=FLA,
     )
 
@@ -55,7 +54,6 @@ def gated_delta(size: Size) -> Iterator[Row]:
         theirs,
         (*sequence(size.length), *gates(size.length)[:2]),
         repeats=size.repeats,
-        flops=work(size.length, 3),
         package=FLA,
     )
 
@@ -81,7 +79,6 @@ def titans(size: Size) -> Iterator[Row]:
             (*sequence(length), *gates(length, largest=0.1)),
             repeats=size.fewer(9) if same else size.repeats,
             tolerance=1e-3 if same else None,
-            flops=work(length, 3),
             package=TITANS,
         )
 
@@ -155,7 +152,6 @@ def biases(size: Size) -> Iterator[Row]:
             partial(matrix_loop, slope=slope),
             (*sequence(length), *gates(length, largest=0.1)[: 3 if momentum else 2]),
             repeats=size.fewer(2),
-            flops=work(length, 3),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from hecate.microscope.style import COLOURS, finish, one_legend
-from studies.costs.harness import Row, Size, matmul_gflops
+from studies.costs.harness import Row, Size
 from studies.study import Cell, Progress, Result, Study
 
 COLUMNS = ("case", "peer", "forward", "f + b", "peak memory", "error", "note")
@@ -36,14 +36,13 @@ class Costs(Study, abstract=True):
         finally:
             torch.set_flush_denormal(False)
             torch.set_default_dtype(before)
-        threads = f"{torch.get_num_threads()} thread(s)"
         return Result(
             COLUMNS,
             [cells(row) for row in rows],
-            (*NOTES, f"one matrix product: {matmul_gflops():.0f} GFLOP/s on {threads}"),
+            (*NOTES, f"{torch.get_num_threads()} thread(s)"),
             lambda figure: draw(figure, rows),
             size=(9.0, 1.6 + 0.28 * len(rows)),
-            data={"matmul_gflops": matmul_gflops(), "rows": [record(row) for row in rows]},
+            data={"rows": [record(row) for row in rows]},
         )
 
 
@@ -56,10 +55,9 @@ def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
     times = [None if cost is None else cost.ratio for cost in (row.forward, row.both)]
-    note = row.note if row.ceiling is None else f"{row.ceiling:.0%} of matmul {row.note}".strip()
     memory = None if row.memory is None else row.memory.ratio
     error = None if row.error is None else f"{row.error:.0e}"
-    return row.case, row.peer, *times, memory, error, note or None
+    return row.case, row.peer, *times, memory, error, row.note or None
 
 
 def record(row: Row) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> 
     result = run_study(name, quick=True, out=tmp_path)
     facts = json.loads((tmp_path / f"{name}-quick.json").read_text())["data"]
     printed = capsys.readouterr().out
-    assert facts["rows"] and facts["matmul_gflops"] > 1
+    assert facts["rows"]
     for row, shown in zip(facts["rows"], result.rows, strict=True):
         measured = row["forward"] or row["both"] or row["memory"]
         assert measured or row["note"].startswith("absent: ")
