@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from hecate.microscope.style import COLOURS, MARKERS
+from studies.study import Spread
 
 WIDTH = 64  # of k and q, before phi
 BATCH, LR = 32, 1e-3  # of Adam
@@ -160,7 +163,60 @@ def evaluate(model: Associator, pairs: Pairs, g: torch.Generator) -> float:
     return float(losses[held].mean())
 
 
-def shown(curves: Sequence[Trained]) -> str:
-    """How many steps trainings took, from the least to the most."""
-    steps = sorted({trained.steps for trained in curves})
-    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+class Contender(NamedTuple):
+    """What is trained: a memory's config, a feature map, or None for softmax."""
+
+    name: str
+    rule: Any
+    steps: int  # of a full run, and of a quick one
+    quick_steps: int
+    published: tuple[float, ...]  # best evaluation in the logs of arXiv 2102.11174, by size
+    remark: str | None = None  # on those logs
+
+
+class Outcome(NamedTuple):
+    """A contender at one number of keys, a training a seed; losses on other sequences where there are any."""
+
+    contender: Contender
+    size: int
+    published: float
+    trained: list[Trained]
+    other: Sequence[float] = ()
+
+    @property
+    def ours(self) -> Spread:
+        """Our loss over seeds, in thousandths."""
+        return Spread.of(1000 * trained.best for trained in self.trained)
+
+    @property
+    def steps(self) -> str:
+        """How many steps trainings took, from the least to the most."""
+        steps = sorted({trained.steps for trained in self.trained})
+        return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+
+
+def notes_of(outcomes: Sequence[Outcome], quick: bool) -> list[str]:
+    """How losses were measured, and which trainings were cut short."""
+    used = {o.contender.name: o.contender for o in outcomes}.values()
+    caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in used)
+    cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
+    return [
+        "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a training; 500 is "
+        "saying nothing; mean +- standard error over seeds",
+        f"k of width {WIDTH} from [one-hot value, embedding of the key], q from the latter; Adam {LR:g}, batch "
+        f"{BATCH}, evaluated every {EVERY} steps on {EVAL_ROWS} sequences asked for every key, until {ENOUGH:g} or "
+        f"{PATIENCE} evaluations without progress; the published runs had one seed and 100,000 steps to stop within",
+        f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
+        *(f"published, {c.name}: {c.remark}" for c in used if c.remark),
+    ]
+
+
+def draw_outcomes(axes: Any, outcomes: Sequence[Outcome]) -> None:
+    """Losses over the number of keys; large open marks are published."""
+    for index, name in enumerate(dict.fromkeys(o.contender.name for o in outcomes)):
+        own = [o for o in outcomes if o.contender.name == name]
+        sizes, ours = [o.size for o in own], [o.ours for o in own]
+        look = {"color": COLOURS[index], "marker": MARKERS[index]}
+        errors = [spread.error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
+        axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
+        axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)

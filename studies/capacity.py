@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.compare import interval
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.microscope.style import finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
-from studies.associations import BATCH, EPS, EVAL_ROWS, PATIENCE, WIDTH, Associator, Pairs, Trained, shown, train
-from studies.study import Cell, Progress, Result, Spread, Study
+from studies.associations import (
+    BATCH,
+    EPS,
+    WIDTH,
+    Associator,
+    Contender,
+    Outcome,
+    Pairs,
+    draw_outcomes,
+    notes_of,
+    train,
+)
+from studies.study import Cell, Progress, Result, Study
 
 SIZES = (20, 40, 60, 80, 100, 120, 160, 200)
 QUICK = (80,)
-
-
-class Contender(NamedTuple):
-    """What weighs the values: a feature map, or softmax where there is none."""
-
-    name: str
-    feature_map: FeatureMap | None
-    steps: int  # of a full run, and of a quick one
-    quick_steps: int
-    published: tuple[float, ...]  # best evaluation in the logs of arXiv 2102.11174, by SIZES
-
-    @property
-    def d_phi(self) -> int | None:
-        """Width of the features; None for softmax, whose kernel has no finite one."""
-        return None if self.feature_map is None else self.feature_map.output_dim(WIDTH)
-
-    def floor(self, count: int) -> float:
-        """The lowest loss that features of this width allow."""
-        return 0.0 if self.d_phi is None else rank_floor(self.d_phi, count)
 
 
 CONTENDERS = (
@@ -99,33 +91,26 @@ def rank_floor(d_phi: int, count: int) -> float:
     return max(0.0, 1 - d_phi / count) / 2
 
 
-class Outcome(NamedTuple):
-    """One feature map at one number of pairs."""
+def d_phi(contender: Contender) -> int | None:
+    """Width of the features; None for softmax, whose kernel has no finite one."""
+    return None if contender.rule is None else int(contender.rule.output_dim(WIDTH))
 
-    contender: Contender
-    size: int
-    trained: list[Trained]
 
-    @property
-    def published(self) -> float:
-        """The published loss."""
-        return self.contender.published[SIZES.index(self.size)]
+def floor(contender: Contender, count: int) -> float:
+    """The lowest loss that features of this width allow."""
+    width = d_phi(contender)
+    return 0.0 if width is None else rank_floor(width, count)
 
-    @property
-    def ours(self) -> Spread:
-        """Our loss over seeds."""
-        return Spread.of(trained.best for trained in self.trained)
 
-    def row(self) -> list[Cell]:
-        """Its line in the table."""
-        contender = self.contender
-        ours = Spread.of(1000 * trained.best for trained in self.trained)
-        mean, half = interval([1000 * trained.best for trained in self.trained])
-        floor = None if contender.d_phi is None else 1000 * contender.floor(self.size)
-        return [
-            contender.name, self.size, contender.d_phi, round(1000 * self.published, 4), ours,
-            f"{max(0.0, mean - half):.3g} to {mean + half:.3g}", len(self.trained), shown(self.trained), floor,
-        ]  # fmt: skip
+def line(outcome: Outcome) -> list[Cell]:
+    """Its line in the table."""
+    contender, size = outcome.contender, outcome.size
+    mean, half = interval([1000 * trained.best for trained in outcome.trained])
+    least = None if contender.rule is None else 1000 * floor(contender, size)
+    return [
+        contender.name, size, d_phi(contender), round(1000 * outcome.published, 4), outcome.ours,
+        f"{max(0.0, mean - half):.3g} to {mean + half:.3g}", len(outcome.trained), outcome.steps, least,
+    ]  # fmt: skip
 
 
 class Capacity(Study):
@@ -142,14 +127,10 @@ class Capacity(Study):
         for contender in CONTENDERS:
             steps = contender.quick_steps if quick else contender.steps
             for count in progress(QUICK if quick else SIZES, contender.name):
-                trained = [_trained(contender.feature_map, count, seed, steps) for seed in seeds]
-                outcomes.append(Outcome(contender, count, trained))
+                models = [SumRule(count, contender.rule, torch.Generator().manual_seed(seed)) for seed in seeds]
+                trained = [train(m, count, count, False, s, steps) for m, s in zip(models, seeds, strict=True)]
+                outcomes.append(Outcome(contender, count, contender.published[SIZES.index(count)], trained))
         return report(outcomes, quick)
-
-
-def _trained(feature_map: FeatureMap | None, count: int, seed: int, steps: int) -> Trained:
-    model = SumRule(count, feature_map, torch.Generator().manual_seed(seed))
-    return train(model, count, count, False, seed, steps)
 
 
 def report(outcomes: list[Outcome], quick: bool) -> Result:
@@ -157,50 +138,33 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
     columns = [
         "phi", "pairs S", "d_phi", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", "floor (1e-3)",
     ]  # fmt: skip
-    cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
-    below = [o for o in outcomes if o.published < o.contender.floor(o.size)]
-    caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in CONTENDERS)
+    below = [o for o in outcomes if o.published < floor(o.contender, o.size)]
     notes = [
-        "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a "
-        "training; 500 is saying nothing; mean +- standard error over seeds",
-        f"k of width {WIDTH} from [one-hot value, embedding of the key], q from the latter; Adam "
-        f"1e-3, batch {BATCH}, evaluated every 100 steps on {EVAL_ROWS} sequences asked for every "
-        f"key, until 1e-3 or {PATIENCE} evaluations without progress; the published runs had one "
-        "seed and 100,000 steps to stop within, up to 7,000 of which they took",
-        f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
+        *notes_of(outcomes, quick),
         "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
         *(
             f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
-            f"{o.contender.floor(o.size):.4f}; that evaluation averages blocks of {BATCH} "
-            "questions, the shorter last one with equal weight, ours every question alike"
+            f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter last "
+            "one with equal weight, ours every question alike"
             for o in below
         ),
         "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
     ]
-
     data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
-    rows = [o.row() for o in outcomes]
+    rows = [line(o) for o in outcomes]
     return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 6), data=data)
 
 
 def draw(figure: Any, outcomes: list[Outcome]) -> None:
     """Losses over the number of pairs, and the floors of the maps."""
     axes = figure.subplots()
-    for index, contender in enumerate(CONTENDERS):
-        own = [o for o in outcomes if o.contender is contender]
-        sizes = [o.size for o in own]
-        means = [o.ours.mean for o in own]
-        errors = [o.ours.error if len(o.trained) > 1 else 0 for o in own]
-        look = {"color": COLOURS[index], "marker": MARKERS[index]}
-        axes.errorbar(sizes, means, errors, label=contender.name, markersize=6, linewidth=1.5, capsize=2, **look)
-        open_ = {"markersize": 11, "fillstyle": "none", "linestyle": ""}
-        axes.plot(sizes, [o.published for o in own], **look, **open_)
-    for d_phi in sorted({c.d_phi for c in CONTENDERS if c.d_phi is not None}):
+    draw_outcomes(axes, outcomes)
+    for width in sorted({found for c in CONTENDERS if (found := d_phi(c)) is not None}):
         sizes = list(range(10, 211))
-        axes.plot(sizes, [rank_floor(d_phi, s) for s in sizes], color="0.6", linewidth=1, zorder=0)
-        if rank_floor(d_phi, 200) > 0:
+        axes.plot(sizes, [rank_floor(width, size) for size in sizes], color="0.6", linewidth=1, zorder=0)
+        if rank_floor(width, 200) > 0:
             axes.annotate(
-                f"floor, d_phi {d_phi}", (200, rank_floor(d_phi, 200)), xytext=(-4, 5),
+                f"floor, d_phi {width}", (200, rank_floor(width, 200)), xytext=(-4, 5),
                 textcoords="offset points", ha="right", color="0.4", fontsize=8,
             )  # fmt: skip
     finish(

@@ -1,9 +1,10 @@
-"""A small model trained on a task, and its accuracy there: what studies of trained memories share."""
+"""Small layers, trained on a task and judged there and beyond it: what studies of trained memories share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -11,37 +12,49 @@ from torch import Generator, nn
 
 from hecate.data import IGNORED, DataConfig
 from hecate.data.tasks import Task
-from hecate.models import LanguageModel
-from hecate.train.config import ExperimentConfig
+from hecate.errors import NonFiniteError
+from hecate.gym.training import BATCH, Fields, trained
+from hecate.rule import bytes_of
 from hecate.train.trainer import Trainer
 
-BATCH, JUDGED = 32, 256  # sequences: of a step, and that are judged
-JUDGE = 1000  # the seed that learning rates are chosen on
-Fields = Mapping[str, Any]
+JUDGED = 256  # sequences that are judged
+JUDGE = 1000  # the seed that learning rates and settings are chosen on
+T = TypeVar("T")
 
 
-def experiment(model: Fields, data: Fields, seed: int, lr: float, steps: int) -> ExperimentConfig:
-    """AdamW without weight decay, one layer unless the model says otherwise."""
-    return ExperimentConfig.model_validate({
-        "seed": seed, "model": {"layers": 1, **model}, "data": data,
-        "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
-        "budget": {"steps": steps, "batch_size": BATCH, "eval_batches": 1},
-    })  # fmt: skip
+class Outcome(NamedTuple):
+    """Accuracies by task and seed, the rate and the place of the model that were chosen, bytes of a state."""
+
+    scores: list[list[float]]
+    lr: float
+    model: int
+    bytes: int
 
 
-def trained(
-    model: Fields, data: Fields, seed: int, lr: float, steps: int, mixer: Callable[[Generator], nn.Module] | None = None
-) -> Trainer:
-    """Such a model, trained; `mixer` draws what takes the place of its memory."""
-    config, own = experiment(model, data, seed, lr, steps), None
-    if mixer is not None:
-        generator = Generator().manual_seed(seed)
-        own = LanguageModel(config.model_for_data(), generator=generator)
-        own.blocks[0].memory = mixer(generator)
-    trainer = Trainer(config) if own is None else Trainer(config, model=own)
-    for _ in range(steps):
-        trainer.train_step()
-    return trainer
+def settled(
+    models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
+    since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None,
+) -> Outcome:  # fmt: skip
+    """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
+    the first model, then the model at that rate."""
+
+    def fit(model: int, lr: float, seed: int) -> Trainer:
+        return trained(models[model], tasks[0], seed, lr, steps, mixer)
+
+    @cache
+    def score(lr: float, model: int) -> float:
+        try:
+            return judged(fit(model, lr, JUDGE), tasks[0], since)
+        except NonFiniteError:
+            return 0.0
+
+    lr = best(rates, lambda lr: score(lr, 0))
+    model = best(range(len(models)), lambda model: score(lr, model))
+    runs = [fit(model, lr, seed) for seed in seeds]
+    scores = [[judged(run, task, since) for run in runs] for task in tasks]
+    with torch.no_grad():
+        _, state = runs[0].model(torch.zeros(1, runs[0].config.seq_len, dtype=torch.int64))
+    return Outcome(scores, lr, model, bytes_of(state))
 
 
 @torch.no_grad()
@@ -59,6 +72,11 @@ def judged(trainer: Trainer, task: Fields, since: float = 0.0) -> float:
     return float((logits.argmax(-1) == targets)[answered].double().mean())
 
 
-def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
-    """The learning rate whose score is the highest; where there is one, without asking."""
-    return rates[0] if len(rates) == 1 else max(rates, key=score)
+def best(among: Sequence[T], score: Callable[[T], float]) -> T:
+    """The one whose score is the highest, the first of equals; a lone one is not asked, nor who comes after a score of
+    1."""
+    found, top = among[0], -1.0
+    for one in among if len(among) > 1 else ():
+        if top < 1 and (own := score(one)) > top:
+            found, top = one, own
+    return found

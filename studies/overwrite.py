@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.microscope.style import finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
 from studies.associations import (
-    BATCH,
     EVAL_ROWS,
-    EVERY,
-    PATIENCE,
     WIDTH,
     Associator,
+    Contender,
+    Outcome,
     Pairs,
     Trained,
+    draw_outcomes,
     draw_pairs,
     evaluate,
-    shown,
+    notes_of,
     train,
 )
 from studies.study import Cell, Progress, Result, Spread, Study
@@ -42,17 +42,6 @@ def sum_rule(feature_map: FeatureMap) -> MemoryConfig:
 def delta_rule(feature_map: FeatureMap) -> MemoryConfig:
     """The delta rule on features that sum to 1."""
     return MemoryConfig(feature_map=feature_map, key_norm="sum", on_nonfinite="propagate")
-
-
-class Contender(NamedTuple):
-    """A rule with its feature map."""
-
-    name: str
-    config: MemoryConfig
-    steps: int  # of a full run, and of a quick one
-    quick_steps: int
-    published: tuple[float, ...]  # best evaluation in the logs of arXiv 2102.11174, by SIZES
-    remark: str | None = None  # on those logs
 
 
 FAVOR = Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none")
@@ -92,39 +81,14 @@ class Remembering(Associator):
         return y.squeeze(2)
 
 
-class Run(NamedTuple):
-    """A training, and its loss on sequences as long as those that it was trained on."""
-
-    trained: Trained
-    long: float
-
-
-class Outcome(NamedTuple):
-    """A contender at one number of keys."""
-
-    contender: Contender
-    size: int
-    runs: list[Run]
-
-    @property
-    def curves(self) -> list[Trained]:
-        """The trainings."""
-        return [run.trained for run in self.runs]
-
-    @property
-    def published(self) -> float:
-        """The published loss."""
-        return self.contender.published[SIZES.index(self.size)]
-
-    def row(self) -> list[Cell]:
-        """Its line in the table."""
-        lost = sum(trained.lost for trained in self.curves)
-        whole = [1000 * run.long for run in self.runs if math.isfinite(run.long)]
-        return [
-            self.contender.name, self.size, round(1000 * self.published, 4),
-            Spread.of(1000 * trained.best for trained in self.curves),
-            Spread.of(whole) if whole else None, shown(self.curves), f"{lost} of {len(self.runs)}",
-        ]  # fmt: skip
+def line(outcome: Outcome) -> list[Cell]:
+    """Its line in the table."""
+    lost = sum(trained.lost for trained in outcome.trained)
+    whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
+    return [
+        outcome.contender.name, outcome.size, round(1000 * outcome.published, 4), outcome.ours,
+        Spread.of(whole) if whole else None, outcome.steps, f"{lost} of {len(outcome.trained)}",
+    ]  # fmt: skip
 
 
 class Overwrite(Study):
@@ -142,16 +106,18 @@ class Overwrite(Study):
         for contender in contenders:
             steps = contender.quick_steps if quick else contender.steps
             for count in progress(QUICK if quick else SIZES, contender.name):
-                runs = [_run(contender.config, count, seed, steps) for seed in seeds]
-                outcomes.append(Outcome(contender, count, runs))
+                trained, other = zip(*(_run(contender.rule, count, seed, steps) for seed in seeds), strict=True)
+                published = contender.published[SIZES.index(count)]
+                outcomes.append(Outcome(contender, count, published, list(trained), list(other)))
         return report(outcomes, quick)
 
 
-def _run(config: MemoryConfig, count: int, seed: int, steps: int) -> Run:
+def _run(config: MemoryConfig, count: int, seed: int, steps: int) -> tuple[Trained, float]:
+    """A training, and its loss on sequences as long as those that it was trained on."""
     model = Remembering(count, config, torch.Generator().manual_seed(seed))
     trained = train(model, count, 2 * count, True, seed, steps, eval_length=count)
     g = torch.Generator().manual_seed(2_000_000 + seed)
-    return Run(trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g))
+    return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
 
 def claims(outcomes: list[Outcome]) -> list[str]:
@@ -160,18 +126,18 @@ def claims(outcomes: list[Outcome]) -> list[str]:
     sizes = sorted({o.size for o in outcomes})
 
     def worst(contender: Contender, count: int) -> float:
-        return max(trained.best for trained in found[contender.name, count].curves)
+        return max(trained.best for trained in found[contender.name, count].trained)
 
     def least(contender: Contender, count: int) -> float:
-        return min(trained.best for trained in found[contender.name, count].curves)
+        return min(trained.best for trained in found[contender.name, count].trained)
 
     below = all(worst(DELTA, n) < least(SUM, n) for n in sizes)
     said = [f"claimed: delta below sum at every S; here {_holds(below)} (every seed)"]
     if (WIDE.name, sizes[0]) in found:
         near = all(worst(WIDE, n) < 0.01 for n in sizes)
         said.append(f"claimed: delta with DPFP-2 stays near 0; here {_holds(near)} (below 0.01)")
-    lost = sum(t.lost for n in sizes for t in found[RANDOM.name, n].curves)
-    total = sum(len(found[RANDOM.name, n].curves) for n in sizes)
+    lost = sum(t.lost for n in sizes for t in found[RANDOM.name, n].trained)
+    total = sum(len(found[RANDOM.name, n].trained) for n in sizes)
     ratio = min(least(RANDOM, n) / worst(DELTA, n) for n in sizes)
     said.append(
         f"claimed: delta with FAVOR+ diverges; here {lost} of {total} trainings ended in no number "
@@ -190,48 +156,24 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         "rule, phi", "keys S", "published (1e-3)", "ours (1e-3)", "ours, 2S pairs (1e-3)", "steps",
         "diverged",
     ]  # fmt: skip
-    used = {o.contender.name: o.contender for o in outcomes}.values()
-    caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in used)
-    cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(t.finished for t in o.curves)]
     notes = [
-        "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a "
-        "training; 500 is saying nothing; mean +- standard error over seeds",
+        *notes_of(outcomes, quick),
         "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
         "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
         "ours does the same, and the column beside it is the last model's loss on 2S pairs",
-        f"Adam 1e-3, batch {BATCH}, evaluated every {EVERY} steps on {EVAL_ROWS} sequences, until "
-        f"1e-3 or {PATIENCE} evaluations without progress; published: one seed",
-        f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
-        *(f"published, {c.name}: {c.remark}" for c in used if c.remark),
         *claims(outcomes),
     ]
 
     def draw(figure: Any) -> None:
-        _draw_sizes(figure.subplots(), outcomes)
+        axes = figure.subplots()
+        draw_outcomes(axes, outcomes)
+        finish(
+            axes, "Best loss (large open marks: published)", "keys S; 2S pairs are written in training",
+            "loss of a question", yscale="log", xticks=sorted({o.size for o in outcomes}), ylim=(2e-4, 1),
+        )  # fmt: skip
 
     data = {
-        f"{o.contender.name} S={o.size}": {
-            "evaluations": [t.losses for t in o.curves],
-            "2S pairs": [run.long for run in o.runs],
-        }
+        f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained], "2S pairs": o.other}
         for o in outcomes
     }
-    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(7, 6), data=data)
-
-
-def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:
-    for index, contender in enumerate(CONTENDERS):
-        own = [o for o in outcomes if o.contender is contender]
-        if not own:
-            continue
-        sizes, look = [o.size for o in own], {"color": COLOURS[index], "marker": MARKERS[index]}
-        means = [Spread.of(t.best for t in o.curves).mean for o in own]
-        axes.plot(sizes, means, label=contender.name, **look)
-        published = [o.published for o in own]
-        open_mark = {"markersize": 12, "fillstyle": "none", "linestyle": ""}
-        axes.plot(sizes, published, **look, **open_mark)
-    finish(
-        axes, "Best loss (large open marks: published)", "keys S; 2S pairs are written in training",
-        "loss of a question", yscale="log", xticks=sorted({o.size for o in outcomes}),
-        ylim=(2e-4, 1),
-    )  # fmt: skip
+    return Result(columns, [line(o) for o in outcomes], notes, draw, size=(7, 6), data=data)

@@ -1,48 +1,24 @@
-"""recall: what trained memories answer: pairs that others replace, and pairs behind more and more of nothing."""
+"""recall: what trained memories answer of pairs that others replace, from long ago, or more than keys are wide."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Generator, Tensor, nn
 
 from hecate.compare import interval
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
-from hecate.rule import bytes_of
 from studies.dots import dot_plot
-from studies.layers import JUDGE, JUDGED, best_rate, experiment, judged, trained
+from studies.layers import JUDGE, JUDGED, Outcome, settled
 from studies.study import Cell, Progress, Result, Spread, Study
 
-WIDTH, TAPS, RATES = 32, 2, (2e-2, 5e-3)
+WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 300
+RATES = (1e-2, 2e-2, 5e-3, 4e-2, 2.5e-3)
 ATTENTION, MORE = "attention, the same convolution", 3  # times the steps: it learns later
 DEEP = "deep: "  # before the names of memories of more than one layer
-
-
-class Task(NamedTuple):
-    """A task, at the length of training and beyond it; steps of training, and what guessing scores."""
-
-    data: dict[str, Any]
-    lengths: tuple[int, ...]
-    steps: int
-    chance: float
-
-    def at(self, length: int) -> dict[str, Any]:
-        """The task at a length; 0 where it has but one."""
-        return {**self.data, "seq_len": length} if length else self.data
-
-
-TASKS = {
-    "replaced": Task({"kind": "retrieval", "num_keys": 8, "queries": 4, "replacement": True}, (0,), 300, 1 / 8),
-    "far": Task(
-        {"kind": "mqar", "vocab_size": 64, "num_pairs": 4, "power": 1.0, "random_filler": False},
-        (64, 256, 1024), 300, 1 / 32,
-    ),
-}  # fmt: skip
 
 
 class Convolved(nn.Module):
@@ -61,87 +37,130 @@ class Convolved(nn.Module):
         return y, after
 
 
-def contenders() -> dict[str, dict[str, Any]]:
-    """Models by the rule of their memory and the width of its keys, and attention."""
+def model(memory: Any, d_key: int = 16, d_value: int = WIDTH) -> dict[str, Any]:
+    """A layer of one head, without an MLP."""
+    sizes = {"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, "d_key": d_key, "d_value": d_value}
+    return {**sizes, "conv_kernel": TAPS, "output_gate": False, "memory": memory}
 
-    def memory(rule: str, d_key: int = 16) -> dict[str, Any]:
-        return {"memory": rule, "d_key": d_key, "d_value": WIDTH, "conv_kernel": TAPS, "output_gate": False}
 
+def rules() -> dict[str, list[dict[str, Any]]]:
+    """Models by the rule of their memory and the width of its keys, and attention; of several the best is taken."""
+    momentum = {"kind": "momentum", "lr_start": 0.75, "dampening": True}
+    titans = [{"kind": "titans", "algorithm": {**momentum, "lr": lr}} for lr in (2.0, 1.0, 0.5)]
     flat = ("linear_attention", "delta", "gated_delta", "mesa", "titans_linear")
     return {
-        "gated_delta, d_key 4": memory("gated_delta", 4),
-        **{rule: memory(rule) for rule in flat},
-        f"{DEEP}titans": memory("titans") | {"d_value": 16},
-        ATTENTION: {"attention": {"kind": "attention"}},
+        "gated_delta, d_key 4": [model("gated_delta", 4)],
+        **{rule: [model(rule)] for rule in flat},
+        f"{DEEP}titans": [model(rule, d_value=16) for rule in titans],
+        ATTENTION: [{"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, "attention": {"kind": "attention"}}],
     }
 
 
+def maps() -> dict[str, list[dict[str, Any]]]:
+    """Models by the phi of their delta rule; all but the first hold as many numbers."""
+
+    def delta(d_key: int, *maps: Any) -> list[dict[str, Any]]:
+        return [model({"kind": "delta", "key_norm": "l2", "feature_map": phi}, d_key) for phi in maps]
+
+    wide = 8 * KEYS
+    fourier = [{"kind": "random_fourier", "d_phi": wide, "sigma": sigma} for sigma in (0.4, 0.2, 0.8)]
+    return {
+        f"delta, d_key {KEYS}": delta(KEYS, "identity"),
+        f"delta, d_key {wide}": delta(wide, "identity"),
+        "delta, dpfp, nu 4": delta(KEYS, {"kind": "dpfp", "nu": 4}),
+        "delta, random_fourier": delta(KEYS, *fourier),
+        "delta, a trained phi (linear, elu)": delta(
+            KEYS, {"kind": "compose", "maps": [{"kind": "linear", "d_phi": wide}, "elu"]}
+        ),
+    }
+
+
+class Task(NamedTuple):
+    """A task, at the length of training and beyond it, what guessing scores, and who is trained on it."""
+
+    data: dict[str, Any]
+    lengths: tuple[int, ...]
+    chance: float
+    models: Mapping[str, list[dict[str, Any]]]
+
+    def at(self, length: int) -> dict[str, Any]:
+        """The task at a length; 0 where it has but one."""
+        return {**self.data, "seq_len": length} if length else self.data
+
+
+_MQAR = {"kind": "mqar", "vocab_size": 64, "random_filler": False}
+TASKS = {
+    "replaced": Task({"kind": "retrieval", "num_keys": 8, "queries": 4, "replacement": True}, (0,), 1 / 8, rules()),
+    "far": Task({**_MQAR, "num_pairs": 4, "power": 1.0}, (64, 256, 1024), 1 / 32, rules()),
+    "beyond": Task({**_MQAR, "num_pairs": 16, "seq_len": 64}, (0,), 1 / 32, maps()),
+}
 QUICK = ("delta", "linear_attention")
 
 
 class Recall(Study):
-    """Overwriting (fast weight programmers, arXiv 2102.11174), and a needle in a haystack."""
+    """Overwriting (fast weight programmers, arXiv 2102.11174), a needle in a haystack, and the room that phi makes."""
 
     name: ClassVar[str] = "recall"
-    about: ClassVar[str] = "What do trained memories answer of pairs that others replaced, and of pairs from long ago?"
+    about: ClassVar[str] = "What do trained memories answer of pairs replaced, long ago, or more than keys are wide?"
     count: ClassVar[int] = 3
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every contender on every task from every seed, at the rate that is better on a seed of its own."""
-        names = QUICK if quick else tuple(contenders())
-        tasks = {kind: TASKS[kind] for kind in list(TASKS)[: 1 if quick else None]}
-        rates = RATES[:1] if quick else RATES
-        found: dict[str, list[tuple[int, float, list[list[float]]]]] = {name: [] for name in names}
-        for kind, task in tasks.items():
-            for name in progress(names, kind):
-                steps = 120 if quick else task.steps * (MORE if name == ATTENTION else 1)
-                model = {"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, **contenders()[name]}
-                data, since = task.at(task.lengths[0]), 0.0 if len(task.lengths) == 1 else 0.5
-
-                run = partial(trained, model, data, steps=steps, mixer=Convolved if name == ATTENTION else None)
-                lr = best_rate(rates, lambda lr: judged(run(JUDGE, lr), data, since))  # noqa: B023
-                runs = [run(seed, lr) for seed in seeds]
-                scores = [[judged(each, task.at(length), since) for each in runs] for length in task.lengths]
-                length = experiment(model, data, 0, lr, steps).seq_len
-                with torch.no_grad():
-                    _, state = runs[0].model(torch.zeros(1, length, dtype=torch.int64))
-                found[name].append((bytes_of(state), lr, scores))
-        return report(found, tasks)
+        """Trains every contender on every task from every seed."""
+        steps, rates = (120, (2e-2,)) if quick else (STEPS, RATES)
+        found: dict[str, dict[str, Outcome]] = {}
+        for kind in list(TASKS)[: 1 if quick else None]:
+            task, found[kind] = TASKS[kind], {}
+            for name in progress(QUICK if quick else tuple(task.models), kind):
+                mixer, own = (Convolved, MORE * steps) if name == ATTENTION else (None, steps)
+                tasks, since = [task.at(length) for length in task.lengths], 0.5 if len(task.lengths) > 1 else 0.0
+                found[kind][name] = settled(task.models[name], tasks, own, rates, seeds, since, mixer)
+        return report(found)
 
 
-def report(found: dict[str, list[tuple[int, float, list[list[float]]]]], tasks: dict[str, Task]) -> Result:
+def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
     """The table, with intervals, and the figure."""
-    titles = [
-        kind if length == 0 else f"{kind}, {length} tokens" for kind, task in tasks.items() for length in task.lengths
-    ]
-    chances = [task.chance for task in tasks.values() for _ in task.lengths]
-    columns = ["memory", "state (bytes)", *(text for title in titles for text in (title, "95 %"))]
+    panels = {
+        f"{kind}, {length} tokens" if length else kind: (kind, at)
+        for kind in found
+        for at, length in enumerate(TASKS[kind].lengths)
+    }
+    chances = [TASKS[kind].chance for kind, _ in panels.values()]
+    columns = ["memory", "state (bytes)", *(text for title in panels for text in (title, "95 %"))]
     rows: list[list[Cell]] = [["a guess", None, *(cell for chance in chances for cell in (round(chance, 3), None))]]
-    spreads: dict[str, list[Spread]] = {}
-    for name, outcomes in found.items():
-        scores = [values for _, _, lengths in outcomes for values in lengths]
-        spreads[name] = [Spread.of(values) for values in scores]
-        cells = [cell for values in scores for cell in (Spread.of(values), _interval(values))]
-        rows.append([name, outcomes[0][0], *cells])
-    steps = ", ".join(f"{kind} {task.steps}" for kind, task in tasks.items())
+    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    spreads: dict[str, list[Spread | None]] = {title: [] for title in panels}
+    rates: list[str] = []
+    for name in names:
+        cells: list[Cell] = []
+        for title, (kind, at) in panels.items():
+            values = found[kind][name].scores[at] if name in found[kind] else []
+            spreads[title].append(Spread.of(values) if values else None)
+            cells += [spreads[title][-1], _interval(values)]
+        own = [outcomes[name] for outcomes in found.values() if name in outcomes]
+        rows.append([name, own[0].bytes, *cells])
+        chosen = (f"{one.lr:g}" + (f" of {one.model + 1}" if one.model else "") for one in own)
+        rates.append(f"{name} {', '.join(chosen)}")
     notes = [
         "replaced: 16 pairs of 8 keys and 8 values, drawn with replacement, then 4 keys, asked for their last values; "
         "far: 4 pairs of 31 keys and 32 values, then a token that means nothing, again and again, and anywhere in it "
-        f"each key once, asked in the later half; trained at {TASKS['far'].lengths[0]} tokens",
+        f"each key once, asked in the later half, trained at {TASKS['far'].lengths[0]} tokens; beyond: 16 such pairs "
+        f"among 64 tokens, keys of width {KEYS} unless said; who knows a sequence's values, and not whose they are, is "
+        "right in 1/4 of far, 1/16 of beyond",
         f"one layer of width {WIDTH}, one head, keys of width 16 unless said, a convolution of 2 taps, no MLP, no "
-        f"output gate; AdamW, steps of 32 sequences: {steps}, attention {MORE} times as many; the better of "
-        f"{len(RATES)} rates on seed {JUDGE}; {JUDGED} sequences judged; not all have converged",
+        f"output gate; AdamW, {STEPS} steps of 32 sequences, attention {MORE} times as many; the best of {len(RATES)} "
+        f"rates, then of three inner rates of titans and three sigmas, on seed {JUDGE}; {JUDGED} sequences judged; not "
+        "all have converged",
         "mean +- standard error over seeds, and Student's interval of 95 %, cut at 0 and 1; state: all that is carried "
         "after a sequence of the first task, of attention its cache",
         f"{DEEP}memories of two layers, values of width 16; the others are a matrix",
-        "rates: " + "; ".join(f"{name} {', '.join(f'{lr:g}' for _, lr, _ in o)}" for name, o in found.items()),
+        "rates, and which of several models: " + "; ".join(rates),
     ]
 
     def draw(figure: Any) -> None:
-        panels = {title: {"": [spreads[name][at] for name in found]} for at, title in enumerate(titles)}
-        dot_plot(figure, list(found), panels, "accuracy", chances)
+        dot_plot(figure, names, {title: {"": own} for title, own in spreads.items()}, "accuracy", chances)
 
-    return Result(columns, rows, notes, draw, size=(2.6 * len(titles) + 2.0, 4.2), data={"scores": found})
+    data = {kind: {name: outcome._asdict() for name, outcome in own.items()} for kind, own in found.items()}
+    return Result(columns, rows, notes, draw, size=(2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4), data=data)
 
 
 def _interval(values: Sequence[float]) -> str | None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from statistics import median
 
 import torch
-
-from hecate.train.config import ExperimentConfig
-from hecate.train.trainer import Trainer
 
 LEAST = 0.005  # seconds that a sample lasts at least: the clock's own resolution does not show
 
@@ -39,15 +35,3 @@ def _sample(run: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         run()
     return 1e3 * (time.process_time() - start) / calls
-
-
-def step_times(configs: Mapping[str, ExperimentConfig], steps: int) -> dict[str, float]:
-    """Seconds of process CPU time of a training step, the median of `steps`; the runs take turns here too."""
-    trainers = {name: Trainer(config) for name, config in configs.items()}
-    took: dict[str, list[float]] = {name: [] for name in trainers}
-    for _ in range(steps):
-        for name, trainer in trainers.items():
-            began = time.process_time()
-            trainer.train_step()
-            took[name].append(time.process_time() - began)
-    return {name: median(each) for name, each in took.items()}

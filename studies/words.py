@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import torch
-
-from hecate.rule import bytes_of
+from hecate.gym.training import BATCH
 from studies.dots import dot_plot
-from studies.layers import BATCH, JUDGE, JUDGED, best_rate, experiment, judged, trained
+from studies.layers import JUDGED, settled
 from studies.study import Progress, Result, Spread, Study
-from studies.timing import step_times
 
 WIDTH, HEADS, STEPS = 32, 4, 800
 RATES = (3e-3, 1e-2)  # to choose from
@@ -69,7 +65,6 @@ class Words(Study):
     name: ClassVar[str] = "words"
     about: ClassVar[str] = "Which memories keep count, and beyond the lengths of training?"
     count: ClassVar[int] = 3
-    timed: ClassVar[bool] = True
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Trains every contender on every task, at the rate that is best on a seed of its own."""
@@ -77,24 +72,19 @@ class Words(Study):
         chosen = [contender for contender in contenders() if not quick or contender.name in QUICK]
         rows: list[list[Any]] = []
         for task in list(TASKS)[: 1 if quick else None]:
-            data, own = at(task, lengths[0]), steps * MORE_STEPS.get(task, 1)
-            took = step_times({c.name: experiment(c.model, data, 0, rates[0], own) for c in chosen}, steps // 20)
+            own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
             for contender in progress(chosen, f"{task}, {own} steps each"):
-                run = partial(trained, contender.model, data, steps=own)
-                lr = best_rate(rates, lambda lr: judged(run(JUDGE, lr), data, 0.5))  # noqa: B023
-                runs = [run(seed, lr) for seed in seeds]
-                scores = [Spread.of(judged(each, at(task, length), 0.5) for each in runs) for length in lengths]
-                _, state = runs[0].model(torch.zeros(1, lengths[0], dtype=torch.int64))
+                found = settled([contender.model], tasks, own, rates, seeds, 0.5)
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
-                cost = [bytes_of(state), round(1e3 * took[contender.name], 1), own, lr]
-                rows.append([task, contender.name, *cost, able, *scores])
-        columns = ["task", "memory", "state (bytes)", "ms of a step", "steps", "outer lr", "able in theory"]
+                scores = map(Spread.of, found.scores)
+                rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores])
+        columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
         columns += [f"accuracy at {length}" for length in lengths]
 
         def draw(figure: Any) -> None:
             panels = {}
             for task in dict.fromkeys(row[0] for row in rows):
-                scores = zip(*(row[7:] for row in rows if row[0] == task), strict=True)
+                scores = zip(*(row[6:] for row in rows if row[0] == task), strict=True)
                 panels[task] = {f"{length} tokens": own for length, own in zip(lengths, scores, strict=True)}
             dot_plot(figure, [contender.name for contender in chosen], panels, "accuracy")
 
@@ -107,7 +97,7 @@ class Words(Study):
             "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
             "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
             "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
-            "ms of a step: CPU time of one thread, the median, memories in turn; attention: the state is its cache",
+            "attention: the state is its cache",
         ]
         return Result(columns, rows, notes, draw, (6.0 if quick else 14.0, 4.8))
 

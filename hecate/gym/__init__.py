@@ -4,5 +4,17 @@ from hecate.gym.contenders import Contender, Memory, contender_of
 from hecate.gym.peers import contenders
 from hecate.gym.run import Result, run
 from hecate.gym.tasks import GymTask, Stream, tasks
+from hecate.gym.training import StateTracking
 
-__all__ = ["Contender", "GymTask", "Memory", "Result", "Stream", "contender_of", "contenders", "run", "tasks"]
+__all__ = [
+    "Contender",
+    "GymTask",
+    "Memory",
+    "Result",
+    "StateTracking",
+    "Stream",
+    "contender_of",
+    "contenders",
+    "run",
+    "tasks",
+]

@@ -18,16 +18,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from pydantic import BaseModel
-from torch import Tensor
+from torch import Generator, Tensor, nn
 
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, not_known, shorten
+from hecate.nn import Memory as Layer
 from hecate.processes import import_modules
 from hecate.rule import RULES, MemoryConfig
 from hecate.train.document import parse_value, read_yaml
 
 SETTINGS = 8
 """The most settings that a contender chooses from."""
+HEADS = 4
+"""Heads of a layer that is trained."""
 Setting = Mapping[str, Any]
 
 
@@ -51,19 +54,23 @@ class Contender:
 
     Fields:
         name: its name in tables.
-        build: from a setting and a seed to a `Memory`, whose random maps and starts are drawn from the seed.
+        build: from a setting and a seed to a `Memory`, whose random maps and starts are drawn from the seed; None where
+            it can only be trained.
         settings: what it chooses from, on another seed than the reported ones; the first is its default.
         facts: what decides its numbers, as JSON has it; kept results are those of equal facts.
         longest: tokens of a row beyond which it is not asked.
+        layer: for tasks that train, from a width and the generator of all draws to a module `(x [B, T, width], state)
+            -> (y, state)`, causal, its state None at the start; None where nothing of it is trained.
         missing: why it cannot run here, with the line that helps; empty where it can.
     """
 
     name: str
-    build: Callable[[Setting, int], Memory]
+    build: Callable[[Setting, int], Memory] | None
     settings: Sequence[Setting] = ({},)
     facts: Mapping[str, Any] = field(default_factory=dict)
     longest: int | None = None
     missing: str = ""
+    layer: Callable[[int, Generator], nn.Module] | None = None
 
 
 class Rule:
@@ -133,9 +140,14 @@ def of_rules(
     name: str, parts: Sequence[str], *, levels: bool = True, axes: Mapping[str, Sequence[Any]] | None = None
 ) -> Contender:
     """A rule of hecate's, or several as levels or heads, each the name of a rule or YAML; paths of axes begin with the
-    place of the member where there are several. Settings that a config refuses are left out."""
+    place of the member where there are several. Settings that a config refuses are left out. Alone it is a layer, too,
+    without a convolution, whose keys are of a token alone."""
     configs = [_config(part) for part in parts]
-    alone = len(configs) == 1
+    alone, writes = len(configs) == 1, max(config.writes for config in configs)
+    if writes > 1 and not alone:
+        raise ConfigError(
+            f"contender {shorten(name)} writes {writes} pairs a token, and a stream has one: set writes to 1"
+        )
 
     def built(setting: Setting) -> list[MemoryConfig]:
         own: list[dict[str, Any]] = [{} for _ in configs]
@@ -156,7 +168,8 @@ def of_rules(
             continue
         settings.append(setting)
     facts = {"rules": [config.model_dump(mode="json") for config in configs], "levels": levels}
-    return Contender(name, build, settings or [{}], facts)
+    layer = partial(_layer, configs[0]) if alone else None
+    return Contender(name, build if writes == 1 else None, settings or [{}], facts, layer=layer)
 
 
 def _config(text: str) -> MemoryConfig:
@@ -166,14 +179,13 @@ def _config(text: str) -> MemoryConfig:
             found: Any = read_yaml(Path(text)).value
         else:
             found = parse_value(text, "contender")[0] if text.startswith("{") else text
-        config = MemoryConfig.model_validate(found)
+        return MemoryConfig.model_validate(found)
     except ConfigError as error:
         raise ConfigError(f"contender {shorten(text)}: {error.line}") from None
-    if config.writes > 1:
-        raise ConfigError(
-            f"contender {shorten(text)} writes {config.writes} pairs a token, and a stream has one: set writes to 1"
-        )
-    return config
+
+
+def _layer(config: MemoryConfig, width: int, generator: Generator) -> nn.Module:
+    return Layer(width, HEADS, config, conv_kernel=0, generator=generator)
 
 
 _SHARES = {1: (1, 0.7, 0.5, 0.3, 0.2, 0.1, 0.05, 0.02), 2: (1, 0.5, 0.2, 0.05), 3: (1, 0.2)}
@@ -214,9 +226,13 @@ def _function(text: str) -> Contender:
 
 
 def of_callable(name: str, memory: Memory) -> Contender:
-    """A contender of one memory without settings; kept results are those of the same source."""
+    """A contender of one memory without settings, or, of a class of modules, a layer to train; kept results are those
+    of the same source."""
     held = hashlib.sha256(json.dumps(held_by(memory)).encode()).hexdigest()
-    return Contender(name, lambda setting, seed: memory, facts={"source": source_of(memory), "held": held})
+    facts = {"source": source_of(memory), "held": held}
+    if inspect.isclass(memory) and issubclass(memory, nn.Module):
+        return Contender(name, None, facts=facts, layer=memory)
+    return Contender(name, lambda setting, seed: memory, facts=facts)
 
 
 def held_by(made: Any, above: tuple[int, ...] = ()) -> Any:
@@ -313,6 +329,7 @@ def ours() -> Iterator[tuple[str, Callable[[], Contender]]]:
     yield rules("titans, gelu", _titans(structure=_GELU), axes=deep)
     yield rules("titans, chunk 16", _titans(chunk="16"), axes=deep)
     yield rules("titans, chunk 64", _titans(chunk="64"), axes=deep)
+    yield rules("delta_product, 4 writes", "{kind: delta_product, writes: 4}")
     printed = {"algorithm.lr": (0.01, 0.003, 0.03, 0.05), "retention.retain": (0.99, 1.0)}
     yield rules("titans, as printed", _PRINTED, axes=printed)
     yield rules("ttt_mlp", axes={"algorithm.lr": (0.1, 1.0, 0.5, 0.2, 0.05, 0.02, 0.01, 0.005)})

@@ -12,11 +12,12 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from hecate.errors import NonFiniteError, install_line
-from hecate.gym.contenders import Contender, Memory, Setting, grid, ours
+from hecate.gym.contenders import HEADS, Contender, Memory, Setting, grid, ours
+from hecate.nn import SlidingAttention
 from hecate.phi import RandomFourier
 
 BLOCK = 256
@@ -66,6 +67,10 @@ class Attention(NamedTuple):
 
 def _joined(state: Pair, keys: Tensor, values: Tensor) -> Pair:
     return torch.cat([state[0], keys], 1), torch.cat([state[1], values], 1)
+
+
+def _attention(window: int | None, width: int, generator: Generator) -> nn.Module:
+    return SlidingAttention(width, HEADS, window=window, generator=generator)
 
 
 class Ridge(NamedTuple):
@@ -248,14 +253,14 @@ def _qwen3_next() -> Kernel:
 
 def _peer(
     name: str, build: Callable[..., Memory], axes: Mapping[str, Sequence[Any]], seeded: bool = False,
-    longest: int | None = None, **package: Any,
+    longest: int | None = None, **facts: Any,
 ) -> tuple[str, Callable[[], Contender]]:  # fmt: skip
     """A contender whose memory takes its settings by name, and the seed where it draws."""
 
     def built(setting: Setting, seed: int) -> Memory:
         return build(**setting, **({"seed": seed} if seeded else {}))
 
-    return name, lambda: Contender(name, built, grid(axes), longest=longest, **package)
+    return name, lambda: Contender(name, built, grid(axes), longest=longest, **facts)
 
 
 def contenders() -> dict[str, Callable[[], Contender]]:
@@ -266,8 +271,8 @@ def contenders() -> dict[str, Callable[[], Contender]]:
     deep = {"lr": (0.1, 0.03, 0.3, 0.01), "momentum": (0.9, 0.0)}
     theirs = "titans-pytorch"
     peers = (
-        _peer("attention", Attention, betas),
-        _peer("attention, window 64", partial(Attention, window=64), betas),
+        _peer("attention", Attention, betas, layer=partial(_attention, None)),
+        _peer("attention, window 64", partial(Attention, window=64), betas, layer=partial(_attention, 64)),
         _peer("ridge", Ridge, {"ridge": (1e-3, 0.3), "retain": retains}),
         _peer("ridge, rff", Ridge, features, seeded=True),
         _peer("fla", lambda **how: GatedDelta(_fla(), **how), rates, longest=LOOP, **_package("fla-core", "oracle")),

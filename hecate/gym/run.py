@@ -206,14 +206,26 @@ def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
     return ""
 
 
+def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
+    """Why answers of a call, in a stream where nothing is written, are not those of one call a token, the state handed
+    on; empty where they are. [GYM-FLAG-D1]"""
+    whole, single, state = _asked(memory, keys, None, None, values, name)[0], [], None
+    for token in range(keys.shape[1]):
+        found, state = _asked(memory, keys[:, token, None], None, state, values[:, token, None], name, token)
+        single.append(found)
+    what = "answers depend on later tokens, or on more than the state"
+    return _apart(what, whole, torch.cat(single, 1), float(whole.abs().max()))
+
+
 def foreseen(memory: Memory, stream: Stream, name: str) -> str:
     """Why answers in a whole stream are not those of a memory that knows nothing of what comes; empty where they are.
 
-    From two thirds of the longest piece that is scored and written on, another stream follows: all rows are as they
-    were up to there, in calls as long as those that are scored. [GYM-FLAG-D1]
+    From two thirds of the longest piece that is scored, and written where anything is, another stream follows: all rows
+    are as they were up to there, in calls as long as those that are scored. [GYM-FLAG-D1]
     """
     asked = torch.stack(list(stream.parts.values())).any(0)
-    spans = [span for span in _spans(stream.written, asked) if stream.written[span.start] and asked[span.start]]
+    taken = asked & stream.written if stream.written.any() else asked
+    spans = [span for span in _spans(stream.written, asked) if taken[span.start]]
     if not spans:
         return ""
     longest = max(spans, key=lambda span: span.stop - span.start)
@@ -289,7 +301,8 @@ def run(
         for task in chosen:
             stream = lru_cache(len(reported) + 1)(task.stream)
             rows = []
-            for fighter in fighters:
+            # Who cannot enter is told so where it was named.
+            for fighter in (one for one in fighters if given or one.name == base or not task.refuses(one)):
                 try:
                     rows.append(_entered(kept, task, fighter, stream, reported, tuning, quick))
                 except HecateError:
@@ -326,15 +339,17 @@ def _entered(
 ) -> Result:  # fmt: skip
     """A contender in a task: its setting chosen, its answers checked, its scores; judged as far as it is alone."""
     length = stream(tuning).keys.shape[1] if fighter.longest is not None else 0
-    if fighter.missing or (fighter.longest is not None and length > fighter.longest):
-        return Result(task, fighter.name, "not run", fighter.missing or f"it reads {fighter.longest:,} tokens at most")
-    code = sys.modules["hecate"].__version__, source_of(fighter.build)
+    short = fighter.longest is not None and length > fighter.longest
+    why = fighter.missing or task.refuses(fighter) or (f"it reads {fighter.longest:,} tokens at most" if short else "")
+    if why:
+        return Result(task, fighter.name, "not run", why)
+    code = sys.modules["hecate"].__version__, source_of(fighter.build or fighter.layer)
     facts = task.model_dump(mode="json"), fighter.name, dict(fighter.facts), code
 
     def cell(setting: Setting, seed: int) -> Cell:
         return Cell(*kept.get(lambda: list(_cell(task, fighter, setting, stream(seed), seed)), *facts, setting, seed))
 
-    settings = list(fighter.settings)[: 2 if quick else None]
+    settings = list(task.settings(fighter))[: 2 if quick else None]
     sign = 1 if task.metric == "error" else -1
     tried = [cell(setting, tuning).score for setting in settings]
     places = [place for place, score in enumerate(tried) if math.isfinite(score)]
@@ -345,8 +360,9 @@ def _entered(
     count = CHECKED // 4 if quick else CHECKED
 
     def suspicion() -> str:
-        memory, own = fighter.build(setting, tuning), stream(tuning)
-        return unlike(memory, *own.head(count), fighter.name) or foreseen(memory, own, fighter.name)
+        memory, own = task.memory(fighter, setting, tuning), stream(tuning)
+        alike = unlike if own.written.any() else unfolded
+        return alike(memory, *own.head(count), fighter.name) or foreseen(memory, own, fighter.name)
 
     reason = kept.get(suspicion, "checked", count, *facts, setting)
     cells = [cell(setting, seed) for seed in seeds]
@@ -378,7 +394,7 @@ def _alone(task: GymTask, rows: Sequence[float], scores: Sequence[float], stream
 def _cell(task: GymTask, fighter: Contender, setting: Setting, stream: Stream, seed: int) -> Cell:
     began = time.perf_counter()
     try:
-        parts, state = scored(fighter.build(setting, seed), stream, fighter.name)
+        parts, state = scored(task.memory(fighter, setting, seed), stream, fighter.name)
     except NonFiniteError:
         return Cell([], {}, 0, time.perf_counter() - began)
     rows = parts[next(iter(parts))].tolist()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hecate.checks import Size, described
 from hecate.errors import ConfigError, ShapeError
+from hecate.gym.contenders import Contender, Memory, Setting
 from hecate.variant import Conflicts, Variant
 
 Array = NDArray[np.float64]
@@ -92,6 +93,19 @@ class GymTask(Variant, family="gym_task"):
     def quick(self) -> Self:
         """The same task, small: for a look."""
         return self.model_copy(update={"rows": 2})
+
+    def refuses(self, contender: Contender) -> str:
+        """Why the contender cannot enter; empty where it can."""
+        return "" if contender.build else "it has no memory that runs untrained, one pair a token"
+
+    def settings(self, contender: Contender) -> Sequence[Setting]:
+        """Settings that the contender chooses from on another seed, the default first."""
+        return contender.settings
+
+    def memory(self, contender: Contender, setting: Setting, seed: int) -> Memory:
+        """The contender as it answers in this task."""
+        build: Any = contender.build
+        return cast(Memory, build(setting, seed))
 
     def stream(self, seed: int) -> Stream:
         """The rows of a seed. [GYM-ROW-D1]"""

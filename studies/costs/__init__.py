@@ -6,7 +6,6 @@ from studies.costs.optimisers import optimisers
 from studies.costs.own import engines, tape
 from studies.costs.rules import biases, delta, gated_delta, mlp, titans
 from studies.costs.study import group
-from studies.costs.token import token
 
 GROUPS = {
     "linear": linear,
@@ -16,7 +15,6 @@ GROUPS = {
     "mlp": mlp,
     "biases": biases,
     "tape": tape,
-    "token": token,
     "engines": engines,
     "optim": optimisers,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate import MemoryConfig, memory_scan, named_rule, phi
 from studies.costs import peers
-from studies.costs.harness import WIDTH, Row, Size, compare, scan, sequence, work
+from studies.costs.harness import WIDTH, Row, Size, compare, scan, sequence
 
 NATIVE = Path("runs/fast-transformers-native")
 
@@ -32,10 +32,7 @@ def linear(size: Size) -> Iterator[Row]:
         repeats=size.repeats,
         package="fla-core einops",
     )
-    for length, repeats, floor, goal in (
-        (size.length, size.repeats, (None, 0.22), (None, 0.08)),
-        (size.short(16384), size.fewer(9), (None, 0.04), (None, 0.02)),
-    ):
+    for length, repeats in ((size.length, size.repeats), (size.short(16384), size.fewer(9))):
         yield compare(
             f"linear attention, T={length}",
             scan(named_rule("hebbian")),
@@ -44,8 +41,6 @@ def linear(size: Size) -> Iterator[Row]:
             sequence(length, batch=2 if length == size.length else 1),
             repeats=repeats,
             tolerance=None,
-            floor=floor,
-            goal=goal,
         )
     yield _performer(size)
 
@@ -56,10 +51,7 @@ def _kernels(size: Size) -> Iterator[Row]:
     stock = peers.causal_product() if peers.installed(package) else None
     native = peers.causal_product(NATIVE) if NATIVE.exists() else None
     flags = f"--target {NATIVE} {package} with CFLAGS='-O3 -march=native'"
-    for name, kernel, floor, goal, install in (
-        ("stock build", stock, (0.40, 0.32), (0.15, 0.17), package),
-        ("native build", native, (0.95, 0.75), (0.35, 0.40), flags),
-    ):
+    for name, kernel, install in (("stock build", stock, package), ("native build", native, flags)):
         yield compare(
             f"linear attention, T={size.length}",
             scan(named_rule("hebbian")),
@@ -67,9 +59,6 @@ def _kernels(size: Size) -> Iterator[Row]:
             kernel,
             sequence(size.length),
             repeats=size.repeats,
-            flops=work(size.length, 2),
-            floor=floor,
-            goal=goal,
             package=install,
         )
 
@@ -92,8 +81,6 @@ def _performer(size: Size) -> Row:
         theirs,
         sequence(size.length),
         repeats=size.fewer(3),
-        floor=(0.06, 0.06),
-        goal=(0.03, 0.03),
         package="performer-pytorch",
     )
 

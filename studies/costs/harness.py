@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
+from studies.timing import cpu_times
 
 Function = Callable[..., Tensor]
 Run = Callable[[], object]
-Pair = tuple[float | None, float | None]
-NONE: Pair = (None, None)
 BATCH, HEADS, WIDTH = 2, 4, 64
 
 
@@ -36,24 +34,18 @@ class Size(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Two sides of one quantity: ms of CPU time, or MiB; wall clock beside a time."""
+    """Two sides of one quantity: ms of CPU time, or MiB."""
 
     ours: float
     theirs: float
-    wall: Pair = NONE
 
     @property
     def ratio(self) -> float:
         return self.ours / self.theirs
 
-    @property
-    def wall_ratio(self) -> float | None:
-        ours, theirs = self.wall
-        return None if ours is None or theirs is None else ours / theirs
-
 
 class Row(NamedTuple):
-    """One comparison. `floor` and `goal` are ratios: forward, forward with backward."""
+    """One comparison."""
 
     case: str
     peer: str
@@ -61,10 +53,6 @@ class Row(NamedTuple):
     both: Cost | None = None
     memory: Cost | None = None
     error: float | None = None
-    floor: Pair = NONE
-    goal: Pair = NONE
-    memory_goal: Pair = NONE  # floor, goal
-    ceiling: float | None = None  # achieved GFLOP/s of the forward over those of a matrix product
     note: str = ""
 
 
@@ -78,9 +66,6 @@ def compare(
     repeats: int,
     tolerance: float | None = 1e-3,
     directions: str = "fb",
-    flops: float | None = None,
-    floor: Pair = NONE,
-    goal: Pair = NONE,
     package: str = "",
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
@@ -89,7 +74,7 @@ def compare(
     norm; None says that the peer computes another function. Where the peer is None its package is
     not installed, and the row says so.
     """
-    row = Row(case, peer, floor=floor, goal=goal)
+    row = Row(case, peer)
     if theirs is None:
         return row._replace(note=f"absent: pip install {package}")
     errors, costs = [], {}
@@ -101,10 +86,7 @@ def compare(
                 if not errors[-1] <= tolerance:
                     raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer}")
             costs[name] = timed(*sides, repeats)
-    share = None
-    if flops is not None and "f" in costs:
-        share = flops / (1e6 * costs["f"].ours) / matmul_gflops()
-    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None), ceiling=share)
+    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
 
 
 def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -114,19 +96,10 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     )
 
 
-def timed(ours: Run, theirs: Run, repeats: int, of: Callable[[list[float]], float] = statistics.median) -> Cost:
-    """Medians, or what else `of` takes, of both sides, run in turn after one round to warm up."""
-    cpu: tuple[list[float], list[float]] = ([], [])
-    wall: tuple[list[float], list[float]] = ([], [])
-    for repeat in range(repeats + 1):
-        for side, run in enumerate((ours, theirs)):
-            start = time.process_time(), time.perf_counter()
-            run()
-            if repeat:
-                cpu[side].append(1e3 * (time.process_time() - start[0]))
-                wall[side].append(1e3 * (time.perf_counter() - start[1]))
-    ours_ms, theirs_ms = (of(side) for side in cpu)
-    return Cost(ours_ms, theirs_ms, (of(wall[0]), of(wall[1])))
+def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
+    """Medians of both sides, run in turn."""
+    found = cpu_times({"ours": ours, "theirs": theirs}, repeats)
+    return Cost(*(statistics.median(times.tolist()) for times in found.values()))
 
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -154,23 +127,6 @@ def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[
         return [y, *grads]
 
     return run
-
-
-_GFLOPS: list[float] = []
-
-
-def matmul_gflops(size: int = 1024) -> float:
-    """The best rate of a float32 matrix product in this run, in GFLOP per second of CPU time."""
-    if not _GFLOPS:
-        generator = torch.Generator().manual_seed(0)
-        a = torch.randn(size, size, generator=generator, dtype=torch.float32)
-        spent = []
-        for _ in range(10):
-            start = time.process_time()
-            a @ a
-            spent.append(time.process_time() - start)
-        _GFLOPS.append(2 * size**3 / min(spent) / 1e9)
-    return _GFLOPS[0]
 
 
 def peak_mib(run: Run) -> float:
@@ -219,8 +175,3 @@ def scan(config: MemoryConfig, **options: object) -> Callable[..., Tensor]:
         return memory_scan(config, q, k, v, Gates(*given), **options)[0]
 
     return run
-
-
-def work(length: int, products: int) -> float:
-    """Floating point operations of a recurrence with so many state-sized products per token."""
-    return 2.0 * products * BATCH * HEADS * length * WIDTH**2

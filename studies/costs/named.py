@@ -31,39 +31,12 @@ from studies.study import Cell, Progress, Result, Study
 CHUNK = 64
 LINKS = "linear"  # where rules with a link take it in chunks: the memory moves from it in the primal
 HEAD = (
-    "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "goal", "tokens/s, chunk 64",
-    "goal, chunk 64", "state MiB", "peak MiB", "goal, MiB",
+    "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "tokens/s, chunk 64", "state MiB",
+    "peak MiB",
 )  # fmt: skip
 
 
-class Goal(NamedTuple):
-    """Tokens per second with gradients at every token, with those of chunks of 64, and MiB."""
-
-    exact: int
-    chunked: int | None = None
-    mib: int | None = None
-
-
-GOALS = {
-    **dict.fromkeys(
-        "hebbian linear_attention retnet gla mamba2 delta gated_delta kda longhorn dgd".split(), Goal(16_000)
-    ),
-    "titans_linear": Goal(11_000),
-    "ttt_linear": Goal(11_000),
-    "titans": Goal(2_500, 6_500),
-    "yaad": Goal(2_500, 7_000),
-    "moneta": Goal(1_500, 4_500),
-    "memora": Goal(700, 5_000),
-    "omeganet": Goal(1_500, 2_000, 565),
-    "atlas": Goal(120, 350, 600),
-    "mesa": Goal(10_000),
-    "lattice": Goal(8_000),
-    "delta_momentum": Goal(10_000),
-    "trellis": Goal(3_000),
-    "deep_momentum": Goal(1_500),
-    "ttt_mlp": Goal(4_500),
-    "large_chunk_ttt": Goal(4_000),
-}
+CHUNKED = ("titans", "yaad", "moneta", "memora", "omeganet", "atlas")
 
 
 class Size(NamedTuple):
@@ -174,7 +147,7 @@ class NamedRules(Study):
             torch.set_default_dtype(before)
         size = Size(16, 2, 1, 8, 1) if quick else Size()
         jobs = [(rule, None) for rule in rules]
-        jobs += [(rule, CHUNK) for rule in rules if rule in GOALS and GOALS[rule].chunked]
+        jobs += [(rule, CHUNK) for rule in rules if rule in CHUNKED]
         if quick:
             costs = {job: measure(*job, size) for job in progress(jobs, "costs of rules")}
             torch.set_num_threads(threads)
@@ -189,12 +162,11 @@ class NamedRules(Study):
 
 def _row(rule: str, found: tuple[str, float, float], costs: dict[Any, Cost]) -> tuple[Cell, ...]:
     where, values, gradients = found
-    cost, other, goal = costs[rule, None], costs.get((rule, CHUNK)), GOALS.get(rule)
+    cost, other = costs[rule, None], costs.get((rule, CHUNK))
     peak = None if cost.peak_mib is None else round(cost.peak_mib, 1)
     return (
         rule, where, f"{values:.0e}", f"{gradients:.0e}", cost.engine, round(cost.tokens_per_second),
-        goal and goal.exact, other and round(other.tokens_per_second), goal and goal.chunked,
-        round(cost.state_mib, 2), peak, goal and goal.mib,
+        other and round(other.tokens_per_second), round(cost.state_mib, 2), peak,
     )  # fmt: skip
 
 
@@ -212,13 +184,11 @@ def _notes(size: Size, quick: bool) -> list[str]:
 
 
 def _draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
-    """Tokens per second of every rule, its goal a ring."""
+    """Tokens per second of every rule, those in chunks a stroke."""
     axes, places = figure.subplots(), range(len(rows))
     axes.barh(places, [row[5] for row in rows], 0.7, color=COLOURS[0], label="every token")
-    for column, colour, label in ((7, COLOURS[1], "chunks of 64"), (6, "black", "goal"), (8, COLOURS[1], "goal, 64")):
-        found = [(row[column], place) for place, row in zip(places, rows, strict=True) if row[column]]
-        marker = "o" if "goal" in label else "|"
-        axes.plot(*zip(*found, strict=True), marker, color=colour, fillstyle="none", label=label, linestyle="none")
+    found = [(row[6], place) for place, row in zip(places, rows, strict=True) if row[6]]
+    axes.plot(*zip(*found, strict=True), "|", color=COLOURS[1], label="chunks of 64")
     axes.set_yticks(places, [str(row[0]) for row in rows], fontsize=7)
     axes.invert_yaxis()
     finish(axes, "", "tokens/s, forward + backward", "", legend=False, xscale="log")

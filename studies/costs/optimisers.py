@@ -10,17 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
-from studies.costs.harness import NONE, WIDTH, Pair, Row, Run, Size, timed
+from studies.costs.harness import WIDTH, Row, Run, Size, timed
 
 SAMPLES = 256
 LR = 1e-3
 Make = Callable[[nn.Module], Optimizer]
 
-ELEMENTWISE: dict[str, Make] = {
+MEMORIES: dict[str, Make] = {
     "phi_momentum identity": lambda m: PhiMomentum(m.parameters(), LR),
     "phi_momentum tanh": lambda m: PhiMomentum(m.parameters(), LR, feature_map="tanh"),
-}
-MEMORIES: dict[str, Make] = {
     "phi_momentum diagonal": lambda m: PhiMomentum(m.parameters(), LR, precondition="diagonal"),
     "kernel_momentum": lambda m: KernelMomentum(m.parameters(), LR),
     "delta_momentum matrix": lambda m: DeltaMomentum(m.parameters(), LR),
@@ -42,7 +40,6 @@ PLAIN: dict[str, Make] = {
     "AdamW, foreach": lambda m: torch.optim.AdamW(_given(m), LR, foreach=True),
 }
 TORCH_MUON: dict[str, Make] = {"torch.optim.Muon": lambda m: torch.optim.Muon(_matrices(m), LR)}
-SGD = next(iter(PLAIN))
 
 
 def optimisers(size: Size) -> Iterator[Row]:
@@ -51,36 +48,19 @@ def optimisers(size: Size) -> Iterator[Row]:
     Parameters: two blocks of a transformer of width 256 with their vectors; matrices alone for
     those that orthogonalise.
     """
-    for case, make in ELEMENTWISE.items():
-        for peer, other in PLAIN.items():
-            limits = {"floor": (1.9, None), "goal": (1.2, None)} if peer == SGD else {}
-            yield _row(case, make, peer, other, size, **limits)
     for case, make in MEMORIES.items():
         for peer, other in PLAIN.items():
             yield _row(case, make, peer, other, size)
     for case, make in ORTHOGONAL.items():
-        for peer, other in PLAIN.items():
+        for peer, other in {**PLAIN, **TORCH_MUON}.items():
             yield _row(case, make, peer, other, size, matrices=True)
-        for peer, other in TORCH_MUON.items():
-            limits = {"floor": (0.3, None), "goal": (0.25, None)} if case == "muon" else {}
-            yield _row(case, make, peer, other, size, matrices=True, **limits)
 
 
-def _row(
-    case: str,
-    make: Make,
-    peer: str,
-    other: Make,
-    size: Size,
-    *,
-    floor: Pair = NONE,
-    goal: Pair = NONE,
-    matrices: bool = False,
-) -> Row:
+def _row(case: str, make: Make, peer: str, other: Make, size: Size, matrices: bool = False) -> Row:
     ours, theirs = (_steps(chosen, size, matrices) for chosen in (make, other))
     cost = timed(ours, theirs, size.fewer(3 if peer in TORCH_MUON else 1))
     note = f"{_count(size) / 1e6:.2g}M parameters"
-    return Row(case, peer, forward=cost, floor=floor, goal=goal, note=note)
+    return Row(case, peer, forward=cost, note=note)
 
 
 def _steps(make: Make, size: Size, matrices: bool) -> Run:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hecate import ConfigError, Gates, MemoryConfig, memory_scan, named_rule, retention, structure
 from studies.costs.harness import (
-    NONE,
     WIDTH,
     Cost,
     Function,
@@ -46,21 +45,17 @@ def tape(size: Size) -> Iterator[Row]:
     ]
     for name, ours, theirs, given in loops:
         for autodiff in ("tape", "torch"):
-            taped = autodiff == "tape"
             row = compare(
-                f"{name}, token loop, T={length}, {'tape' if taped else 'recorded by autograd'}",
+                f"{name}, token loop, T={length}, {autodiff}",
                 ours(autodiff),
                 "plain torch loop under autograd",
                 theirs,
                 given,
                 repeats=size.fewer(3),
                 directions="b",
-                floor=(None, 0.70) if taped else NONE,
-                goal=(None, 0.50) if taped else NONE,
             )
             peaks = [_peak(function, given) for function in (ours(autodiff), theirs)]
-            goal = (0.04, 0.03) if taped else NONE
-            yield row._replace(memory=Cost(*peaks), memory_goal=goal)
+            yield row._replace(memory=Cost(*peaks))
 
 
 def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:

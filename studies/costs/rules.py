@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, retention, structure
 from studies.costs import peers
-from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence, work
+from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence
 from studies.costs.loops import matrix_loop
 
 FLA = "fla-core einops"
@@ -33,9 +33,6 @@ def delta(size: Size) -> Iterator[Row]:
         theirs,
         (*sequence(size.length), gates(size.length)[0]),
         repeats=size.repeats,
-        flops=work(size.length, 3),
-        floor=(0.70, 0.20),
-        goal=(0.15, 0.07),
         package=FLA,
     )
 
@@ -57,9 +54,6 @@ def gated_delta(size: Size) -> Iterator[Row]:
         theirs,
         (*sequence(size.length), *gates(size.length)[:2]),
         repeats=size.repeats,
-        flops=work(size.length, 3),
-        floor=(0.70, 0.20),
-        goal=(0.15, 0.07),
         package=FLA,
     )
 
@@ -85,9 +79,6 @@ def titans(size: Size) -> Iterator[Row]:
             (*sequence(length), *gates(length, largest=0.1)),
             repeats=size.fewer(9) if same else size.repeats,
             tolerance=1e-3 if same else None,
-            flops=work(length, 3),
-            floor=(None, None) if same else (0.55, 1.06),
-            goal=(None, None) if same else (0.35, 0.45),
             package=TITANS,
         )
 
@@ -115,8 +106,6 @@ def mlp(size: Size) -> Iterator[Row]:
             _titans(peer, **initial),
             (*sequence(length), lr, retain, momentum),
             repeats=size.fewer(2),
-            floor=(0.35, 0.55),
-            goal=(0.25, 0.30),
             package=TITANS,
         )
 
@@ -163,8 +152,6 @@ def biases(size: Size) -> Iterator[Row]:
             partial(matrix_loop, slope=slope),
             (*sequence(length), *gates(length, largest=0.1)[: 3 if momentum else 2]),
             repeats=size.fewer(2),
-            flops=work(length, 3),
-            goal=(0.10, 0.05),
         )
 
 

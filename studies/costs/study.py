@@ -1,4 +1,4 @@
-"""A group of comparisons as a study: ratios ours / peer, floors and goals beside them."""
+"""A group of comparisons as a study: ratios ours / peer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from hecate.microscope.style import COLOURS, finish, one_legend
-from studies.costs.harness import NONE, Pair, Row, Size, matmul_gflops
+from studies.costs.harness import Row, Size
 from studies.study import Cell, Progress, Result, Study
 
-COLUMNS = (
-    "case", "peer", "forward", "f + b", "floor", "goal", "peak memory", "error", "note",
-)  # fmt: skip
+COLUMNS = ("case", "peer", "forward", "f + b", "peak memory", "error", "note")
 NOTES = (
-    "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved "
-    "runs; floor: what a rough prototype reached, goal: where we want to be: forward, forward with "
-    "backward (f + b)",
+    "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
+    "forward with backward (f + b)",
     "results agree within the printed error, or the row compares two functions and prints none",
 )
 
@@ -39,14 +36,13 @@ class Costs(Study, abstract=True):
         finally:
             torch.set_flush_denormal(False)
             torch.set_default_dtype(before)
-        threads = f"{torch.get_num_threads()} thread(s)"
         return Result(
             COLUMNS,
             [cells(row) for row in rows],
-            (*NOTES, f"one matrix product: {matmul_gflops():.0f} GFLOP/s on {threads}"),
+            (*NOTES, f"{torch.get_num_threads()} thread(s)"),
             lambda figure: draw(figure, rows),
             size=(9.0, 1.6 + 0.28 * len(rows)),
-            data={"matmul_gflops": matmul_gflops(), "rows": [record(row) for row in rows]},
+            data={"rows": [record(row) for row in rows]},
         )
 
 
@@ -59,48 +55,34 @@ def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
     times = [None if cost is None else cost.ratio for cost in (row.forward, row.both)]
-    note = row.note if row.ceiling is None else f"{row.ceiling:.0%} of matmul {row.note}".strip()
     memory = None if row.memory is None else row.memory.ratio
-    limits = [_pair(row.floor), _pair(row.goal)]
     error = None if row.error is None else f"{row.error:.0e}"
-    return row.case, row.peer, *times, *limits, memory, error, note or None
+    return row.case, row.peer, *times, memory, error, row.note or None
 
 
 def record(row: Row) -> dict[str, Any]:
-    """A row with its times, sizes and ratios by the clock."""
+    """A row with its times and sizes."""
     fields = row._asdict()
     for name in ("forward", "both", "memory"):
         cost = fields[name]
         if cost is not None:
-            ratios = {"ratio": cost.ratio, "wall_ratio": cost.wall_ratio}
-            fields[name] = {**cost._asdict(), **ratios}
+            fields[name] = {**cost._asdict(), "ratio": cost.ratio}
     return fields
 
 
 def draw(figure: Any, rows: Sequence[Row]) -> None:
-    """A bar per ratio, its floor (|) and goal (o) on it."""
+    """A bar per ratio."""
     axes = figure.subplots()
     for index, name in enumerate(("forward", "both")):
         if not any(getattr(row, name) for row in rows):
             continue
-        found = [(at, getattr(row, name), row) for at, row in enumerate(rows) if getattr(row, name)]
-        places = [at + 0.4 * index - 0.2 for at, _, _ in found]
+        found = [(at, getattr(row, name)) for at, row in enumerate(rows) if getattr(row, name)]
+        places = [at + 0.4 * index - 0.2 for at, _ in found]
         label = "forward" if index == 0 else "forward + backward"
-        ratios = [cost.ratio for _, cost, _ in found]
+        ratios = [cost.ratio for _, cost in found]
         axes.barh(places, ratios, 0.38, color=COLOURS[index], label=label)
-        for place, (_, _, row) in zip(places, found, strict=True):
-            for limit, marker in ((row.floor[index], "|"), (row.goal[index], "o")):
-                if limit is not None:
-                    axes.plot(limit, place, marker, color="black", markersize=5, fillstyle="none")
     axes.set_yticks(range(len(rows)), [f"{row.case} / {row.peer}" for row in rows], fontsize=7)
     axes.invert_yaxis()
     axes.axvline(1.0, color="0.3", linewidth=1)
-    title = "ours / peer, less is better; | floor, o goal"
-    finish(axes, title, "ratio", "", legend=False, xscale="log")
+    finish(axes, "ours / peer, less is better", "ratio", "", legend=False, xscale="log")
     one_legend(figure, axes, 2)
-
-
-def _pair(pair: Pair) -> str | None:
-    if pair == NONE:
-        return None
-    return ", ".join("-" if value is None else f"{value:g}" for value in pair)

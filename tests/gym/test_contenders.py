@@ -147,6 +147,8 @@ def test_every_contender_answers_token_by_token_what_it_does_at_once(name, strea
     contender = KNOWN[name]()
     if contender.missing:
         pytest.skip(contender.missing)
+    if contender.build is None:
+        pytest.skip("its layer is trained")
     memory = contender.build(contender.settings[0], 1)
     assert unlike(memory, *(item[:, :10].float() for item in stream), name) == ""
     assert len(contender.settings) == 8
@@ -164,7 +166,7 @@ def test_names(tmp_path):
     function = contender_of(lambda keys, values, state: (keys, state), KNOWN)
     assert function.settings == ({},) and function.facts["source"]
     for given, said in (
-        ("detla", "Did you mean 'delta'?"), ("delta_product", "set writes to 1"), ("{kind: titan}", "titan"),
+        ("detla", "Did you mean 'delta'?"), ("delta+delta_product", "set writes to 1"), ("{kind: titan}", "titan"),
         ("nowhere.yaml", "nowhere.yaml"), ("no_such_module:f", "no_such_module"), ("json:nothing", "no memory called"),
         (3, "must be a name"),
     ):  # fmt: skip
@@ -187,5 +189,4 @@ def test_files_are_read_whatever_their_name_and_held_to_the_same(tmp_path, monke
         Path(name).write_text("kind: delta\n")
         assert contender_of(name, {}).facts["rules"] == contender_of("delta", {}).facts["rules"]
     Path("two.yaml").write_text("kind: delta_product\n")
-    with pytest.raises(ConfigError, match="set writes to 1"):
-        contender_of("two.yaml", {})
+    assert contender_of("two.yaml", {}).build is None

@@ -547,8 +547,14 @@ FAULTS = [
         "studies",
         "tests/studies/test_layers.py",
         ("layers", "targets[:, : int(since * targets.shape[1])] = IGNORED", "pass"),
-        ("phi", "write_mask=mask", "write_mask=~mask"),
+        ("layers", "if top < 1 and", "if"),
         ("recall", "max(0.0, mean - half)", "max(0.0, mean - half / 2)"),
+    ),
+    *_of(
+        "gym",
+        "tests/gym/test_training.py",
+        ("training", "at >= length // 2", "at >= 0"),
+        ("run", "taken = asked & stream.written if stream.written.any() else asked", "taken = asked & stream.written"),
     ),
     *_of(
         "studies",

@@ -13,7 +13,7 @@ from hecate.phi import DPFP, ELU
 from hecate.rule import MemoryConfig
 from studies import associations
 from studies.associations import ENOUGH, PATIENCE, WIDTH, Associator, Pairs, draw_pairs, evaluate, loss_of, train
-from studies.capacity import CONTENDERS, SIZES, SumRule, rank_floor
+from studies.capacity import CONTENDERS, SIZES, SumRule, floor, rank_floor
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
@@ -67,7 +67,7 @@ def test_sequences():
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_sum_rule_by_hand(name: str):
-    feature_map = BY_NAME[name].feature_map
+    feature_map = BY_NAME[name].rule
     model = SumRule(5, feature_map, generator()).double()
     pairs = draw_pairs(5, 9, 2, True, generator(1))
     asked = torch.tensor([[0, 3], [4, 1]])
@@ -97,7 +97,7 @@ def test_the_sum_rule_is_a_memory_with_bias_dot():
 
 
 def test_random_maps_are_drawn_at_every_call():
-    model = SumRule(4, BY_NAME["FAVOR+ 64"].feature_map, generator())
+    model = SumRule(4, BY_NAME["FAVOR+ 64"].rule, generator())
     pairs, asked = draw_pairs(4, 4, 1, False, generator()), torch.tensor([[0]])
     g = generator()
     first, second = (model.answers(pairs, asked, g) for _ in range(2))
@@ -146,7 +146,7 @@ def test_published_below_the_floor_is_where_the_last_block_is_short():
         (c.name, size)
         for c in CONTENDERS
         for size, loss in zip(SIZES, c.published, strict=True)
-        if loss < c.floor(size)
+        if loss < floor(c, size)
     }
     assert below == {("elu", 100), ("elu", 120), ("DPFP-1", 200)}
     assert all(size % 32 for _, size in below)

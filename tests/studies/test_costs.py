@@ -35,7 +35,7 @@ def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> 
     result = run_study(name, quick=True, out=tmp_path)
     facts = json.loads((tmp_path / f"{name}-quick.json").read_text())["data"]
     printed = capsys.readouterr().out
-    assert facts["rows"] and facts["matmul_gflops"] > 1
+    assert facts["rows"]
     for row, shown in zip(facts["rows"], result.rows, strict=True):
         measured = row["forward"] or row["both"] or row["memory"]
         assert measured or row["note"].startswith("absent: ")
@@ -51,15 +51,14 @@ def test_every_rule_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     facts = json.loads((tmp_path / "cost-rules-quick.json").read_text())["data"]
     rows = {row[0]: dict(zip(result.columns, row, strict=True)) for row in result.rows}
     assert list(rows) == ["rwkv7", "omeganet"] and "papers_steps.omeganet" in capsys.readouterr().out
-    assert rows["rwkv7"]["reference"] == "papers_2025.rwkv7" and rows["rwkv7"]["goal"] is None
-    assert rows["omeganet"]["goal"] == 1500 and rows["omeganet"]["tokens/s, chunk 64"] > 0
-    assert rows["omeganet"]["engine"] == "window" and rows["omeganet"]["goal, MiB"] == 565
+    assert rows["rwkv7"]["reference"] == "papers_2025.rwkv7"
+    assert rows["omeganet"]["engine"] == "window" and rows["omeganet"]["tokens/s, chunk 64"] > 0
     for row in rows.values():
         assert float(row["error"]) < 1e-12 and float(row["error of gradients"]) < 1e-7
         assert row["tokens/s"] > 0 and row["state MiB"] >= 0
     assert set(facts) == {*rows, "omeganet, chunk 64"}
     assert (tmp_path / "cost-rules-quick.png").stat().st_size > 5000
-    assert set(named.GOALS) <= set(RULES)
+    assert set(named.CHUNKED) <= set(RULES)
 
 
 def test_chunks_of_a_rule_with_a_link_take_it_at_their_start() -> None:
@@ -126,5 +125,5 @@ def test_peak_memory_sees_what_autograd_keeps() -> None:
 
 
 def test_ratios() -> None:
-    row = Row("case", "peer", forward=Cost(1.0, 4.0), goal=(0.5, None))
-    assert cells(row) == ("case", "peer", 0.25, None, None, "0.5, -", None, None, None)
+    row = Row("case", "peer", forward=Cost(1.0, 4.0))
+    assert cells(row) == ("case", "peer", 0.25, None, None, None, None)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from hecate.errors import NonFiniteError
+from hecate.gym.training import trained
 from hecate.rule import MemoryConfig
-from studies import layers, phi, recall, words
-from studies.layers import best_rate, judged
-from studies.run import progress
+from studies import layers, recall, words
+from studies.layers import Outcome, best, judged, settled
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def as_on_the_command_line():
 def test_parity_needs_steps_beyond_one(name, low, high):
     """A write with lr up to 1 never turns a sign (Grazzi et al., 2024)."""
     chosen = next(c for c in words.contenders() if c.name == name)
-    trainer = layers.trained(chosen.model, words.at("parity", 24), 0, 1e-2, 120)
+    trainer = trained(chosen.model, words.at("parity", 24), 0, 1e-2, 120)
     assert low <= judged(trainer, words.at("parity", 48), 0.5) <= high
 
 
@@ -69,28 +70,53 @@ def test_chances_are_those_of_the_tasks():
         assert counts.max() / counts.sum() < 1.3 * task.chance
 
 
-def test_the_rate_is_the_better_one():
-    assert best_rate((1.0, 2.0), lambda lr: lr) == 2.0
-    assert best_rate((1.0,), lambda lr: 1 / 0) == 1.0
-
-
-def test_recall_chooses_on_a_seed_of_its_own_and_tells_intervals(monkeypatch):
+def test_the_best_is_the_first_of_equals_and_nobody_is_asked_in_vain():
     asked = []
 
-    def trained(model, data, seed, lr, steps, mixer):
-        asked.append((seed, lr))
-        return Namespace(model=Answers(), score=0.5 + 0.1 * (lr == recall.RATES[1]) + 0.01 * (seed < 3) * seed)
+    def score(lr):
+        asked.append(lr)
+        return min(lr, 1.0)
 
-    monkeypatch.setattr(recall, "trained", trained)
-    monkeypatch.setattr(recall, "judged", lambda run, task, since: run.score)
-    monkeypatch.setattr(recall, "TASKS", {kind: recall.TASKS[kind] for kind in ("replaced", "far")})
-    monkeypatch.setattr(recall, "contenders", lambda: {"delta": {"memory": "delta"}})
-    result = recall.Recall().run(False, [0, 1, 2], progress)
-    assert asked == 2 * [(seed, recall.RATES[at]) for seed, at in ((1000, 0), (1000, 1), (0, 1), (1, 1), (2, 1))]
-    guess, delta = result.rows
-    assert guess[2] == 0.125 and guess[4] == 0.031
+    assert best((0.5, 0.2, 0.5), score) == 0.5
+    assert best((0.5, 1.0, 2.0), score) == 1.0 and asked == [0.5, 0.2, 0.5, 0.5, 1.0]
+    assert best((3.0,), lambda lr: 1 / 0) == 3.0
+    assert best((1.0, 2.0), lambda lr: 0.0) == 1.0
+
+
+def test_rates_and_models_are_chosen_on_a_seed_of_its_own(monkeypatch):
+    asked = []
+
+    class Fitted(Namespace):
+        def model(self, tokens):
+            return None, ()
+
+    def trained(model, data, seed, lr, steps, mixer):
+        asked.append((seed, model, lr))
+        if lr == 4:
+            raise NonFiniteError("too far")
+        return Fitted(score=0.1 * lr + 0.01 * seed * (seed < 3) + 0.05 * (model == "second"), config=Fitted(seq_len=3))
+
+    monkeypatch.setattr(layers, "trained", trained)
+    monkeypatch.setattr(layers, "judged", lambda run, task, since: run.score + since)
+    monkeypatch.setattr(layers, "bytes_of", lambda state: 7)
+    found = settled(["first", "second", "third"], ["task"], 1, (1, 2, 4), [0, 1, 2], 0.5)
+    assert asked[:6] == [
+        (1000, model, lr) for model, lr in zip(["first"] * 3 + ["second", "third"], (1, 2, 4, 2, 2), strict=True)
+    ] + [(0, "second", 2)]
+    assert found.model == 1 and found.lr == 2 and found.bytes == 7
+    assert found.scores == [[pytest.approx(0.75 + 0.01 * seed) for seed in range(3)]]
+
+
+def test_recall_tells_intervals_and_who_was_asked():
+    outcome = Outcome([[0.60, 0.61, 0.62]], 0.01, 0, 64)
+    far = outcome._replace(scores=3 * outcome.scores, model=2)
+    result = recall.report({"replaced": {"delta": outcome}, "far": {"delta": far}, "beyond": {"phi": outcome}})
+    guess, delta, phi = result.rows
+    assert guess[2] == 0.125 and guess[4] == 0.031 and guess[-2] == 0.031
     # Student's t of two degrees of freedom is 4.303 at 95 %: .61 +- 4.303 .01 / sqrt(3)
     assert delta[2].mean == pytest.approx(0.61) and delta[3] == "0.59 to 0.63" and len(delta) == len(result.columns)
+    assert delta[-2:] == [None, None] and phi[2:4] == [None, None] and phi[-1] == "0.59 to 0.63"
+    assert "delta 0.01, 0.01 of 3; phi 0.01" in result.notes[-1]
 
 
 def test_attention_sees_the_token_before_and_no_later_one():
@@ -104,34 +130,8 @@ def test_attention_sees_the_token_before_and_no_later_one():
     assert grad[0].abs().sum(-1).nonzero().flatten().tolist() == [2, 3]
 
 
-def test_states_of_study_phi_are_equal():
-    """16 numbers of a value for each of about 128 features, a deep memory's two matrices, or trained layers."""
-    keys, values = phi.draw_pairs([0], 8)
-    sizes = {name: phi.recalled(settings[0], keys, values)[1] for name, settings in phi.untrained().items()}
-    assert sizes.pop("identity") == 16 * 16 and sizes.pop("polynomial, degree 2") == 16 * 153
-    assert set(sizes.values()) == {16 * 128}
-    for name, models in list(phi.layers().items())[1:]:
+def test_layers_with_a_phi_hold_as_many_numbers_as_wide_keys():
+    for name, models in list(recall.maps().items())[1:]:
         for model in models:
             config = MemoryConfig.model_validate(model["memory"])
-            assert config.feature_map.output_dim(model["d_key"]) == 8 * phi.KEYS, name
-
-
-def test_recall_after_one_pass_by_hand():
-    """The delta rule of identity against a loop in numpy."""
-    setting = phi.untrained()["identity"][1]
-    keys, values = phi.draw_pairs([3], 24)
-    memory = np.zeros((16, 16))
-    for k, v in zip(keys[0].double().numpy(), values[0].double().numpy(), strict=True):
-        memory += 0.6 * np.outer(v - memory @ k, k)
-    right = ((keys[0].double().numpy() @ memory.T @ values[0].double().numpy().T).argmax(1) == np.arange(24)).mean()
-    (share,), numbers = phi.recalled(setting, keys, values)
-    assert share == pytest.approx(right) and 0.1 < share < 1 and numbers == 256
-
-
-def test_random_features_hold_more_pairs_than_keys_are_wide():
-    keys, values = phi.draw_pairs([0, 1], 64)
-    found = {
-        name: max(sum(phi.recalled(setting, keys, values)[0]) / 2 for setting in phi.untrained()[name])
-        for name in ("identity", "random_fourier, sigma tuned")
-    }
-    assert found["identity"] < 0.5 < 0.9 < found["random_fourier, sigma tuned"]
+            assert config.feature_map.output_dim(model["d_key"]) == 8 * recall.KEYS, name

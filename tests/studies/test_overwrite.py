@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from studies.associations import Trained, draw_pairs
-from studies.overwrite import CONTENDERS, DELTA, RANDOM, SIZES, SUM, WIDE, Outcome, Remembering, Run, claims
+from studies.associations import Outcome, Trained, draw_pairs
+from studies.overwrite import CONTENDERS, DELTA, RANDOM, SIZES, SUM, WIDE, Remembering, claims, line
 from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6
@@ -17,7 +17,7 @@ SIZE = 6
 
 def by_hand(contender, model, pairs, row: int, key: int) -> np.ndarray:
     """The answer to a key after the pairs of a row, by the equations of the paper."""
-    nu = contender.config.feature_map.nu
+    nu = contender.rule.feature_map.nu
     k, betas, q = projections(model, pairs)
     w, z = np.zeros((SIZE, 128 * nu)), np.zeros(128 * nu)
     asked = dpfp(q[key], nu)
@@ -35,7 +35,7 @@ def by_hand(contender, model, pairs, row: int, key: int) -> np.ndarray:
 
 @pytest.mark.parametrize("contender", [SUM, DELTA, WIDE], ids=lambda c: c.name)
 def test_rules_by_hand(contender):
-    model = Remembering(SIZE, contender.config, generator()).double()
+    model = Remembering(SIZE, contender.rule, generator()).double()
     pairs = draw_pairs(SIZE, 2 * SIZE, 2, True, generator(1))
     one = torch.tensor([[2], [5]])
     last = model.answers(pairs, one, generator())  # asked by the last token
@@ -50,7 +50,7 @@ def test_rules_by_hand(contender):
 
 def test_every_parameter_that_a_rule_reads_is_trained():
     for contender in CONTENDERS:
-        model = Remembering(SIZE, contender.config, generator())
+        model = Remembering(SIZE, contender.rule, generator())
         pairs = draw_pairs(SIZE, 2 * SIZE, 2, True, generator(1))
         model.answers(pairs, pairs.keys[:, :1], generator())[..., 0].sum().backward()
         moved = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
@@ -59,8 +59,8 @@ def test_every_parameter_that_a_rule_reads_is_trained():
 
 
 def outcome(contender, size: int, *best: float, lost: bool = False) -> Outcome:
-    runs = [Run(Trained([b, math.nan] if lost else [b], 100, True), 2 * b) for b in best]
-    return Outcome(contender, size, runs)
+    runs = [Trained([b, math.nan] if lost else [b], 100, True) for b in best]
+    return Outcome(contender, size, contender.published[0], runs, [2 * b for b in best])
 
 
 def test_claims_can_fail():
@@ -74,8 +74,8 @@ def test_claims_can_fail():
     bad = [outcome(SUM, 20, 0.1, 0.12), outcome(DELTA, 20, 0.001, 0.11), *good[2:]]
     assert "does NOT hold" in claims(bad)[0] and "at least 2 times" in claims(bad)[2]
     assert "does NOT hold" in claims([*good[:2], outcome(WIDE, 20, 0.02), good[3]])[1]
-    row = good[3].row()
-    assert row[-1] == "2 of 2" and row[3].mean == pytest.approx(300)
+    cells = line(good[3])
+    assert cells[-1] == "2 of 2" and cells[3].mean == pytest.approx(300) and cells[4].mean == pytest.approx(600)
 
 
 def test_published_numbers_are_those_of_every_size():
