@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.compare import interval
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.figure import COLOURS, GREY, MARKERS, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
 from studies.associations import BATCH, EPS, EVAL_ROWS, PATIENCE, WIDTH, Associator, Pairs, Trained, shown, train
 from studies.study import Cell, Progress, Result, Spread, Study
@@ -180,7 +180,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
 
     data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
     rows = [o.row() for o in outcomes]
-    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 6), data=data)
+    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 4.8), data=data)
 
 
 def draw(figure: Any, outcomes: list[Outcome]) -> None:
@@ -192,16 +192,16 @@ def draw(figure: Any, outcomes: list[Outcome]) -> None:
         means = [o.ours.mean for o in own]
         errors = [o.ours.error if len(o.trained) > 1 else 0 for o in own]
         look = {"color": COLOURS[index], "marker": MARKERS[index]}
-        axes.errorbar(sizes, means, errors, label=contender.name, markersize=6, linewidth=1.5, capsize=2, **look)
+        axes.errorbar(sizes, means, errors, label=contender.name, markersize=6, **look)
         open_ = {"markersize": 11, "fillstyle": "none", "linestyle": ""}
         axes.plot(sizes, [o.published for o in own], **look, **open_)
     for d_phi in sorted({c.d_phi for c in CONTENDERS if c.d_phi is not None}):
         sizes = list(range(10, 211))
-        axes.plot(sizes, [rank_floor(d_phi, s) for s in sizes], color="0.6", linewidth=1, zorder=0)
+        axes.plot(sizes, [rank_floor(d_phi, s) for s in sizes], color=PALE, linewidth=1, zorder=0)
         if rank_floor(d_phi, 200) > 0:
             axes.annotate(
                 f"floor, d_phi {d_phi}", (200, rank_floor(d_phi, 200)), xytext=(-4, 5),
-                textcoords="offset points", ha="right", color="0.4", fontsize=8,
+                textcoords="offset points", ha="right", color=GREY, fontsize=8,
             )  # fmt: skip
     finish(
         axes, "Trained keys (large open marks: published)", "pairs S in the sequence",

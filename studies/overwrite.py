@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.figure import COLOURS, MARKERS, finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
 from studies.associations import (
@@ -216,7 +216,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         }
         for o in outcomes
     }
-    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(7, 6), data=data)
+    return Result(columns, [o.row() for o in outcomes], notes, draw, size=(8, 5), data=data)
 
 
 def _draw_sizes(axes: Any, outcomes: list[Outcome]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.figure import COLOURS, MARKERS, finish
 from hecate.rule import MemoryConfig, bytes_of
 from studies.dots import dot_plot
 from studies.layers import JUDGE, JUDGED, judged, trained
@@ -180,11 +180,11 @@ def report(
     ]
 
     def draw(figure: Any) -> None:
-        left, right = figure.subfigures(1, 2, width_ratios=(1.1, 1.0))
+        left, right = figure.subfigures(1, 2, width_ratios=(1.3, 1.0))
         axes = left.subplots()
         for index, (name, shares) in enumerate(free.items()):
             axes.errorbar(
-                pairs, [share.mean for share in shares], [share.error for share in shares], label=name, capsize=2,
+                pairs, [share.mean for share in shares], [share.error for share in shares], label=name,
                 color=COLOURS[index], marker=MARKERS[index],
             )  # fmt: skip
         finish(
@@ -197,4 +197,4 @@ def report(
             right, list(found), {f"Trained, 16 pairs, keys of {KEYS}": {"": list(found.values())}}, "accuracy", [1 / 16]
         )
 
-    return Result(columns, rows, notes, draw, size=(12, 5.5))
+    return Result(columns, rows, notes, draw, size=(12, 4.6))

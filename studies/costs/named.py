@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from hecate.engine import Plan, choose
-from hecate.microscope.style import COLOURS, finish, one_legend
+from hecate.figure import COLOURS, INK, finish, one_legend
 from hecate.nn import Memory
 from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule
@@ -215,7 +215,7 @@ def _draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
     """Tokens per second of every rule, its goal a ring."""
     axes, places = figure.subplots(), range(len(rows))
     axes.barh(places, [row[5] for row in rows], 0.7, color=COLOURS[0], label="every token")
-    for column, colour, label in ((7, COLOURS[1], "chunks of 64"), (6, "black", "goal"), (8, COLOURS[1], "goal, 64")):
+    for column, colour, label in ((7, COLOURS[1], "chunks of 64"), (6, INK, "goal"), (8, COLOURS[1], "goal, 64")):
         found = [(row[column], place) for place, row in zip(places, rows, strict=True) if row[column]]
         marker = "o" if "goal" in label else "|"
         axes.plot(*zip(*found, strict=True), marker, color=colour, fillstyle="none", label=label, linestyle="none")

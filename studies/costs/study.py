@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hecate.microscope.style import COLOURS, finish, one_legend
+from hecate.figure import COLOURS, GREY, INK, finish, one_legend
 from studies.costs.harness import NONE, Pair, Row, Size, matmul_gflops
 from studies.study import Cell, Progress, Result, Study
 
@@ -91,10 +91,10 @@ def draw(figure: Any, rows: Sequence[Row]) -> None:
         for place, (_, _, row) in zip(places, found, strict=True):
             for limit, marker in ((row.floor[index], "|"), (row.goal[index], "o")):
                 if limit is not None:
-                    axes.plot(limit, place, marker, color="black", markersize=5, fillstyle="none")
+                    axes.plot(limit, place, marker, color=INK, markersize=5, fillstyle="none")
     axes.set_yticks(range(len(rows)), [f"{row.case} / {row.peer}" for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.axvline(1.0, color="0.3", linewidth=1)
+    axes.axvline(1.0, color=GREY, linewidth=1)
     title = "ours / peer, less is better; | floor, o goal"
     finish(axes, title, "ratio", "", legend=False, xscale="log")
     one_legend(figure, axes, 2)
