@@ -234,6 +234,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.spec("TRAIN-CLI-D2")
 @pytest.mark.parametrize(
     ("where", "module"),
     [

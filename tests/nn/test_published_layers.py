@@ -1,6 +1,5 @@
 """The default layer of every named rule beside the layer that was published, and what the rule says of both."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
