@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 from docstrings import as_rst  # noqa: E402
 from mathematics import add_mathml  # noqa: E402
-from reference import equations_of_rules, write_reference  # noqa: E402
+from reference import equations_of_rules, layers_of_rules, write_reference  # noqa: E402
 
 project, author, copyright = "hecate", "the hecate authors", "the hecate authors, Apache-2.0"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
@@ -124,8 +124,9 @@ def complete(app: Any, name: str, content: list[str]) -> None:
     if name == root_doc:
         content[0] += "\n\n" + contents()
     content[0] = content[0].replace("<!-- errata of the specs -->", errata())
-    if "<!-- equations of the rules -->" in content[0]:
-        content[0] = content[0].replace("<!-- equations of the rules -->", equations_of_rules())
+    for mark, table in (("equations", equations_of_rules), ("layers", layers_of_rules)):
+        if f"<!-- {mark} of the rules -->" in content[0]:
+            content[0] = content[0].replace(f"<!-- {mark} of the rules -->", table())
 
 
 def rendered(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

@@ -132,6 +132,12 @@ def equations_of_rules() -> str:
     return equations("rule", {name: rule.equation for name, rule in RULES.items()})
 
 
+def layers_of_rules() -> str:
+    """How our layer of every named rule differs from the published one, and by how much."""
+    said = [(name, ", ".join(f"{item.what} ({item.by:.2f})" for item in rule.differs)) for name, rule in RULES.items()]
+    return lines(("rule", "unlike the published layer it has"), [(name, text or "-") for name, text in said])
+
+
 def equations(head: str, found: dict[str, str]) -> str:
     """A table of equations by name; a bar in one is none between cells."""
     shown = {cell(name): text.replace("|", r"\|").replace("\n", "<br>") for name, text in found.items()}

@@ -9,7 +9,11 @@ if not sys.flags.safe_path and Path(sys.path[0]).absolute() == Path.cwd():
     if Path(__file__).resolve().parents[1] == Path.cwd().resolve():  # unless this package is one of them
         sys.path.append(str(Path.cwd()))
 
-from hecate.cli import main
+from hecate.terminal import quiet_interrupts
+
+quiet_interrupts()
+
+from hecate.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

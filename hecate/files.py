@@ -25,7 +25,7 @@ HOUR = 3600
 _CHECKPOINT = r"step_\d{8,}(-\d+)?|old-step_\d{8,}-\d+"
 _EVALUATION = re.compile(rf"{re.escape(TEMPORARY)}step-\d+(-\d+){{1,2}}")
 _COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-_OURS = re.compile(rf"{re.escape(TEMPORARY)}({_CHECKPOINT}|[\w.-]+\.(yaml|json|md|html|txt|png))-\d+")
+_OURS = re.compile(rf"{re.escape(TEMPORARY)}({_CHECKPOINT}|[\w.-]+\.(yaml|json|md|html|txt|png|svg))-\d+")
 
 
 _ABSENT = frozenset((errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP))

@@ -55,5 +55,5 @@ def gym(
         print_table(*report.table(found))
         for path in written:
             echo(str(path))
-        if written[-1].suffix != ".png":
+        if written[-1].suffix != ".svg":
             echo(f"no figure without matplotlib: {install_line('plot')}")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from hecate.errors import MESSAGE, HecateError, NonFiniteError, printable, shorten
@@ -107,6 +108,22 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def quiet_interrupts() -> None:
+    """From here on Ctrl-C never prints a traceback: not while modules are loaded, another Ctrl-C is told of, or Python
+    ends. The process still ends by its signal."""
+    on_error, on_ignored = sys.excepthook, sys.unraisablehook
+
+    def of_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            on_error(kind, error, trace)
+
+    def of_ignored(found: sys.UnraisableHookArgs) -> None:
+        if not issubclass(found.exc_type, KeyboardInterrupt):
+            on_ignored(found)
+
+    sys.excepthook, sys.unraisablehook = of_error, of_ignored
 
 
 def finish() -> None:

@@ -7,6 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hecate.terminal import quiet_interrupts
+
+if __name__ == "__main__":
+    quiet_interrupts()
+
 import torch
 
 from hecate.checks import expect_number

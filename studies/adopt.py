@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hecate.microscope.style import COLOURS, finish
+from hecate.figure import COLOURS, GREY, finish, one_legend
 from studies.families import WIDE, wide
 from studies.study import Cell, Progress, Result, Study
 
@@ -112,6 +112,7 @@ def draw(figure: Any, ratios: dict[str, list[float]]) -> None:
     for index, way in enumerate(WAYS):
         places = [place + 0.27 * (index - 1) for place in range(len(ratios))]
         axes.bar(places, [each[index] for each in ratios.values()], 0.25, color=COLOURS[index], label=way)
-    axes.axhline(1, color="0.5", lw=0.8)
+    axes.axhline(1, color=GREY, lw=0.8)
     axes.set_xticks(range(len(ratios)), list(ratios), rotation=30, ha="right")
-    finish(axes, "models of transformers, adopted", "", "CPU time, ours / theirs")
+    finish(axes, "models of transformers, adopted", "", "CPU time, ours / theirs", legend=False)
+    one_legend(figure, axes, len(WAYS))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.microscope.style import COLOURS, MARKERS
+from hecate.figure import COLOURS, MARKERS
 from studies.study import Spread
 
 WIDTH = 64  # of k and q, before phi

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.compare import interval
-from hecate.microscope.style import finish
+from hecate.figure import GREY, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
 from studies.associations import (
     BATCH,
@@ -152,7 +152,7 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
     ]
     data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
     rows = [line(o) for o in outcomes]
-    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 6), data=data)
+    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 4.8), data=data)
 
 
 def draw(figure: Any, outcomes: list[Outcome]) -> None:
@@ -161,11 +161,11 @@ def draw(figure: Any, outcomes: list[Outcome]) -> None:
     draw_outcomes(axes, outcomes)
     for width in sorted({found for c in CONTENDERS if (found := d_phi(c)) is not None}):
         sizes = list(range(10, 211))
-        axes.plot(sizes, [rank_floor(width, size) for size in sizes], color="0.6", linewidth=1, zorder=0)
+        axes.plot(sizes, [rank_floor(width, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
         if rank_floor(width, 200) > 0:
             axes.annotate(
                 f"floor, d_phi {width}", (200, rank_floor(width, 200)), xytext=(-4, 5),
-                textcoords="offset points", ha="right", color="0.4", fontsize=8,
+                textcoords="offset points", ha="right", color=GREY, fontsize=8,
             )  # fmt: skip
     finish(
         axes, "Trained keys (large open marks: published)", "pairs S in the sequence",

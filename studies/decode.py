@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan, memory_step
-from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish, one_legend, ticks
+from hecate.figure import COLOURS, DASHES, MARKERS, finish, ticks
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
 from studies.study import Cell, Progress, Result, Spread, Study
 from studies.timing import cpu_times
@@ -136,7 +136,7 @@ def report(taken: Times, held: Mapping[tuple[str, int], int], contexts: Sequence
         "attention is one call: " + crossing(taken, contexts),
     ]
     data = {name: {context: taken[name, context] for context in contexts} for name in WAYS}
-    return Result(columns, rows, notes, lambda figure: draw(figure, taken, held), (10, 4.4), data)
+    return Result(columns, rows, notes, lambda figure: draw(figure, taken, held), (13, 4.2), data)
 
 
 def crossing(taken: Times, contexts: Sequence[int]) -> str:
@@ -156,10 +156,9 @@ def draw(figure: Any, taken: Times, held: Mapping[tuple[str, int], int]) -> None
     for index, name in enumerate(WAYS):
         contexts = [context for way, context in taken if way == name]
         times = [Spread.of(taken[name, context]).mean for context in contexts]
-        look = {"color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index], "ms": 4}
-        left.loglog(contexts, times, label=name, **look)
+        look = {"color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index], "label": name}
+        left.loglog(contexts, times, **look)
         right.loglog(contexts, [held[name, context] / 1024 for context in contexts], **look)
     for axes, title, what in ((left, "time", "CPU time per token (ms)"), (right, "memory", "state (KiB)")):
-        finish(axes, title, "context (tokens)", what, legend=False)
         ticks(axes, contexts)
-    one_legend(figure, left, 4)
+        finish(axes, title, "context (tokens)", what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hecate.microscope.style import COLOURS, MARKERS, finish
+from hecate.figure import COLOURS, GREY, MARKERS, finish, one_legend
 from studies.study import Spread
 
 Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
@@ -28,10 +28,13 @@ def dot_plot(
             axes.errorbar(
                 [spread.mean for spread, _ in known], [place for _, place in known],
                 xerr=[spread.error if spread.seeds > 1 else 0.0 for spread, _ in known],
-                fmt=MARKERS[index], color=COLOURS[index], markersize=5, capsize=2, elinewidth=1.2, label=label,
+                fmt=MARKERS[index], color=COLOURS[index], markersize=5, elinewidth=1.2, label=label,
             )  # fmt: skip
         if chance:
-            axes.axvline(chance[number], color="0.6", linestyle=":", linewidth=1)
-        finish(axes, title, xlabel, "", legend=len(dots) > 1)
+            axes.axvline(chance[number], color=GREY, linestyle=":", linewidth=1)
+        finish(axes, title, xlabel, "", legend=False)
+        axes.locator_params(axis="x", nbins=5)
         axes.set_yticks(range(len(rows), 0, -1), rows)
         axes.set_ylim(0.3, len(rows) + 0.7)
+    if len(dots) > 1:
+        one_legend(figure, axes, len(dots))

@@ -28,8 +28,8 @@ import torch
 
 from hecate.engine.triton.parity import here
 from hecate.errors import ConfigError
+from hecate.figure import COLOURS, finish
 from hecate.files import make_folder, refusing, write_file
-from hecate.microscope.style import COLOURS, finish
 from hecate.train.run import versions
 from studies.card import LOST, PARTS, Order, add, ended, environment, key, rows_of
 from studies.study import Cell, Progress, Result, Spread, Study

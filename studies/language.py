@@ -15,6 +15,7 @@ from hecate.checks import readable
 from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
 from hecate.compare.statistics import Interval, against, pooled_intervals
+from hecate.figure import COLOURS, DASHES, GREY, finish
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
@@ -159,26 +160,23 @@ def _draw(
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
     for height, name in enumerate(reversed(names)):
         half = spreads[name].half
-        left.errorbar(
-            spreads[name].mean, height, xerr=0.0 if math.isnan(half) else half, fmt="o", color="C0", capsize=3
-        )
+        left.errorbar(spreads[name].mean, height, xerr=0.0 if math.isnan(half) else half, fmt="o", color=COLOURS[0])
         losses = [row["loss"] for row in found.of(name)]
-        left.plot(losses, [height] * len(losses), "|", color="0.5", markersize=9)
+        left.plot(losses, [height] * len(losses), "|", color=GREY, markersize=9)
     left.set_yticks(range(len(names)), list(reversed(names)))
-    left.set_xlabel("validation loss (nats/byte)")
-    left.grid(axis="x", alpha=0.3)
     left.margins(y=0.05)
-    for name in names:
+    for index, name in enumerate(names):
+        look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7], "label": name}
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
-        middle.plot(*zip(*late, strict=True), marker=".", label=name) if late else middle.plot([], [], label=name)
+        if late:
+            right.plot(*zip(*late, strict=True), marker=".", **look)
         read = [(tokens, loss) for tokens, loss in curves[name] if tokens >= sizes.tokens / 10]
-        right.plot(*zip(*read, strict=True)) if read else right.plot([], [])
-    middle.axvline(sizes.context, color="0.5", linestyle=":", linewidth=1)
-    middle.set_xscale("log", base=2)
-    middle.set_xlabel(f"position, trained up to {sizes.context:,}")
-    middle.set_ylabel("loss (nats/byte)")
-    right.set_xlabel("bytes read")
-    right.set_ylabel("training loss, seed 0")
-    for axes in (middle, right):
-        axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
+        if read:
+            middle.plot(*zip(*read, strict=True), **look)
+    right.axvline(sizes.context, color=GREY, linestyle=":", linewidth=1)
+    right.set_xscale("log", base=2)
+    unit = "loss (nats/byte)"
+    finish(left, "validation", unit, "", legend=False)
+    finish(middle, "training, seed 0", "bytes read", unit, legend=False)
+    least = min((loss for each in places.values() for _, _, loss, _ in each), default=1.0)
+    finish(right, "by position", f"position, trained up to {sizes.context:,}", unit, ylim=(0.98 * least, 1.3 * least))

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize, pad
 
 from hecate.cms import LevelConfig
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, MARKERS, curve, finish, mean_and_error, one_legend
+from hecate.figure import COLOURS, GREY, MARKERS, curve, finish, mean_and_error, one_legend
 from hecate.phi.random import haar
 from hecate.rule import Gates, MemoryState
 from studies.study import Cell, Progress, Result, Spread, Study
@@ -289,10 +289,10 @@ def report(outcomes: dict[str, Outcome], phase: int) -> Result:
             curve(over_time, tokens, outcome.best.tables[:, :, 0], index, name)
             x, dx = mean_and_error(torch.stack([r.recent() for r in outcome.recalls], 1))
             y, dy = mean_and_error(torch.stack([r.kept() for r in outcome.recalls], 1))
-            look = {"fmt": MARKERS[index], "color": COLOURS[index], "markersize": 5}
+            look = {"fmt": MARKERS[index], "color": COLOURS[index]}
             trade.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, **look)
         for number, task in enumerate("ABA"):
-            over_time.axvline(number * phase, color="0.5", linewidth=0.8)
+            over_time.axvline(number * phase, color=GREY, linewidth=0.8)
             over_time.text((number + 0.5) * phase, 1.05, f"task {task}", ha="center")
         label = "share of table A recalled"
         finish(over_time, "Table A over time", "tokens", label, ylim=(-0.03, 1.14), legend=False)
@@ -307,4 +307,4 @@ def report(outcomes: dict[str, Outcome], phase: int) -> Result:
         name: {"gates": [list(map(str, s.levels)) for s in o.systems], "scores": [r.score() for r in o.recalls]}
         for name, o in outcomes.items()
     }
-    return Result(columns, rows, notes, draw, size=(11, 5), data=data)
+    return Result(columns, rows, notes, draw, size=(11, 4.6), data=data)

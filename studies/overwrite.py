@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import finish
+from hecate.figure import finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
 from studies.associations import (
@@ -176,4 +176,4 @@ def report(outcomes: list[Outcome], quick: bool) -> Result:
         f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained], "2S pairs": o.other}
         for o in outcomes
     }
-    return Result(columns, [line(o) for o in outcomes], notes, draw, size=(7, 6), data=data)
+    return Result(columns, [line(o) for o in outcomes], notes, draw, size=(8, 5), data=data)

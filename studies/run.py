@@ -1,4 +1,4 @@
-"""Runs a study and writes its table and figure: NAME.csv, NAME.json and NAME.png."""
+"""Runs a study and writes its table and figure: NAME.csv, NAME.json, NAME.png and NAME.svg."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from hecate.errors import ConfigError, install_line
+from hecate.errors import ConfigError
+from hecate.figure import figure_type, images
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import print_table
 from hecate.train.run import versions
@@ -73,11 +73,8 @@ def run_study(
     count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
     if type(count) is not int or count < 1:
         raise ConfigError(f"a study needs at least one seed, got {count}")
-    if figure and find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"the figure needs matplotlib, which is not installed: {install_line('plot')}, or leave it out with "
-            "--no-figure"
-        )
+    if figure:
+        figure_type("the figure, which --no-figure leaves out,")
     print(f"{study.name}: {study.about}")
     if (reason := study.skipped()) is not None:
         print(f"skipped: {reason}")
@@ -143,22 +140,12 @@ def _write(study: Study, result: Result, quick: bool, seeds: int, out: Path, fig
     stem = study.stem(quick)
     contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, result, quick, seeds)}
     if figure:
-        contents["png"] = _image(result)
+        contents |= images(result.size, result.draw)
     with refusing(f"write {out}", "choose another --out"):
         make_folder(out)
         for ending, content in contents.items():
             write_file(out / f"{stem}.{ending}", content)
     return [out / f"{stem}.{ending}" for ending in contents]
-
-
-def _image(result: Result) -> bytes:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=result.size, layout="constrained")
-    result.draw(figure)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format="png")
-    return image.getvalue()
 
 
 def _text(cell: Cell) -> str:

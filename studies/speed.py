@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.microscope.style import COLOURS, MARKERS, finish, one_legend, ticks
+from hecate.figure import COLOURS, MARKERS, finish, ticks
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
 from hecate.rule import Gates, MemoryConfig
 from studies.study import Cell, Progress, Result, Spread, Study
@@ -193,9 +193,10 @@ def draw(figure: Any, taken: Times) -> None:
     panels = figure.subplots(1, 2, sharey=True)
     lengths = sorted({length for *_, length in taken})
     kinds = ("naive softmax", "torch SDPA", "ReLU", "266 ReLU features")
-    for axes, ending, title in zip(panels, ("", ", causal"), ("every query sees all keys", "causal"), strict=True):
+    titles = "every query sees all keys", "causal (dashed: with the backward pass)"
+    for axes, ending, title in zip(panels, ("", ", causal"), titles, strict=True):
         for index, kind in enumerate(kinds):
-            look = {"color": COLOURS[index], "marker": MARKERS[index], "ms": 4}
+            look = {"color": COLOURS[index], "marker": MARKERS[index]}
             for direction, dash in (("forward", "-"), ("both", "--")):
                 points = sorted(
                     (n, Spread.of(times).mean)
@@ -204,7 +205,5 @@ def draw(figure: Any, taken: Times) -> None:
                 )
                 label = kind if direction == "forward" else None
                 axes.loglog(*zip(*points, strict=True), linestyle=dash, label=label, **look)
-        axes.plot([], [], "--", color="0.4", label="dashed: forward + backward")
-        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=False)
         ticks(axes, lengths)
-    one_legend(figure, panels[0], 5)
+        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=bool(ending))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from hecate.microscope.style import COLOURS
+from hecate.figure import COLOURS, GREY, finish
 from hecate.models import LanguageModel
 from studies import families
 from studies.study import Cell, Progress, Result, Study
@@ -231,5 +231,5 @@ def drawn(figure: Any, ratios: dict[str, float]) -> None:
     names = list(ratios)[::-1]
     colours = [COLOURS[0] if name in OURS else COLOURS[1] if name == TRANSFORMER else COLOURS[2] for name in names]
     axes.barh(names, [ratios[name] for name in names], color=colours)
-    axes.axvline(1, color="0.5", lw=0.8)
-    axes.set(title="a training step of a whole model", xlabel="CPU time over that of a plain transformer")
+    axes.axvline(1, color=GREY, lw=0.8)
+    finish(axes, "a training step of a whole model", "CPU time over that of a plain transformer", "", legend=False)

@@ -57,7 +57,7 @@ def test_nobody_is_told_to_install_the_package_of_another_project():
 def test_the_package_is_not_published_under_the_name_that_is_imported():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert project["name"] == "hecate-memory" and project["scripts"] == {"hecate": "hecate.cli:main"}
+    assert project["name"] == "hecate-memory" and project["scripts"] == {"hecate": "hecate.__main__:main"}
     assert {*project.get("urls", {}).values()} <= {citation.get("repository-code"), citation.get("url")}
     wheel = project["name"].replace("-", "_")
     assert f"/{wheel}-*.whl" in (ROOT / ".ci/run").read_text()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"words", "errors", "checks", "files", "states", "variant", "late", "tape", "terminal", "processes"},
+    {"words", "errors", "checks", "files", "states", "variant", "late", "tape", "terminal", "processes", "figure"},
     {"activation", "phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"formula", "rule", "engine"},
     {"distributed"},
@@ -54,6 +54,8 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("processes", "errors"),
     ("terminal", "errors"),
     ("terminal", "files"),
+    ("figure", "errors"),
+    ("figure", "files"),
     ("tape", "checks"),
     ("tape", "errors"),
     ("engine", "formula"),
@@ -82,9 +84,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("gym_cli", "gym"),
     ("gym_cli", "train"),
     ("gym", "compare"),
-    ("gym", "microscope"),
     ("gym", "train"),
-    ("evals", "microscope"),
     ("microscope", "train"),
     ("__main__", "cli"),
     ("serve", "train"),

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -193,6 +194,58 @@ def test_an_interrupt_is_no_message(capsys, monkeypatch):
     noted = RuntimeError("boom")
     noted.add_note("contender x")
     assert told(noted).startswith("RuntimeError: boom; contender x; nothing here expects this")
+
+
+INTERRUPTED = """
+import atexit, runpy, signal, sys
+import hecate.terminal as terminal
+press = lambda: signal.raise_signal(signal.SIGINT)
+
+class Loaded:
+    def find_spec(self, name, *_):
+        if name == "hecate.cli" and where == "as modules are loaded":
+            press()
+
+class Gone:
+    def __del__(self):
+        press()
+
+def twice(function):
+    def called(*given):
+        press()
+        return function(*given)
+    return called
+
+where, module = sys.argv[1:]
+sys.meta_path.insert(0, Loaded())
+if where == "at the last lines":
+    terminal.finish = twice(terminal.finish)
+elif where == "as Python ends":
+    atexit.register(press)
+elif where == "where none can be raised":
+    atexit.register(Gone)
+import hecate.train.catalogue as found
+found.catalogue = twice(found.catalogue)
+sys.argv = [module, "list" if module == "hecate" else "--list"]
+if module == "studies":
+    import studies.run
+    studies.run.list_studies = twice(studies.run.list_studies)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.spec("TRAIN-CLI-D2")
+@pytest.mark.parametrize(
+    ("where", "module"),
+    [
+        ("as modules are loaded", "hecate"), ("at the last lines", "hecate"),
+        ("as Python ends", "hecate"), ("where none can be raised", "hecate"), ("once", "studies"),
+    ],
+)  # fmt: skip
+def test_no_ctrl_c_prints_a_traceback(where, module):
+    command = [sys.executable, "-c", INTERRUPTED, where, module]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.stdout, ended.stderr) == ("", "") and ended.returncode in (130, -signal.SIGINT)
 
 
 SHELL = """

@@ -13,9 +13,10 @@ from hecate.checks import readable
 from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
+from hecate.figure import COLOURS, DASHES, GREY, finish, images
 from hecate.files import refusing, write_file
 from hecate.train.display import counted
-from hecate.train.report import Table, csv_text, figure_type, png
+from hecate.train.report import Table, csv_text
 from hecate.train.run import versions
 
 
@@ -85,9 +86,7 @@ def write(found: Comparison, out: Path) -> list[Path]:
         "runs.csv": csv_text(runs, _columns(runs)),
         "comparison.json": json.dumps(finite(facts), indent=1, allow_nan=False) + "\n",
     }  # fmt: skip
-    image = _image(found)
-    if image is not None:
-        contents["comparison.png"] = image
+    contents |= {f"comparison.{ending}": image for ending, image in _images(found).items()}
     with refusing(f"write {out}", then="call the same line again"):
         for name, content in contents.items():
             write_file(out / name, content)
@@ -112,33 +111,29 @@ def label(name: str, most: int = 80) -> str:
     return printable(name, most).replace("$", r"\$")
 
 
-def _image(found: Comparison) -> bytes | None:
-    """Every seed as a point, the mean and its interval across, and training losses of the first seed against what was
-    read; None without matplotlib."""
-    drawn_on = figure_type()
-    if drawn_on is None:
-        return None
+def _images(found: Comparison) -> dict[str, bytes]:
+    """Every seed as a stroke, the mean and its interval across, and training losses of the first seed against what was
+    read."""
     facts = [fact for fact in cell_facts(found) if math.isfinite(fact["loss"])][::-1]
     curves = {fact["cell"]: found.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
     drawn = any(curves.values())
-    figure = drawn_on(figsize=(12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), layout="constrained")
-    axes, *beside = figure.subplots(1, 1 + drawn, squeeze=False)[0]
-    for height, fact in enumerate(facts):
-        half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
-        axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color="C0", capsize=3)
-        seeds = [row["loss"] for row in found.of(fact["cell"])]
-        axes.plot(seeds, [height] * len(seeds), "|", color="0.4", markersize=9)
-    axes.set_yticks(range(len(facts)), [label(fact["cell"]) for fact in facts])
-    axes.set_xlabel("validation loss (nats); mean and 95 % interval over seeds, each seed a stroke")
-    axes.grid(axis="x", alpha=0.3)
-    axes.margins(y=0.2)
-    for other in beside:
-        for name, points in curves.items():
-            if points:
-                other.plot(*zip(*points, strict=True), label=label(name))
-        other.set_xscale("log")
-        other.set_xlabel("tokens read")
-        other.set_ylabel("training loss (nats), first seed")
-        other.grid(alpha=0.3)
-        other.legend(fontsize="small")
-    return png(figure, 150)
+
+    def draw(figure: Any) -> None:
+        axes, *beside = figure.subplots(1, 1 + drawn, squeeze=False)[0]
+        for height, fact in enumerate(facts):
+            half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
+            axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color=COLOURS[0])
+            seeds = [row["loss"] for row in found.of(fact["cell"])]
+            axes.plot(seeds, [height] * len(seeds), "|", color=GREY, markersize=9)
+        axes.set_yticks(range(len(facts)), [label(fact["cell"]) for fact in facts])
+        axes.margins(y=0.2)
+        finish(axes, "mean and 95 % interval, each seed a stroke", "validation loss (nats)", "", legend=False)
+        for other in beside:
+            for index, (name, points) in enumerate(curves.items()):
+                if points:
+                    other.plot(
+                        *zip(*points, strict=True), color=COLOURS[index % 7], ls=DASHES[index % 7], label=label(name)
+                    )
+            finish(other, "first seed", "tokens read", "training loss (nats)", xscale="log")
+
+    return images((12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), draw)

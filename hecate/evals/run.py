@@ -16,10 +16,10 @@ from hecate.data import DataConfig, Task, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, not_known, shorten
 from hecate.evals.base import COLUMNS, PIECE, Evaluation, Given, Reader, Result
 from hecate.evals.tasks import MOST, Niah, Synthetic, encoder_of, read_text
+from hecate.figure import COLOURS, DASHES, MARKERS, finish, images, write_images
 from hecate.files import make_folder, new_folder, refusing, sweep_evaluations, write_file
-from hecate.microscope.style import COLOURS, DASHES, MARKERS, finish
 from hecate.models import LanguageModel
-from hecate.train.report import Table, csv_text, figure_type, png, table_by_position
+from hecate.train.report import Table, csv_text, table_by_position
 from hecate.train.trained import Trained, home_of, is_pretrained, open_model
 
 # Figures of papers, beside which a result stands: none was measured here, and what differs is said of each.
@@ -124,25 +124,22 @@ class Report:
         """A line for each part."""
         return csv_text((own.record() for own in self.results), COLUMNS)
 
-    def png(self) -> bytes | None:
-        """Scores by length beside chance, and the loss by position; None without matplotlib."""
-        drawn_on = figure_type()
-        if drawn_on is None:
-            return None
+    def images(self) -> dict[str, bytes]:
+        """Scores by length beside chance, and the loss by position, by ending; none without matplotlib."""
         asked = [own for own in self.results if own.metric != "loss"]
         read = [own for own in self.results if own.metric == "loss"]
-        figure = drawn_on(figsize=(6.4 * (bool(asked) + bool(read)), 4.8), layout="constrained")
-        axes = list(figure.subplots(1, bool(asked) + bool(read), squeeze=False)[0])
-        if asked:
-            _scores(axes.pop(0), asked)
-        if read:
-            _losses(axes.pop(0), read)
-        return png(figure)
+        parts = [part for part in ((_scores, asked), (_losses, read)) if part[1]]
+
+        def draw(figure: Any) -> None:
+            for axes, (part, own) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+                part(axes, own)
+
+        return images((6.4 * len(parts), 4.0), draw)
 
     def save(self, folder: Path, name: str, facts: Mapping[str, Any]) -> Path:
-        """results.json, results.csv and scores.png in the first of folder/NAME, NAME-2, ... that is free.
-        [EVAL-FILES-D1]"""
-        picture = self.png()
+        """results.json, results.csv and, with matplotlib, scores.png and scores.svg in the first of folder/NAME,
+        NAME-2, ... that is free. [EVAL-FILES-D1]"""
+        pictures = self.images()
         with refusing(f"write an evaluation into {folder}", "make room there, or choose another --out"):
             make_folder(folder)
             sweep_evaluations(folder)
@@ -152,8 +149,7 @@ class Report:
                 with new_folder(target) as fresh:
                     write_file(fresh / "results.json", self.json(facts))
                     write_file(fresh / "results.csv", self.csv())
-                    if picture is not None:
-                        write_file(fresh / "scores.png", picture)
+                    write_images(fresh / "scores", pictures)
                 return target
         raise CheckpointError(f"{folder} has no free name for an evaluation")
 
@@ -166,7 +162,7 @@ def _scores(axes: Any, results: Sequence[Result]) -> None:
         style = {"color": colour, "linestyle": DASHES[index % len(DASHES)], "marker": MARKERS[index % len(MARKERS)]}
         errors = [result.error for result in own]
         label = f"{name} ({own[0].metric})"
-        axes.errorbar(lengths, [result.score for result in own], errors, capsize=3, label=label, **style)
+        axes.errorbar(lengths, [result.score for result in own], errors, label=label, **style)
         axes.plot(lengths, [result.chance for result in own], color=colour, linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     places = sorted({result.length for result in results})

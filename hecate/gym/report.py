@@ -6,15 +6,16 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from hecate.compare.report import finite, label
+from hecate.figure import COLOURS, GREY, finish, images
 from hecate.files import make_folder, refusing, write_file
 from hecate.gym.contenders import Contender
 from hecate.gym.run import Result
 from hecate.gym.tasks import tasks
-from hecate.microscope.style import COLOURS, finish
-from hecate.train.report import Table, csv_text, figure_type, png
+from hecate.train.report import Table, csv_text
 from hecate.train.run import versions
 
 LEAST, MOST = 3e-4, 4.0
@@ -80,7 +81,7 @@ def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def write(found: Sequence[Result], out: Path) -> list[Path]:
-    """Writes gym.json, gym.csv, and gym.png where matplotlib is installed; their paths. [GYM-RUN-D1]"""
+    """Writes gym.json, gym.csv, and gym.png and gym.svg where matplotlib is installed; their paths. [GYM-RUN-D1]"""
     rows, asked = facts(found), {result.task.kind: result.task for result in found}
     told = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
     whole = {"tasks": told, "results": rows, "versions": versions()}
@@ -88,9 +89,7 @@ def write(found: Sequence[Result], out: Path) -> list[Path]:
         "gym.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
         "gym.csv": csv_text(rows, [name for name in rows[0] if name not in ("scores", "parts")]),
     }
-    image = _image(found)
-    if image is not None:
-        contents["gym.png"] = image
+    contents |= {f"gym.{ending}": image for ending, image in _images(found).items()}
     with refusing(f"write {out}", then="call the same line again"):
         make_folder(out)
         for name, content in contents.items():
@@ -98,24 +97,24 @@ def write(found: Sequence[Result], out: Path) -> list[Path]:
     return [out / name for name in contents]
 
 
-def _image(found: Sequence[Result]) -> bytes | None:
+def _images(found: Sequence[Result]) -> dict[str, bytes]:
     """A panel for each task, contenders from top to bottom; flagged ones are grey crosses."""
-    drawn_on = figure_type()
-    if drawn_on is None:
-        return None
     kinds = list(dict.fromkeys(one.task.kind for one in found))
     names = list(dict.fromkeys(one.contender for one in found))
     columns = min(3, len(kinds))
     rows = -(-len(kinds) // columns)
-    figure = drawn_on(figsize=(2.6 + 3.7 * columns, rows * (1.1 + 0.23 * len(names))), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes, kind in zip(grid.flat, kinds, strict=False):
-        _panel(axes, [one for one in found if one.task.kind == kind], names)
-    for axes in grid.flat[len(kinds) :]:
-        axes.set_visible(False)
-    grid[0, 0].set_yticks(range(len(names)), [label(name, 40) for name in names])
-    grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
-    return png(figure, 130)
+
+    def draw(figure: Any) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for axes, kind in zip(grid.flat, kinds, strict=False):
+            _panel(axes, [one for one in found if one.task.kind == kind], names)
+        for axes in grid.flat[len(kinds) :]:
+            axes.set_visible(False)
+        grid[0, 0].set_yticks(range(len(names)), [label(name, 40) for name in names])
+        grid[0, 0].set_ylim(len(names) - 0.4, -0.6)
+        figure.suptitle("dashed: chance; dotted: what is known to be reached; grey: flagged")
+
+    return images((2.6 + 3.7 * columns, rows * (1.1 + 0.23 * len(names))), draw)
 
 
 def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
@@ -128,16 +127,14 @@ def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
         height, half = names.index(one.contender), 0.0 if math.isnan(half) else half
         place = min(max(mean, LEAST), MOST) if errors else mean
         low = place - max(mean - half, LEAST) if errors else half
-        flagged = {"fmt": "x", "color": "0.55"} if one.reason else {"fmt": "o", "color": COLOURS[0]}
-        axes.errorbar(
-            place, height, xerr=[[max(low, 0.0)], [half if place == mean else 0.0]], markersize=5, capsize=2, **flagged
-        )
+        flagged = {"fmt": "x", "color": GREY} if one.reason else {"fmt": "o", "color": COLOURS[0]}
+        axes.errorbar(place, height, xerr=[[max(low, 0.0)], [half if place == mean else 0.0]], markersize=5, **flagged)
     axes.axvline(task.chance(), color=COLOURS[1], linestyle="--", linewidth=1)
     for value in task.known().values():
         axes.axvline(max(value, LEAST) if errors else value, color=COLOURS[2], linestyle=":", linewidth=1)
     limits = {"xscale": "log", "xlim": (0.8 * LEAST, 1.2 * MOST)} if errors else {"xlim": (-0.03, 1.03)}
     better = "relative error (left is better)" if errors else "accuracy (right is better)"
-    finish(axes, f"{label(task.kind)}\n{label(task.about, 200)}", better, "", legend=False, **limits)
+    finish(axes, f"{label(task.kind)}\n{fill(label(task.about, 200), 46)}", better, "", legend=False, **limits)
     axes.title.set_fontsize(9)
     axes.tick_params(labelsize=8)
 

@@ -8,14 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hecate.errors import ConfigError, install_line
-from hecate.microscope.style import COLOURS, DASHES, finish
+from hecate.errors import ConfigError
+from hecate.figure import COLOURS, DASHES, GREY, INK, PALE, figure_type, finish, styled
 
-GREY = "#d0d0d0"  # where no token can look
-RING: dict[str, Any] = {"markeredgecolor": "black", "markeredgewidth": 0.8}
+RING: dict[str, Any] = {"markeredgecolor": INK, "markeredgewidth": 0.8}
 LEGEND: dict[str, Any] = {  # below the axes, where it hides nothing
-    "loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "fontsize": 8, "frameon": False, "ncols": 3,
-    "columnspacing": 1, "handlelength": 1.8,
+    "loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 3, "columnspacing": 1, "handlelength": 1.8,
 }  # fmt: skip
 STANDS_OUT, MOST_LOOKS = 3.0, 3
 
@@ -27,29 +25,21 @@ def draw_memory(view: Any, figure: Any, *, row: int, heads: int) -> Any:
         raise ConfigError(f"there are {batch} sequences, got row {row}")
     if heads < 1:
         raise ConfigError(f"at least one head is drawn, got {heads}")
-    mapped = view.refusal is None
-    if figure is None:
-        figure = figure_type("drawing")(figsize=(13, 8.2 if mapped else 4.6), layout="constrained")
-    above, below = figure, figure
-    if mapped:
-        above, below = figure.subfigures(2, 1, height_ratios=(1.2, 1), hspace=0.04)
-        _maps(above, view, row, heads)
-    axes = below.subplots(1, 4)
-    _over_time(axes[0], view, view.norms, row, "memory: norm", "Frobenius norm")
-    _over_time(axes[1], view, view.ranks, row, "memory: effective rank", "effective rank")
-    _gates(axes[2], view, row)
-    _recall(axes[3], view, row)
-    figure.suptitle(_title(view), fontsize=12)
+    mapped, new = view.refusal is None, figure_type("drawing")
+    with styled():
+        if figure is None:
+            figure = new(figsize=(13, 8.2 if mapped else 4.6), layout="constrained")
+        below = figure
+        if mapped:
+            above, below = figure.subfigures(2, 1, height_ratios=(1.2, 1), hspace=0.04)
+            _maps(above, view, row, heads)
+        axes = below.subplots(1, 4)
+        _over_time(axes[0], view, view.norms, row, "memory: norm", "Frobenius norm")
+        _over_time(axes[1], view, view.ranks, row, "memory: effective rank", "effective rank")
+        _gates(axes[2], view, row)
+        _recall(axes[3], view, row)
+        figure.suptitle(_title(view))
     return figure
-
-
-def figure_type(what: str) -> Any:
-    """matplotlib's `Figure`; refuses what needs it where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"{what} needs matplotlib, which is not installed: {install_line('plot')}") from None
-    return Figure
 
 
 def _title(view: Any) -> str:
@@ -80,10 +70,12 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     for place, head in enumerate(shown):
         side = figure.add_subplot(grid[2 * place])
         side.imshow(share[head][:, None].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        side.grid(False)
         side.set(xticks=[], ylabel="reading token" if place == 0 else "")
         side.set_xlabel("start", fontsize=8, rotation=90)
         axis = figure.add_subplot(grid[2 * place + 1])
-        axis.set_facecolor(GREY)
+        axis.set_facecolor(PALE)
+        axis.grid(False)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
         image = axis.imshow(masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         rows, columns = outstanding(maps[head].cpu())
@@ -126,9 +118,9 @@ def _scale(maps: Tensor) -> tuple[Any, Any, str]:
     top = float(torch.quantile(past, 0.998)) if past.numel() else most
     top, beyond = top or 1.0, most > top
     if float(maps.min()) >= -1e-9 * top:
-        colours = colormaps["magma"].with_extremes(bad=GREY)
+        colours = colormaps["magma"].with_extremes(bad=PALE)
         return PowerNorm(0.5, vmin=0, vmax=top), colours, "max" if beyond else "neither"
-    colours = colormaps["PuOr_r"].with_extremes(bad=GREY)
+    colours = colormaps["PuOr_r"].with_extremes(bad=PALE)
     root, square = (lambda x: np.sign(x) * np.sqrt(np.abs(x))), (lambda x: np.sign(x) * np.square(x))
     return FuncNorm((root, square), vmin=-top, vmax=top), colours, "both" if beyond else "neither"
 
@@ -165,7 +157,7 @@ def _recall(axis: Any, view: Any, row: int) -> None:
     axis.xaxis.set_major_formatter(lambda age, _: f"{age:g}")
     low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
     axis.set_ylim(1.1 * low, 1.05)
-    axis.axhline(0, color="0.6", linewidth=0.6)
+    axis.axhline(0, color=GREY, linewidth=0.6)
     axis.legend(**LEGEND)
 
 

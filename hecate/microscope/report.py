@@ -10,8 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from hecate.errors import CheckpointError, ConfigError, HealthWarning
+from hecate.figure import figure_type
 from hecate.files import read_whole, refusing
-from hecate.microscope.draw import figure_type
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
 from hecate.nn.strength import NOTHING
@@ -108,7 +108,7 @@ def _section(view: View, figures: Sequence[Path], step: int, tokens: int) -> str
         markdown_table(
             ("memory", "norm", "effective rank", "recall, newest -> oldest", "write", "attention map"), rows
         ),
-        *(f"![{name}](figures/{path.name})" for name, path in zip(view, figures, strict=True)),
+        *(f"![{name}](figures/{path.with_suffix('.svg').name})" for name, path in zip(view, figures, strict=True)),
     ]
     return "\n\n".join(lines) + "\n"
 

@@ -7,7 +7,6 @@ scanning one-hot values beside values of 0, with the engine and the conventions 
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hecate.engine import Inputs, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, not_known
-from hecate.files import write_file
+from hecate.figure import images_of, write_images
 from hecate.microscope.draw import draw_memory
 from hecate.nn.rule import ScanArguments
 from hecate.nn.strength import Strength, write_strength
@@ -303,11 +302,8 @@ class MemoryView:
         return draw_memory(self, figure, row=row, heads=heads)
 
     def save(self, path: Path | str, *, row: int = 0, heads: int = 4) -> Path:
-        """Draws a PNG file, whole or not at all."""
-        image, path = io.BytesIO(), Path(path)
-        self.draw(row=row, heads=heads).savefig(image, dpi=120, format="png")
-        write_file(path, image.getvalue())
-        return path
+        """Draws a PNG file, and an SVG file beside it, each whole or not at all; returns the first."""
+        return write_images(Path(path), images_of(self.draw(row=row, heads=heads)))[0]
 
 
 def _of_each(name: str) -> Any:
@@ -338,7 +334,7 @@ class View(dict[str, MemoryView]):
     strength: dict[str, Strength | None] = _of_each("strength")
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
-        """A PNG file per memory, `microscope-NAME.png`; returns them."""
+        """A PNG file per memory, `microscope-NAME.png`, and an SVG beside it; returns the former."""
         folder, files = Path(folder), _file_names(list(self))
         folder.mkdir(parents=True, exist_ok=True)
         return [item.save(folder / files[name], row=row, heads=heads) for name, item in self.items()]

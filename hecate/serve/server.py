@@ -8,7 +8,8 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from socket import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,8 +27,18 @@ try:
 except ImportError:
     raise ImportError(f"a server needs starlette and uvicorn: {install_line('serve')}") from None
 
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Handler = Callable[[Http], Awaitable[Response]]
+
+
+class _Uvicorn(uvicorn.Server):
+    """Stops the application, too, where a second Ctrl-C cuts answers short."""
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
 
 class _Refused(Exception):
@@ -278,4 +289,9 @@ def serve(application: Starlette, host: str = "127.0.0.1", port: int = 8000, *, 
         ConfigError: a host beyond this machine without a key.
     """
     check_host(host, key)
-    uvicorn.run(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    config = uvicorn.Config(application, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+    server = _Uvicorn(config)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        raise SystemExit(3)  # uvicorn has said why

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hecate.cms import LevelHealth
 from hecate.errors import MESSAGE, install_line, printable
+from hecate.figure import COLOURS, DASHES, GREY, PALE, figure_type, finish, images, write_images
 from hecate.files import write_file
 from hecate.train.document import dump_yaml, short
 from hecate.train.evaluate import Positions, Score, model_health, state_leaves
@@ -34,16 +35,17 @@ STYLE = (
     ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;"
     "padding:0 1rem}table{border-collapse:collapse;display:block;overflow-x:auto}td,th{border-bottom:1px solid #8886;"
     "padding:.25rem .75rem;text-align:left}pre,code{background:#8882;border-radius:4px}pre{padding:.75rem;"
-    "overflow-x:auto}code{padding:.1rem .25rem}pre code{padding:0;background:none}img{max-width:100%;background:#fff;"
-    "border-radius:4px}"
+    "overflow-x:auto}code{padding:.1rem .25rem}pre code{padding:0;background:none}img{max-width:100%;border-radius:4px}"
 )
 """Of the HTML page: the reader's light or dark."""
+
+KINDS = {"png": "png", "svg": "svg+xml"}
 
 
 def write_report(
     trainer: Trainer, folder: Path, score: Score | None, baselines: Mapping[str, float], status: str
 ) -> None:
-    """Writes report.md and, with matplotlib, figures/*.png: on rank 0, after what every rank computes."""
+    """Writes report.md and, with matplotlib, figures: on rank 0, after what every rank computes."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
     with trainer.whole_sequences():
@@ -82,11 +84,11 @@ def html_page(text: str, folder: Path) -> str:
         picture = folder / match[1]
         inside = picture.resolve().is_relative_to(folder.resolve()) and picture.is_file() and not picture.is_symlink()
         data = base64.b64encode(picture.read_bytes()).decode() if inside else ""
-        return f'src="data:image/png;base64,{data}"' if inside else match[0]
+        return f'src="data:image/{KINDS[match[2]]};base64,{data}"' if inside else match[0]
 
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"(?m)^<!--.*-->\n?", "", text))
     title = html.escape(text.partition("\n")[0].removeprefix("# "))
-    body = re.sub(r'src="([^":]+\.png)"', inline, body)
+    body = re.sub(r'src="([^":]+\.(png|svg))"', inline, body)
     return f'<!doctype html>\n<meta charset="utf-8">\n<title>{title}</title>\n<style>{STYLE}</style>\n{body}'
 
 
@@ -222,22 +224,6 @@ def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def figure_type() -> Any:
-    """matplotlib's `Figure`; None where it is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    return Figure
-
-
-def png(figure: Any, dpi: int = 120) -> bytes:
-    """A figure as the bytes of a PNG file."""
-    image = io.BytesIO()
-    figure.savefig(image, dpi=dpi, format="png")
-    return image.getvalue()
-
-
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table as Markdown writes it; a bar in a cell does not end it."""
     lines = [header, ["---"] * len(header), *rows]
@@ -247,9 +233,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _figures(
     records: Sequence[Mapping[str, Any]], folder: Path, metric: str, baselines: Mapping[str, float], score: Score | None
 ) -> str:
-    """Draws loss.png and, for tasks, accuracy.png; the lines that show them."""
-    drawn_on = figure_type()
-    if drawn_on is None:
+    """Draws the loss and, for tasks, the accuracy; the lines that show them."""
+    if figure_type() is None:
         return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 
     def curve(event: str, key: str, scale: float) -> tuple[list[float], list[float]]:
@@ -257,19 +242,19 @@ def _figures(
         return column(known, event, "step"), [scale * value for value in column(known, event, key)]
 
     def draw(stem: str, unit: str, key: str, scale: float, levels: Mapping[str, float], **limits: Any) -> str:
-        figure = drawn_on(figsize=(6.4, 4), layout="constrained")
-        axes = figure.add_subplot()
-        if key == "validation_loss":
-            steps, losses = curve("train", "loss", scale)
-            axes.plot(steps, losses, color="0.8", linewidth=0.8, label="training batch")
-            axes.plot(steps, _smoothed(losses), color="tab:blue", label="training, smoothed")
-        axes.plot(*curve("eval", key, scale), "o-", color="tab:orange", label="validation")
-        for index, (label, value) in enumerate(levels.items()):
-            axes.axhline(value, color="0.3", linewidth=1, linestyle=("-", "--", ":")[index % 3], label=label)
-        axes.set(xlabel="step", ylabel=unit, **limits)
-        axes.legend()
-        write_file(folder / f"{stem}.png", png(figure))
-        return f"![{stem}](figures/{stem}.png)"
+        def on(figure: Any) -> None:
+            axes = figure.subplots()
+            if key == "validation_loss":
+                steps, losses = curve("train", "loss", scale)
+                axes.plot(steps, losses, color=PALE, linewidth=0.8)
+                axes.plot(steps, _smoothed(losses), color=COLOURS[0], label="training, smoothed")
+            axes.plot(*curve("eval", key, scale), "o-", color=COLOURS[1], label="validation")
+            for index, (label, value) in enumerate(levels.items()):
+                axes.axhline(value, color=GREY, linewidth=1, linestyle=DASHES[index % 7], label=label)
+            finish(axes, "", "step", unit, **limits)
+
+        write_images(folder / stem, images((6.8, 3.8), on))
+        return f"![{stem}](figures/{stem}.svg)"
 
     folder.mkdir(parents=True, exist_ok=True)
     if metric == "bits_per_byte":

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from hecate.engine import Plan, choose
-from hecate.microscope.style import COLOURS, finish, one_legend
+from hecate.figure import COLOURS, finish, one_legend
 from hecate.nn import Memory
 from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule

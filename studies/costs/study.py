@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hecate.microscope.style import COLOURS, finish, one_legend
+from hecate.figure import COLOURS, GREY, finish, one_legend
 from studies.costs.harness import Row, Size
 from studies.study import Cell, Progress, Result, Study
 
@@ -83,6 +83,6 @@ def draw(figure: Any, rows: Sequence[Row]) -> None:
         axes.barh(places, ratios, 0.38, color=COLOURS[index], label=label)
     axes.set_yticks(range(len(rows)), [f"{row.case} / {row.peer}" for row in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.axvline(1.0, color="0.3", linewidth=1)
+    axes.axvline(1.0, color=GREY, linewidth=1)
     finish(axes, "ours / peer, less is better", "ratio", "", legend=False, xscale="log")
     one_legend(figure, axes, 2)

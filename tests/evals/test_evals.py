@@ -286,7 +286,7 @@ def test_a_run_is_evaluated_into_its_folder(tmp_path):
     (checkpoint,) = (run / "checkpoints").glob("step*")
     _, second = evaluate_run(checkpoint, ["niah_1"], lengths=[800], samples=2, data=f"{tmp_path}/book.txt")
     assert second == run / "evals" / "step-2-2"
-    assert sorted(path.name for path in folder.iterdir()) == ["results.csv", "results.json", "scores.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["results.csv", "results.json", "scores.png", "scores.svg"]
     found = json.loads((folder / "results.json").read_text())
     assert found["step"] == 2 and found["results"] == [own.record() for own in report.results]
     assert {"Titans", "Hope"} == {figure["model"] for figure in found["published"]}

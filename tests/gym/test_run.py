@@ -427,4 +427,4 @@ def test_signs_of_mathematics_in_a_task_or_a_name_are_drawn_as_they_are(tmp_path
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(LinearMap, "about", "costs 3$ a_{ 2$")
     found = run([Contender("$x_{$", lambda setting, seed: dead)], [LINEAR], seeds=1)
-    assert (tmp_path / "gym.png") in report.write(found, tmp_path)
+    assert {tmp_path / "gym.png", tmp_path / "gym.svg"} <= set(report.write(found, tmp_path))

@@ -65,7 +65,7 @@ def test_a_run_gets_pictures_and_a_section_once(run, capsys):
     assert out.splitlines() == [str(figure), f"step 4, 8 tokens; report: {report}"]
     text = report.read_text(encoding="utf-8")
     assert text.startswith(before) and text.count("## Memory microscope") == 1
-    assert figure.read_bytes().startswith(b"\x89PNG") and f"](figures/{figure.name})" in text
+    assert figure.read_bytes().startswith(b"\x89PNG") and f"](figures/{figure.stem}.svg)" in text
     assert "| `blocks.0.memory` |" in text and text.rstrip().endswith(END)
 
     mine = (text.replace("## Result", "## Result of mine") + "\r\nAnd a w\u00f6rd.\r\n").encode()

@@ -422,6 +422,37 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
     assert command(tmp_path / "tree") and "tree" in capsys.readouterr().err
 
 
+STOPPED_TWICE = """
+import os, signal, threading, time
+from contextlib import asynccontextmanager
+from starlette.applications import Starlette
+from hecate.serve import server
+
+up = threading.Event()
+
+@asynccontextmanager
+async def running(_):
+    up.set()
+    yield
+    print("stopped", flush=True)
+
+def press():
+    up.wait()
+    time.sleep(1)  # uvicorn listens by then
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+
+threading.Thread(target=press).start()
+server.serve(Starlette(lifespan=running), port=0)
+"""
+
+
+def test_a_second_ctrl_c_stops_the_application_and_prints_no_traceback():
+    ended = subprocess.run([sys.executable, "-c", STOPPED_TWICE], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "stopped\n", "")
+
+
 @pytest.mark.spec("SERVE-CLI-D1")
 def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch, capsys):
     import importlib

@@ -170,7 +170,7 @@ def test_a_kill_at_any_call_of_a_file_leaves_the_old_content_or_the_new(tmp_path
 
 
 def test_only_what_killed_writers_leave_is_swept(tmp_path):
-    ours = [".tmp-step_00000001-2-33", ".tmp-config.yaml-33", ".tmp-report.html-33", ".tmp-microscope-a.0.png-1"]
+    ours = [".tmp-step_00000001-2-33", ".tmp-config.yaml-33", ".tmp-microscope-a.0.png-1", ".tmp-a.svg-1"]
     theirs = [".tmp-notes", ".tmp-data-2024", "step_00000001", ".tmp-old-step_00000001-5"]
     for name in (*ours[:1], *theirs):
         (tmp_path / name).mkdir()

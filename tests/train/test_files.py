@@ -36,7 +36,7 @@ def test_a_failed_write_leaves_the_old_content(tmp_path, monkeypatch):
 
 WRITES = re.compile(
     r"\.write_text\(|\.write_bytes\(|\bopen\([^)\n]*[\"'][rbt]*[wax+]|os\.open\(|torch\.save\(|"
-    r"\bsave_file\(|savefig\((?!image)|\bimport pickle|torch\.load\(|\bshelve\b|np\.save"
+    r"\bsave_file\(|savefig\((?!png|svg)|\bimport pickle|torch\.load\(|\bshelve\b|np\.save"
 )
 ALLOWED = {
     "files.py": {'open("x', "os.open("},

@@ -60,7 +60,12 @@ def test_what_a_run_leaves(tmp_path, figures):
     environment = json.loads((folder / "env.json").read_text())
     assert environment["versions"]["torch"] == torch.__version__ and environment["threads"] == 1
     assert [p.name for p in checkpoints(folder / "checkpoints")] == ["step_00000010", "step_00000020"]
-    assert sorted(p.name for p in (folder / "figures").iterdir()) == ["accuracy.png", "loss.png"]
+    assert sorted(p.name for p in (folder / "figures").iterdir()) == [
+        "accuracy.png",
+        "accuracy.svg",
+        "loss.png",
+        "loss.svg",
+    ]
     records = read_metrics(folder / "metrics.jsonl")
     assert [r["event"] for r in records].count("train") == 20
     assert [r["step"] for r in records if r["event"] == "eval"] == [10, 20]
@@ -68,7 +73,7 @@ def test_what_a_run_leaves(tmp_path, figures):
     for text in (
         "| a value of the row (baseline) | 0.5000 |",
         f"| **this model** | **{result.score.accuracy:.4f}",
-        "bytes, whatever its length", "![accuracy](figures/accuracy.png)", "## Settings", environment["started"],
+        "bytes, whatever its length", "![accuracy](figures/accuracy.svg)", "## Settings", environment["started"],
         "hecate train", "torch 2.",
     ):  # fmt: skip
         assert text in report, text
@@ -79,13 +84,13 @@ def test_what_a_run_leaves(tmp_path, figures):
 def test_the_page_of_a_report_needs_no_other_file(tmp_path, figures):
     folder = run(tiny(budget={"steps": 2}), tmp_path / "run").folder
     page = (folder / "report.html").read_text()
-    assert re.findall(r'(?:src|href)="([^"]{0,22})', page) == ["data:image/png;base64,"] * 2
-    for picture in (folder / "figures").iterdir():
+    assert re.findall(r'(?:src|href)="([^"]{0,26})', page) == ["data:image/svg+xml;base64,"] * 2
+    for picture in (folder / "figures").glob("*.svg"):
         assert base64.b64encode(picture.read_bytes()).decode() in page
     assert "<table>" in page and "<strong>this model</strong>" in page and "<h2>Settings</h2>" in page
     (folder / "figures/loss.png").unlink()
     (folder / "figures/loss.png").symlink_to("/etc/hostname")
-    again = html_page("# <b>\n\n![x](figures/loss.png) <script>\n\n![y](../other.png)\n", folder)
+    again = html_page("# <b>\n\n![x](figures/loss.png) <script>\n\n![y](../other.svg)\n", folder)
     assert "base64" not in again and "<script>" not in again and "<title>&lt;b&gt;</title>" in again
 
 

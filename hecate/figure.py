@@ -1,0 +1,155 @@
+"""Figures of one look, as PNG and SVG: colours for any colour vision, curves named at their ends, shaded errors, and in
+an SVG light or dark as its reader has it."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hecate.errors import ConfigError, install_line
+from hecate.files import write_file
+
+INK, GREY, PALE = "#222222", "#767676", "#dcdcdc"
+# M. Okabe and K. Ito, Color Universal Design, 2008: told apart with any colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
+DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+NAMES, GAP = 8.5, 1.4  # size of the names of curves in points, and their distance in lines
+LOOK: dict[str, Any] = {
+    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.labelcolor": INK, "grid.color": PALE,
+    "axes.spines.right": False, "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlesize": 10,
+    "errorbar.capsize": 2, "figure.titlesize": 11, "font.size": 9, "grid.linewidth": 0.6, "legend.fontsize": NAMES,
+    "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "svg.fonttype": "none",
+    "svg.hashsalt": "hecate", "text.color": INK, "xtick.color": GREY, "xtick.labelcolor": INK, "ytick.color": GREY,
+    "ytick.labelcolor": INK,
+}  # fmt: skip
+
+
+def figure_type(needed_for: str | None = None) -> Any:
+    """matplotlib's `Figure`; where it is not installed None, or a `ConfigError` that tells what needs it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        if needed_for is None:
+            return None
+        raise ConfigError(f"{needed_for} needs matplotlib, which is not installed: {install_line('plot')}") from None
+    return Figure
+
+
+def styled() -> AbstractContextManager[None]:
+    """matplotlib's settings are ours inside, whatever a user has set, and afterwards as they were."""
+    from matplotlib import style
+
+    return style.context(["default", {**LOOK, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})"}])
+
+
+def images(size: tuple[float, float], draw: Callable[[Any], object]) -> dict[str, bytes]:
+    """The files, by ending, of what `draw` puts on a figure of so many inches; none without matplotlib."""
+    new = figure_type()
+    if new is None:
+        return {}
+    with styled():
+        draw(figure := new(figsize=size, layout="constrained"))
+    return images_of(figure)
+
+
+def images_of(figure: Any) -> dict[str, bytes]:
+    """A figure's files by ending, the same bytes every time."""
+    png, svg = io.BytesIO(), io.StringIO()
+    with styled():
+        figure.savefig(png, format="png", dpi=120)
+        figure.savefig(svg, format="svg", dpi=120, metadata={"Date": None})
+    return {"png": png.getvalue(), "svg": in_the_dark(svg.getvalue()).encode()}
+
+
+def write_images(path: Path, found: dict[str, bytes]) -> list[Path]:
+    """Writes each beside the others under the path's name, whole or not at all. Raises OSError."""
+    stem = path.name.removesuffix(".png").removesuffix(".svg")
+    paths = [path.with_name(f"{stem}.{ending}") for ending in found]
+    for place, image in zip(paths, found.values(), strict=True):
+        write_file(place, image)
+    return paths
+
+
+def in_the_dark(svg: str) -> str:
+    """An SVG that has every colour in another lightness where its reader has a dark page."""
+    rules = [f"svg{{fill:{_dark('#000000')}}}"]  # what black things inherit, of which matplotlib writes no colour
+    for what, colour in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
+        rules.append(f'[style*="{what}: {colour}"]{{{what}:{_dark(colour)}!important}}')
+    style = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+    return re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n {style}", svg, count=1)
+
+
+def _dark(colour: str) -> str:
+    """The same hue, from white paper on dark paper: greys change sides, colours have less far to go."""
+    hue, light, full = colorsys.rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))
+    light = 0.93 - 0.86 * light if full < 0.1 else 0.85 - 0.55 * light
+    parts = colorsys.hls_to_rgb(hue, light, 0.8 * full)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+
+
+def curve(axes: Any, x: Any, samples: Tensor, index: int, label: str, **style: Any) -> None:
+    """Mean of samples `[seeds, points]` over x, its standard error shaded; look number `index`."""
+    mean, error = mean_and_error(samples)
+    look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7], "label": label}
+    (line,) = axes.plot(x, mean, **{**look, **style})
+    axes.fill_between(x, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
+
+
+def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
+    """Mean and standard error over the first axis, as arrays; the error of one sample is 0."""
+    count = samples.shape[0]
+    deviation = samples.std(0) if count > 1 else samples.new_zeros(samples.shape[1:])
+    return samples.mean(0).cpu().numpy(), (deviation / count**0.5).cpu().numpy()
+
+
+def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any) -> None:
+    """Title, axes with their units, and the names of curves at their ends."""
+    axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+    if legend:
+        name_curves(axes)
+
+
+def name_curves(axes: Any) -> None:
+    """Writes the name of every curve to the right of the axes, each on a line of its own, and leads to its end."""
+    axes.figure.canvas.figure.draw_without_rendering()  # lays out, so that heights are known
+    ends = []
+    for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+        line = handle if hasattr(handle, "get_xydata") else handle[0]
+        known = [point for point in line.get_xydata() if all(map(math.isfinite, point))]
+        if not known:
+            continue
+        x, y = axes.transAxes.inverted().transform(line.get_transform().transform(known[-1]))
+        ends.append((min(max(y, 0.0), 1.0), x, name, line.get_color()))
+    ends.sort(key=lambda end: end[0])
+    heights = [end[0] for end in ends]
+    gap = GAP * NAMES / 72 * axes.figure.dpi / axes.get_window_extent().height
+    above = accumulate(heights, lambda last, own: max(own, last + gap))
+    below = [*accumulate(heights[::-1], lambda last, own: min(own, last - gap))][::-1]
+    for (y, x, name, colour), up, down in zip(ends, above, below, strict=True):
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 1.2, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
+        axes.annotate(
+            name, (x, y), (1.05, (up + down) / 2), "axes fraction", "axes fraction", line, False, va="center",
+            fontsize=NAMES,
+        )  # fmt: skip
+
+
+def one_legend(figure: Any, axes: Any, columns: int) -> None:
+    """The legend of one panel, for all of them, below the figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def ticks(axes: Any, values: Sequence[float]) -> None:
+    """Marks the values of a logarithmic axis themselves, written out."""
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.minorticks_off()
