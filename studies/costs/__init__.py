@@ -6,6 +6,7 @@ from studies.costs.optimisers import optimisers
 from studies.costs.own import engines, tape
 from studies.costs.rules import biases, delta, gated_delta, mlp, titans
 from studies.costs.study import group
+from studies.costs.token import token
 
 GROUPS = {
     "linear": linear,
@@ -15,6 +16,7 @@ GROUPS = {
     "mlp": mlp,
     "biases": biases,
     "tape": tape,
+    "token": token,
     "engines": engines,
     "optim": optimisers,
 }
