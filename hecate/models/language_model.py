@@ -33,7 +33,6 @@ from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_
 from hecate.nn.parameters import blank, unheard
 from hecate.rule import MemoryConfig
 from hecate.states import State
-from hecate.tape import is_traced
 from hecate.variant import Config
 
 
@@ -253,7 +252,7 @@ class MemoryBlock(Layers):
         long as a product; None where its parts are others, or somebody listens to them."""
         parts: Any = self._modules
         norm, memory, mlp = map(parts.get, ("memory_norm", "memory", "mlp"))
-        if parts.get("levels") is not None or type(mlp) is not GatedMLP or is_traced():
+        if parts.get("levels") is not None or type(mlp) is not GatedMLP or torch.compiler.is_compiling():
             return None
         inner: Any = mlp._modules
         norms, up, down = map(inner.get, ("norm", "up", "down"))
