@@ -132,9 +132,11 @@ def _reshape(graph: Any) -> None:
 def _says_shape(node: Any) -> bool:
     """True if an operator's output has the numbers of its first input, in order."""
     x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
-    if x is None or x.shape is None or y.shape is None:
+    if any(item is None or item.shape is None or item.shape.has_unknown_dim() for item in (x, y)):
         return False
     if node.op_type == "Transpose":
         order = [at for at in node.attributes["perm"].value if x.shape[at] != 1]
         return order == sorted(order)
-    return node.op_type in ("Reshape", "Squeeze", "Unsqueeze") or (node.op_type == "Slice" and x.shape == y.shape)
+    if node.op_type == "Slice":  # a step of -1 turns them round
+        return x.shape == y.shape and (len(node.inputs) < 5 or bool((node.inputs[4].const_value.numpy() > 0).all()))
+    return node.op_type in ("Reshape", "Squeeze", "Unsqueeze")

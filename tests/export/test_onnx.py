@@ -161,6 +161,25 @@ def test_norms_are_one_operator_at_every_size():
         assert (torch.from_numpy(got) - want).abs().max() <= 10 * 2.0**-24, got
 
 
+class Ways(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        row = x.unsqueeze(1).transpose(1, 2).reshape(-1, 12)
+        return row + 1, x.view(-1, 3, 4) * 2, x.flip(1), x.transpose(1, 2), x.reshape(-1, 12).view(-1, 3, 4).squeeze(0)
+
+
+@pytest.mark.spec("ONNX-FILE-D2")
+def test_what_says_a_shape_is_said_once_and_what_moves_numbers_stays():
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    with exporting._quiet():
+        sizes = {"x": {0: torch.export.Dim("batch", min=1, max=99)}}
+        made = shorter(torch.onnx.export(Ways().eval(), (x,), dynamo=True, verbose=False, dynamic_shapes=sizes).model)
+    found = [node.op_type for node in made.graph if node.op_type != "Slice"]
+    assert sorted(found) == ["Add", "Mul", "Reshape", "Reshape", "Transpose"]  # the last output is an input
+    other = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    answers = exporting._session(onnx_ir.to_proto(made)).run(None, {"x": other.numpy()})
+    assert all(torch.equal(torch.from_numpy(got), want) for got, want in zip(answers, Ways()(other), strict=True))
+
+
 @pytest.mark.spec("ONNX-FILE-D3")
 def test_weights_in_float16_are_half_the_bytes_and_round_once(tmp_path):
     model = drawn(Memory(64, 2, "gated_delta", generator=torch.Generator().manual_seed(0), dtype=torch.float32))

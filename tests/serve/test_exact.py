@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"attention": {"kind": "attention", "conv_kernel": 4, "output_gate": True}},
     "self": {"self_reference": {}},
 }
+forms: Any = import_module("hecate.tape.exact")  # the module, behind the function
 FAST = ["gated_delta", "titans", "levels", "rwkv7", "features", "window", "self"]
 
 
@@ -110,6 +112,42 @@ def test_blocks_of_many_numbers_are_those_of_few():
     with hecate.exact():
         for block in (swiglu, lambda x: rms_norm(x, None)):
             assert torch.equal(block(x)[1:2, :5], block(x[1:2, :5]))
+
+
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_products_go_in_whole_tiles_and_functions_in_whole_vectors(monkeypatch):
+    """What other machines take other kernels for, whether or not this one does."""
+    asked: list[tuple[int, ...]] = []
+
+    def product(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append((*tile.shape, tile.is_contiguous()))
+        return tile @ weight.mT
+
+    def function(*given: Tensor) -> Tensor:
+        asked.extend((x.numel(), x.is_contiguous()) for x in given)
+        return sum(given).exp()
+
+    draws = torch.Generator().manual_seed(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", product)
+        for rows, width in ((1, 32), (5, 36), (8, 5), (70, 64)):
+            x, weight = torch.randn(rows, width, generator=draws), torch.randn(7, width, generator=draws)
+            y = forms._linear(x.T.contiguous().T, weight)
+            assert (y - x @ weight.T).abs().max() < 1e-12
+    assert len(asked) == 1 + 1 + 1 + 9
+    assert all((rows, width % 32, whole) == (8, 0, True) for rows, width, whole in asked)
+    asked.clear()
+    for shape in ((3, 5), (64,), (64, 65), (2, 64, 300)):
+        x, y = torch.randn(shape, generator=draws), torch.randn(shape[-1], generator=draws)
+        assert torch.equal(forms._flat(function, x.mT.contiguous().mT if x.dim() > 1 else x, y), (x + y).exp())
+    assert len(asked) == 2 * (1 + 1 + 1 + 3)
+    assert all(count % 64 == 0 and count <= 1 << 14 and whole for count, whole in asked)
+    asked.clear()
+    plain, x = Tensor.sum, torch.randn(6, 5, 4, generator=draws).permute(2, 1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "sum", lambda x, *axes: asked.append((x.is_contiguous(),)) or plain(x, *axes))
+        assert not (x * x).is_contiguous() and torch.equal(forms._total(x, x), plain((x * x).contiguous(), -1))
+    assert asked == [(True,)]
 
 
 @pytest.mark.slow
