@@ -114,6 +114,43 @@ def test_blocks_of_many_numbers_are_those_of_few():
             assert torch.equal(block(x)[1:2, :5], block(x[1:2, :5]))
 
 
+def differing() -> list[str]:
+    """What of torch's attention and sums of products has other bits beside other rows, in float32."""
+    draws, found, sdpa = torch.Generator().manual_seed(0), [], torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(2, 3, 70, 20, generator=draws, dtype=torch.float32) for _ in range(3))
+    ages = torch.arange(70).unsqueeze(-1) - torch.arange(70)
+    for name, seen in (("causal", ages >= 0), ("window", (ages >= 0) & (ages < 9))):
+        y = sdpa(q, k, v, is_causal=True) if name == "causal" else sdpa(q, k, v, attn_mask=seen)
+        own = [sdpa(q[:1, :, t : t + 1], k[:1, :, seen[t]], v[:1, :, seen[t]]) for t in range(70)]
+        found += [] if torch.equal(y[:1], torch.cat(own, 2)) else [name]
+    x, weight, state = (
+        torch.randn(shape, generator=draws, dtype=torch.float32) for shape in ((9, 3, 37), (37, 19), (3, 19, 37))
+    )
+    functional = torch.nn.functional
+    forms: dict[str, Any] = {
+        "einsum": lambda x: torch.einsum("bhk,hvk->bhv", x, state),
+        "linear": lambda x: functional.linear(x, weight.mT),
+        "matmul": lambda x: torch.matmul(x.unsqueeze(-2), state.mT),
+        "@": lambda x: x @ weight,
+        "bmm": lambda x: torch.bmm(x.transpose(0, 1), state.mT).transpose(0, 1),
+        "baddbmm": lambda x: torch.baddbmm(state[:, :1, :19], x.transpose(0, 1), state.mT).transpose(0, 1),
+        "pow": lambda x: x.abs() ** 0.3,
+    }
+    forms |= {name: getattr(functional, name) for name in ("silu", "softplus", "logsigmoid", "gelu", "mish", "elu")}
+    forms |= {name: getattr(torch, name) for name in "sigmoid tanh exp expm1 sin cos sinh cosh erf".split()}
+    forms |= {name: lambda x, name=name: getattr(x.abs(), name)() for name in ("log", "log1p", "rsqrt")}
+    for name, form in forms.items():
+        found += [] if torch.equal(form(x)[:1], form(x[:1])) else [name]
+    return found
+
+
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_attention_and_sums_of_products_are_those_of_a_row_alone():
+    assert {"causal", "window", "einsum", "bmm"} <= set(differing())  # without it
+    with hecate.exact():
+        assert differing() == []
+
+
 @pytest.mark.spec("TAPE-EXACT-D1")
 def test_products_go_in_whole_tiles_and_functions_in_whole_vectors(monkeypatch):
     """What other machines take other kernels for, whether or not this one does."""
