@@ -469,6 +469,7 @@ def export_(
     to: Annotated[str, typer.Option(help="safetensors, torch, dcp, hf (transformers) or onnx.")] = "safetensors",
     out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
     checkpoint: _Which = "best",
+    dtype: Annotated[str | None, typer.Option(help="Of weights with --to onnx: float32 or float16.")] = None,
 ) -> None:
     """Write the weights of a run, or of a checkpoint folder, and its config into a new folder; with --to hf the model
     and its tokenizer as transformers loads them once hecate.hf is imported; with --to onnx the model of a run, or of a
@@ -478,10 +479,12 @@ def export_(
         if not named.name:
             raise ConfigError(f"{run} has no name to make that of the new folder from; give --out")
         out = named.with_name(f"{named.name}-{to}")
+    if to == "onnx":
+        return _export_onnx(run, out, checkpoint, dtype or "float32")
+    if dtype is not None:
+        raise ConfigError(f"--dtype {dtype} and --to {to}: weights keep their dtypes there; leave --dtype out")
     if to == "hf":
         return _export_hf(run, out, checkpoint)
-    if to == "onnx":
-        return _export_onnx(run, out, checkpoint)
     from hecate.checks import expect_choice
     from hecate.train.export import FORMATS, export_weights
 
@@ -491,12 +494,12 @@ def export_(
         echo(str(written))
 
 
-def _export_onnx(run: Path, out: Path, checkpoint: str) -> None:
+def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
     try:
         from hecate.onnx import export_folder
     except ImportError as error:
         raise ConfigError(f"--to onnx: {error}") from None
-    found = export_folder(run, out, checkpoint)
+    found = export_folder(run, out, checkpoint, dtype)
     with afterwards():
         echo(f"{found.folder}: {found.step_nodes} nodes a token, within {found.error:.0e} of torch")
 

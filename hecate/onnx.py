@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ from torch.utils import _pytree as pytree
 
 from hecate import states
 from hecate.algorithm import GD
+from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
 from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
 from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
 from hecate.models import LanguageModel
 from hecate.nn.memory import rule_repr
+from hecate.readout import Ridge
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Matrix
@@ -35,14 +37,19 @@ from hecate.train.trained import home_of, open_model
 
 try:
     import onnx
+    import onnx_ir
     import onnxruntime
+    import onnxscript  # noqa: F401  # whose rewriter the next takes
 except ImportError:
     raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime: {install_line('onnx')}") from None
+
+from hecate.onnx_graph import shorter
 
 SEQUENCE, STEP = "sequence.onnx", "step.onnx"
 OPSET = 27
 TOLERANCE = 1e-5
 """Of the largest number of an output, within which ONNX Runtime has to agree with torch."""
+WeightDtype = Literal["float32", "float16"]
 _OWN = "hecate"  # domain in which torch.onnx, which knows no opset 27, is given its operator
 
 
@@ -69,7 +76,7 @@ class _Sequence(nn.Module):
         return y, *states.leaves(after).values()
 
 
-def export_folder(folder: Path | str, out: Path | str, which: str = "best") -> Exported:
+def export_folder(folder: Path | str, out: Path | str, which: str = "best", dtype: WeightDtype = "float32") -> Exported:
     """`export_onnx` of the language model of a run, a checkpoint, or a folder that `hecate export --to hf` wrote, with
     its config and its tokenizer beside it. [ONNX-FILE-D1]
 
@@ -90,10 +97,13 @@ def export_folder(folder: Path | str, out: Path | str, which: str = "best") -> E
     if not isinstance(model, LanguageModel):
         raise ConfigError(f"{folder} has trained a {type(model).__name__}; language models alone are exported")
     names = ("config.yaml", "config.json", "tokenizer.json")
-    return export_onnx(model, out, [home / name for name in names if (home / name).is_file()] if home else ())
+    beside = [home / name for name in names if (home / name).is_file()] if home else ()
+    return export_onnx(model, out, beside, dtype)
 
 
-def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) -> Exported:
+def export_onnx(
+    model: nn.Module, out: Path | str, beside: Sequence[Path] = (), dtype: WeightDtype = "float32"
+) -> Exported:
     """Writes `sequence.onnx`, tokens `[B, T]` -> logits and the state after them, and `step.onnx`, tokens `[B, 1]` and
     a state -> logits and the next state, into the new folder `out`, complete or not at all. Batch and length are open.
     [ONNX-FILE-D1]
@@ -105,14 +115,23 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
         model: a `LanguageModel`, or a layer that takes x `[B, T, d_model]` in the place of tokens.
         out: folder to make.
         beside: files that are copied into it.
+        dtype: "float16" for matrices of weights in half the bytes, each rounded once by at most 2^-11 of itself, or
+            2^-25 below 2^-14; all that is computed, and states, stay in float32. [ONNX-FILE-D3]
 
     Raises:
-        ConfigError: what does not convert, by name, or does not give what torch gives.
+        ConfigError: what does not convert, by name, or does not give what torch gives; a weight beyond float16.
         CheckpointError: `out` is there, or cannot be written.
     """
+    expect_choice(dtype, "dtype", get_args(WeightDtype))
     out, model = Path(out), deepcopy(model).float().eval()
     if out.exists():
         raise CheckpointError(f"{out} exists already; choose another --out")
+    for layer in model.modules():
+        rule = getattr(layer, "config", None)
+        if isinstance(rule, MemoryConfig) and isinstance(rule.readout, Ridge):
+            raise ConfigError(f"{_title(layer)}: queries solve systems of equations, for which ONNX has no operator")
+    if dtype == "float16":
+        _round(model)
     with torch.no_grad(), _quiet():
         _, state = model(_drawn(model, 2, 3))
         held = states.leaves(state)
@@ -123,6 +142,9 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
         whole = _converted(own, (_drawn(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
         given = (_drawn(model, 2, 1), [item.contiguous() for item in held.values()])
         step = _converted(own, given, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
+        if dtype == "float16":
+            for made in (whole, step):
+                _halve(made)
         error = _worst(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
     if not error <= TOLERANCE:
         raise ConfigError(
@@ -137,6 +159,32 @@ def export_onnx(model: nn.Module, out: Path | str, beside: Sequence[Path] = ()) 
             for path in beside:
                 write_file(folder / path.name, read_whole(path))
     return Exported(out, len(whole.graph.node), len(step.graph.node), error)
+
+
+def _round(model: nn.Module) -> None:
+    """Matrices of weights as numbers of float16, which the files then hold without another rounding."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            rounded = weight.half().float()
+            if not rounded.isfinite().all():
+                raise ConfigError(
+                    f"dtype='float16', and {name} has {weight.abs().max():.3g}, beyond its 65504: use 'float32'"
+                )
+            weight.data = rounded
+
+
+def _halve(made: Any) -> None:
+    """Matrices that are numbers of float16 in float16, each behind a cast; the converter may have computed others."""
+    casts = []
+    for held in made.graph.initializer:
+        numbers = onnx.numpy_helper.to_array(held)
+        half = numbers.astype("float16") if numbers.dtype == "float32" and numbers.ndim > 1 else None
+        if half is not None and (half == numbers).all():
+            casts.append(onnx.helper.make_node("Cast", [f"{held.name}.half"], [held.name], to=onnx.TensorProto.FLOAT))
+            held.CopyFrom(onnx.numpy_helper.from_array(half, f"{held.name}.half"))
+    nodes = [*casts, *made.graph.node]
+    del made.graph.node[:]
+    made.graph.node.extend(nodes)
 
 
 def _title(model: nn.Module) -> str:
@@ -194,12 +242,11 @@ def _converted(
     except Exception as error:  # torch's converter raises what it likes
         said = str(error.__cause__ or error).strip().splitlines()[0]
         raise ConfigError(f"{_title(own.model)} does not convert to ONNX: {said}") from None
-    made = found.model_proto  # type: ignore[union-attr]
-    if any(node.domain == _OWN for node in made.graph.node):
-        for node in made.graph.node:
-            node.domain = "" if node.domain == _OWN else node.domain
-        del made.opset_import[:]
-        made.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    made = onnx_ir.to_proto(shorter(found.model))  # type: ignore[union-attr]
+    for node in made.graph.node:
+        node.domain = "" if node.domain == _OWN else node.domain
+    del made.opset_import[:]
+    made.opset_import.append(onnx.helper.make_opsetid("", OPSET))
     onnx.checker.check_model(made)
     return made
 

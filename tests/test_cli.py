@@ -127,6 +127,7 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
          "retention, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
         (("export", "gone", "--to", "gguf"), 2,
          "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
+        (("export", "gone", "--to", "hf", "--dtype", "float16"), 2, "error: --dtype float16 and --to hf: weights keep"),
     ],
 )  # fmt: skip
 def test_errors_are_one_message_on_stderr(hecate, argv, code, message):

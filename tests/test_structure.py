@@ -37,6 +37,7 @@ FLOORS = [
         "serve",
         "serve_cli",
         "onnx",
+        "onnx_graph",
         "__main__",
     },
 ]
@@ -70,6 +71,7 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("cli", "hf"),
     ("cli", "onnx"),
     ("onnx", "hf"),
+    ("onnx", "onnx_graph"),
     ("onnx", "train"),
     ("cli", "train"),
     ("data_cli", "train"),

@@ -465,6 +465,11 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The operator as `torch.ops.higher_order.scan` of the program of one token, for runtimes without it.
     [ENG-EXPORT-D2]"""
     config, tree, _ = scan_arguments(call, tensors)
+    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
+        tree["state"] = _begun(call, tensors)
+    way: dict[str, Any] = {"engine": "sequential", "autodiff": "torch"}
+    if type(length := tree["q"].shape[1]) is int and length == 1:  # no loop
+        return [item.clone() for item in scan_answers(*whole_scan(config, **tree, **way))]
     timed = {name: tree.pop(name) for name in ("q", "k", "v", *_TIMED)}
     state = tree.pop("state")
     each, each_spec = pytree.tree_flatten(timed)
@@ -478,12 +483,8 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     def one(tokens: list[Tensor], held: Any, own: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
         given = filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
-        return whole_scan(
-            config, **given, **filled(fixed, fixed_spec, own), state=held, engine="sequential", autodiff="torch"
-        )
+        return whole_scan(config, **given, **filled(fixed, fixed_spec, own), state=held, **way)
 
-    if state is None:  # as after a token that was not written: a program has a state from its first token on
-        state = _begun(call, tensors)
     held, held_spec = pytree.tree_flatten(state)
     start = [item for item in held if isinstance(item, Tensor)]
 
@@ -493,9 +494,6 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         y, after = one(list(tokens), filled(held, held_spec, before), own)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
-    if type(rows[0].shape[0]) is int and rows[0].shape[0] == 1:
-        *after, y = step(*start, *(item[0] for item in rows), *further)
-        return [y.unsqueeze(1), *after]
     found = torch.ops.higher_order.scan(step, start, rows, tuple(further))
     return [found[-1].transpose(0, 1), *found[:-1]]
 

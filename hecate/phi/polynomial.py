@@ -346,7 +346,7 @@ def _steps(x: Tensor, degree: int) -> list[_Step]:
     for i in range(1, degree + 1):
         total, ends = comb(d + i - 1, i), sizes.cumsum(0)
         starts = ends - sizes
-        variable = torch.repeat_interleave(torch.arange(d, device=device), sizes, output_size=total)
+        variable = torch.zeros(total, dtype=torch.int64, device=device).scatter(0, starts[1:], 1).cumsum(0)
         parent = torch.arange(total, device=device) - starts[variable]
         run = torch.where(last[parent] == variable, run[parent], 0) + 1
         steps.append(_Step(parent, variable, (i / run.to(x.dtype)).sqrt(), sizes, starts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"attention": {"kind": "attention", "conv_kernel": 4, "output_gate": True}},
     "self": {"self_reference": {}},
 }
+forms: Any = import_module("hecate.tape.exact")  # the module, behind the function
 FAST = ["gated_delta", "titans", "levels", "rwkv7", "features", "window", "self"]
 
 
@@ -110,6 +112,79 @@ def test_blocks_of_many_numbers_are_those_of_few():
     with hecate.exact():
         for block in (swiglu, lambda x: rms_norm(x, None)):
             assert torch.equal(block(x)[1:2, :5], block(x[1:2, :5]))
+
+
+def differing() -> list[str]:
+    """What of torch's attention and sums of products has other bits beside other rows, in float32."""
+    draws, found, sdpa = torch.Generator().manual_seed(0), [], torch.nn.functional.scaled_dot_product_attention
+    q, k, v = (torch.randn(2, 3, 70, 20, generator=draws, dtype=torch.float32) for _ in range(3))
+    ages = torch.arange(70).unsqueeze(-1) - torch.arange(70)
+    for name, seen in (("causal", ages >= 0), ("window", (ages >= 0) & (ages < 9))):
+        y = sdpa(q, k, v, is_causal=True) if name == "causal" else sdpa(q, k, v, attn_mask=seen)
+        own = [sdpa(q[:1, :, t : t + 1], k[:1, :, seen[t]], v[:1, :, seen[t]]) for t in range(70)]
+        found += [] if torch.equal(y[:1], torch.cat(own, 2)) else [name]
+    x, weight, state = (
+        torch.randn(shape, generator=draws, dtype=torch.float32) for shape in ((9, 3, 37), (37, 19), (3, 19, 37))
+    )
+    functional = torch.nn.functional
+    forms: dict[str, Any] = {
+        "einsum": lambda x: torch.einsum("bhk,hvk->bhv", x, state),
+        "linear": lambda x: functional.linear(x, weight.mT),
+        "matmul": lambda x: torch.matmul(x.unsqueeze(-2), state.mT),
+        "@": lambda x: x @ weight,
+        "bmm": lambda x: torch.bmm(x.transpose(0, 1), state.mT).transpose(0, 1),
+        "baddbmm": lambda x: torch.baddbmm(state[:, :1, :19], x.transpose(0, 1), state.mT).transpose(0, 1),
+        "pow": lambda x: x.abs() ** 0.3,
+    }
+    forms |= {name: getattr(functional, name) for name in ("silu", "softplus", "logsigmoid", "gelu", "mish", "elu")}
+    forms |= {name: getattr(torch, name) for name in "sigmoid tanh exp expm1 sin cos sinh cosh erf".split()}
+    forms |= {name: lambda x, name=name: getattr(x.abs(), name)() for name in ("log", "log1p", "rsqrt")}
+    for name, form in forms.items():
+        found += [] if torch.equal(form(x)[:1], form(x[:1])) else [name]
+    return found
+
+
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_attention_and_sums_of_products_are_those_of_a_row_alone():
+    assert {"causal", "window", "einsum", "bmm"} <= set(differing())  # without it
+    with hecate.exact():
+        assert differing() == []
+
+
+@pytest.mark.spec("TAPE-EXACT-D1")
+def test_products_go_in_whole_tiles_and_functions_in_whole_vectors(monkeypatch):
+    """What other machines take other kernels for, whether or not this one does."""
+    asked: list[tuple[int, ...]] = []
+
+    def product(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        asked.append((*tile.shape, tile.is_contiguous()))
+        return tile @ weight.mT
+
+    def function(*given: Tensor) -> Tensor:
+        asked.extend((x.numel(), x.is_contiguous()) for x in given)
+        return sum(given).exp()
+
+    draws = torch.Generator().manual_seed(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", product)
+        for rows, width in ((1, 32), (5, 36), (8, 5), (70, 64)):
+            x, weight = torch.randn(rows, width, generator=draws), torch.randn(7, width, generator=draws)
+            y = forms._linear(x.T.contiguous().T, weight)
+            assert (y - x @ weight.T).abs().max() < 1e-12
+    assert len(asked) == 1 + 1 + 1 + 9
+    assert all((rows, width % 32, whole) == (8, 0, True) for rows, width, whole in asked)
+    asked.clear()
+    for shape in ((3, 5), (64,), (64, 65), (2, 64, 300)):
+        x, y = torch.randn(shape, generator=draws), torch.randn(shape[-1], generator=draws)
+        assert torch.equal(forms._flat(function, x.mT.contiguous().mT if x.dim() > 1 else x, y), (x + y).exp())
+    assert len(asked) == 2 * (1 + 1 + 1 + 3)
+    assert all(count % 64 == 0 and count <= 1 << 14 and whole for count, whole in asked)
+    asked.clear()
+    plain, x = Tensor.sum, torch.randn(6, 5, 4, generator=draws).permute(2, 1, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "sum", lambda x, *axes: asked.append((x.is_contiguous(),)) or plain(x, *axes))
+        assert not (x * x).is_contiguous() and torch.equal(forms._total(x, x), plain((x * x).contiguous(), -1))
+    assert asked == [(True,)]
 
 
 @pytest.mark.slow
