@@ -82,7 +82,8 @@ def write_images(path: Path, found: dict[str, bytes]) -> list[Path]:
 
 def in_the_dark(svg: str) -> str:
     """An SVG that has every colour in another lightness where its reader has a dark page."""
-    rules = [f"svg{{fill:{_dark('#000000')}}}"]  # what black things inherit, of which matplotlib writes no colour
+    ink = _dark("#000000")  # what black things inherit, of which matplotlib writes no colour
+    rules = [f"svg{{fill:{ink}}}image{{filter:invert(0.93) hue-rotate(180deg)}}"]
     for what, colour in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
         rules.append(f'[style*="{what}: {colour}"]{{{what}:{_dark(colour)}!important}}')
     style = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"

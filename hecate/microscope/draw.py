@@ -85,7 +85,7 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     figure.colorbar(image, ax=axes, label="weight of a value (root scale)", shrink=0.9, pad=0.01, extend=extend)
     figure.supxlabel(
         "implicit attention: how much of each written token's value is in each answer; ring: an earlier token that "
-        "stands out;\nstrip 'start': share of the answer that comes from the state before, white 0, black 1",
+        "stands out;\nstrip 'start': share of the answer that comes from the state before, blank 0, solid 1",
         fontsize=9,
     )
 
