@@ -91,10 +91,9 @@ def in_the_dark(svg: str) -> str:
 
 
 def _dark(colour: str) -> str:
-    """The same hue, from white paper on dark paper: greys change sides, colours have less far to go."""
+    """The same hue on dark paper: what is grey or dark changes sides, other colours come out of the shade."""
     hue, light, full = colorsys.rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))
-    light = 0.93 - 0.86 * light if full < 0.1 else 0.85 - 0.55 * light
-    parts = colorsys.hls_to_rgb(hue, light, 0.8 * full)
+    parts = colorsys.hls_to_rgb(hue, 0.93 - 0.86 * light if full < 0.1 or light < 0.3 else 0.2 + 0.6 * light, full)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
