@@ -71,6 +71,23 @@ def test_names_of_curves_that_end_together_stand_apart():
     assert all(box.x0 > found[0].axes[0].get_window_extent().x1 for box in boxes)
 
 
+def test_a_legend_stands_below_where_there_is_more_than_curves_or_no_room_beside():
+    found = []
+
+    def bars(figure):
+        axes = figure.subplots()
+        axes.bar([1, 2], [3, 4], label="bars")
+        axes.errorbar([1, 2], [3, 4], 0.1, label="curve")
+        finish(axes, "", "", "")
+        found.append(axes)
+
+    images((4, 3), bars)
+    plain = figure_type()(figsize=(4, 3))
+    draw(plain)
+    for axes in (*found, *plain.axes):
+        assert axes.get_legend() and not axes.texts
+
+
 def test_files_have_a_name_and_its_endings(tmp_path):
     given = {"png": b"1", "svg": b"2"}
     for name in ("microscope-blocks.0.memory", "a.png", "b.svg"):

@@ -70,12 +70,10 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     for place, head in enumerate(shown):
         side = figure.add_subplot(grid[2 * place])
         side.imshow(share[head][:, None].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        side.grid(False)
         side.set(xticks=[], ylabel="reading token" if place == 0 else "")
         side.set_xlabel("start", fontsize=8, rotation=90)
         axis = figure.add_subplot(grid[2 * place + 1])
         axis.set_facecolor(PALE)
-        axis.grid(False)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
         image = axis.imshow(masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         rows, columns = outstanding(maps[head].cpu())
