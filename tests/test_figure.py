@@ -44,6 +44,7 @@ def test_the_same_bytes_every_time_and_settings_stay_what_a_user_made_them():
     assert found == images((5, 3), draw)
     assert list(found) == ["png", "svg"] and found["png"].startswith(b"\x89PNG")
     assert b"<dc:date>" not in found["svg"] and b">curve 3</text>" in found["svg"]
+    assert b'id="id0"' in found["svg"] and not re.search(rb'id="[a-zA-Z]+[0-9a-f]{10}"', found["svg"])
 
 
 def test_every_colour_has_its_own_on_dark_paper():
