@@ -25,11 +25,10 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 NAMES, GAP = 8.5, 1.4  # size of the names of curves in points, and their distance in lines
 LOOK: dict[str, Any] = {
-    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.grid": True, "axes.labelcolor": INK, "grid.color": PALE,
-    "axes.spines.right": False, "axes.spines.top": False, "axes.titlelocation": "left", "axes.titlesize": 10,
-    "errorbar.capsize": 2, "figure.titlesize": 11, "font.size": 9, "grid.linewidth": 0.6, "legend.fontsize": NAMES,
+    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.titlelocation": "left",
+    "axes.titlesize": 10, "errorbar.capsize": 2, "figure.titlesize": 11, "font.size": 9, "legend.fontsize": NAMES,
     "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "svg.fonttype": "none",
-    "svg.hashsalt": "hecate", "text.color": INK, "xtick.color": GREY, "xtick.labelcolor": INK, "ytick.color": GREY,
+    "text.color": INK, "xtick.color": GREY, "xtick.labelcolor": INK, "ytick.color": GREY,
     "ytick.labelcolor": INK,
 }  # fmt: skip
 
@@ -68,7 +67,14 @@ def images_of(figure: Any) -> dict[str, bytes]:
     with styled():
         figure.savefig(png, format="png", dpi=120)
         figure.savefig(svg, format="svg", dpi=120, metadata={"Date": None})
-    return {"png": png.getvalue(), "svg": in_the_dark(svg.getvalue()).encode()}
+    return {"png": png.getvalue(), "svg": in_the_dark(numbered(svg.getvalue())).encode()}
+
+
+def numbered(svg: str) -> str:
+    """An SVG with numbers for ids: matplotlib's are digests, of a layout's last bits too, which differ by the run."""
+    for number, name in enumerate(dict.fromkeys(re.findall(r'id="([a-zA-Z]+[0-9a-f]{10})"', svg))):
+        svg = svg.replace(name, f"id{number}")
+    return svg
 
 
 def write_images(path: Path, found: dict[str, bytes]) -> list[Path]:
@@ -82,7 +88,8 @@ def write_images(path: Path, found: dict[str, bytes]) -> list[Path]:
 
 def in_the_dark(svg: str) -> str:
     """An SVG that has every colour in another lightness where its reader has a dark page."""
-    rules = [f"svg{{fill:{_dark('#000000')}}}"]  # what black things inherit, of which matplotlib writes no colour
+    ink = _dark("#000000")  # what black things inherit, of which matplotlib writes no colour
+    rules = [f"svg{{fill:{ink}}}image{{filter:invert(0.93) hue-rotate(180deg)}}"]
     for what, colour in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
         rules.append(f'[style*="{what}: {colour}"]{{{what}:{_dark(colour)}!important}}')
     style = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
@@ -90,10 +97,9 @@ def in_the_dark(svg: str) -> str:
 
 
 def _dark(colour: str) -> str:
-    """The same hue, from white paper on dark paper: greys change sides, colours have less far to go."""
+    """The same hue on dark paper: what is grey or dark changes sides, other colours come out of the shade."""
     hue, light, full = colorsys.rgb_to_hls(*(int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)))
-    light = 0.93 - 0.86 * light if full < 0.1 else 0.85 - 0.55 * light
-    parts = colorsys.hls_to_rgb(hue, light, 0.8 * full)
+    parts = colorsys.hls_to_rgb(hue, 0.93 - 0.86 * light if full < 0.1 or light < 0.3 else 0.2 + 0.6 * light, full)
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)
 
 
@@ -113,34 +119,39 @@ def mean_and_error(samples: Tensor) -> tuple[Any, Any]:
 
 
 def finish(axes: Any, title: str, xlabel: str, ylabel: str, *, legend: bool = True, **settings: Any) -> None:
-    """Title, axes with their units, and the names of curves at their ends."""
+    """Title, axes with their units, a light grid, and the names of curves."""
     axes.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
+    axes.grid(color=PALE, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
     if legend:
-        name_curves(axes)
+        _name_curves(axes)
 
 
-def name_curves(axes: Any) -> None:
-    """Writes the name of every curve to the right of the axes, each on a line of its own, and leads to its end."""
-    axes.figure.canvas.figure.draw_without_rendering()  # lays out, so that heights are known
+def _name_curves(axes: Any) -> None:
+    """Writes the name of every curve to the right of the axes, each on a line of its own, and leads to its end; a
+    legend below them where there is more than curves, or a figure whose layout makes no room."""
+    figure, (handles, names) = axes.figure.canvas.figure, axes.get_legend_handles_labels()
+    lines = [getattr(handle, "lines", (handle,))[0] for handle in handles]  # of curves, with errors or without
+    if figure.get_layout_engine() is None or not all(hasattr(line, "get_xydata") for line in lines):
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), fontsize=NAMES, frameon=False)
+        return
+    figure.draw_without_rendering()  # lays out, so that heights are known
     ends = []
-    for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-        line = handle if hasattr(handle, "get_xydata") else handle[0]
+    for line, name in zip(lines, names, strict=True):
         known = [point for point in line.get_xydata() if all(map(math.isfinite, point))]
-        if not known:
-            continue
-        x, y = axes.transAxes.inverted().transform(line.get_transform().transform(known[-1]))
-        ends.append((min(max(y, 0.0), 1.0), x, name, line.get_color()))
+        if known:
+            x, y = axes.transAxes.inverted().transform(line.get_transform().transform(known[-1]))
+            ends.append((min(max(y, 0.0), 1.0), x, name, line.get_color()))
     ends.sort(key=lambda end: end[0])
     heights = [end[0] for end in ends]
     gap = GAP * NAMES / 72 * axes.figure.dpi / axes.get_window_extent().height
     above = accumulate(heights, lambda last, own: max(own, last + gap))
     below = [*accumulate(heights[::-1], lambda last, own: min(own, last - gap))][::-1]
+    style = {"annotation_clip": False, "textcoords": "axes fraction", "xycoords": "axes fraction", "va": "center"}
+    leader = {"arrowstyle": "-", "linewidth": 1.2, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
     for (y, x, name, colour), up, down in zip(ends, above, below, strict=True):
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 1.2, "shrinkA": 1, "shrinkB": 0, "relpos": (0, 0.5)}
-        axes.annotate(
-            name, (x, y), (1.05, (up + down) / 2), "axes fraction", "axes fraction", line, False, va="center",
-            fontsize=NAMES,
-        )  # fmt: skip
+        place = (1.05, (up + down) / 2)
+        axes.annotate(name, (x, y), place, arrowprops={**leader, "color": colour}, fontsize=NAMES, **style)
 
 
 def one_legend(figure: Any, axes: Any, columns: int) -> None:

@@ -44,6 +44,7 @@ def test_the_same_bytes_every_time_and_settings_stay_what_a_user_made_them():
     assert found == images((5, 3), draw)
     assert list(found) == ["png", "svg"] and found["png"].startswith(b"\x89PNG")
     assert b"<dc:date>" not in found["svg"] and b">curve 3</text>" in found["svg"]
+    assert b'id="id0"' in found["svg"] and not re.search(rb'id="[a-zA-Z]+[0-9a-f]{10}"', found["svg"])
 
 
 def test_every_colour_has_its_own_on_dark_paper():
@@ -69,6 +70,23 @@ def test_names_of_curves_that_end_together_stand_apart():
     boxes = sorted((matplotlib.text.Text.get_window_extent(text) for text in names), key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 for low, high in pairwise(boxes))
     assert all(box.x0 > found[0].axes[0].get_window_extent().x1 for box in boxes)
+
+
+def test_a_legend_stands_below_where_there_is_more_than_curves_or_no_room_beside():
+    found = []
+
+    def bars(figure):
+        axes = figure.subplots()
+        axes.bar([1, 2], [3, 4], label="bars")
+        axes.errorbar([1, 2], [3, 4], 0.1, label="curve")
+        finish(axes, "", "", "")
+        found.append(axes)
+
+    images((4, 3), bars)
+    plain = figure_type()(figsize=(4, 3))
+    draw(plain)
+    for axes in (*found, *plain.axes):
+        assert axes.get_legend() and not axes.texts
 
 
 def test_files_have_a_name_and_its_endings(tmp_path):

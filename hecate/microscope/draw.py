@@ -70,12 +70,10 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     for place, head in enumerate(shown):
         side = figure.add_subplot(grid[2 * place])
         side.imshow(share[head][:, None].cpu().numpy(), cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        side.grid(False)
         side.set(xticks=[], ylabel="reading token" if place == 0 else "")
         side.set_xlabel("start", fontsize=8, rotation=90)
         axis = figure.add_subplot(grid[2 * place + 1])
         axis.set_facecolor(PALE)
-        axis.grid(False)
         masked = torch.where(seen, maps[head].cpu(), torch.nan)
         image = axis.imshow(masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         rows, columns = outstanding(maps[head].cpu())
@@ -85,7 +83,7 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     figure.colorbar(image, ax=axes, label="weight of a value (root scale)", shrink=0.9, pad=0.01, extend=extend)
     figure.supxlabel(
         "implicit attention: how much of each written token's value is in each answer; ring: an earlier token that "
-        "stands out;\nstrip 'start': share of the answer that comes from the state before, white 0, black 1",
+        "stands out;\nstrip 'start': share of the answer that comes from the state before, blank 0, solid 1",
         fontsize=9,
     )
 
