@@ -17,6 +17,7 @@ from hecate.rule import RULES
 from hecate.train import load_experiment, run_experiment
 from hecate.train.catalogue import VARIANTS
 from hecate.train.display import Display
+from studies.families import built
 from tests.product.examples import shipped
 from tests.ranks import run_ranks
 
@@ -40,6 +41,7 @@ def test_python_blocks_run(tmp_path, monkeypatch):
     tiny = ["budget.steps=1", "budget.batch_size=2", "budget.eval_batches=1"]
     run_experiment(load_experiment("quickstart", tiny), f"{tmp_path}/runs/mine", display=Display(quiet=True))
     export_run(f"{tmp_path}/runs/mine", f"{tmp_path}/hf-folder")
+    built("qwen3_next").save_pretrained(tmp_path / "my-qwen")
     monkeypatch.chdir(tmp_path)
     assert len(PYTHON) >= 4 and all([run_block(index) for index in range(len(PYTHON))])
 
