@@ -118,12 +118,12 @@ def test_blocks_of_many_numbers_are_those_of_few():
 def differing() -> list[str]:
     """What of torch's attention and sums of products has other bits beside other rows, in float32."""
     draws, found, sdpa = torch.Generator().manual_seed(0), [], torch.nn.functional.scaled_dot_product_attention
-    q, k, v = (torch.randn(2, 3, 100, 20, generator=draws, dtype=torch.float32) for _ in range(3))
-    ages = torch.arange(100).unsqueeze(-1) - torch.arange(100)
+    q, k, v = (torch.randn(2, 3, 300, 20, generator=draws, dtype=torch.float32) for _ in range(3))
+    ages = torch.arange(300).unsqueeze(-1) - torch.arange(300)
     for name, seen in (("causal", ages >= 0), ("window", (ages >= 0) & (ages < 9))):
         y = sdpa(q, k, v, is_causal=True) if name == "causal" else sdpa(q, k, v, attn_mask=seen)
-        own = [sdpa(q[:1, :, t : t + 1], k[:1, :, seen[t]], v[:1, :, seen[t]]) for t in range(100)]
-        found += [] if torch.equal(y[:1], torch.cat(own, 2)) else [name]
+        own = [sdpa(q[:1, :, t : t + 1], k[:1, :, seen[t]], v[:1, :, seen[t]]) for t in range(0, 300, 7)]
+        found += [] if torch.equal(y[:1, :, ::7], torch.cat(own, 2)) else [name]
     x, weight, state = (
         torch.randn(shape, generator=draws, dtype=torch.float32) for shape in ((9, 3, 37), (37, 19), (3, 19, 37))
     )
@@ -142,7 +142,7 @@ def differing() -> list[str]:
     forms |= {name: getattr(torch, name) for name in "sigmoid tanh exp expm1 sin cos sinh cosh erf".split()}
     forms |= {name: lambda x, name=name: getattr(x.abs(), name)() for name in ("log", "log1p", "rsqrt")}
     for name, form in forms.items():
-        found += [] if torch.equal(form(x)[:1], form(x[:1])) else [name]
+        found += [] if torch.equal(form(x), torch.cat([form(row) for row in x.split(1)])) else [name]
     return found
 
 
