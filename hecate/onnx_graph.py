@@ -131,8 +131,7 @@ def _reshape(graph: Any) -> None:
 
 def _says_shape(node: Any) -> bool:
     """True if an operator's output has the numbers of its first input, in order."""
-    x: Any = node.inputs[0] if node.inputs else None
-    y = node.outputs[0]
+    x, y = (*node.inputs, None)[0], node.outputs[0]
     if any(item is None or item.shape is None or item.shape.has_unknown_dim() for item in (x, y)):
         return False
     if node.op_type == "Transpose":
