@@ -343,7 +343,8 @@ def _entered(
     why = fighter.missing or task.refuses(fighter) or (f"it reads {fighter.longest:,} tokens at most" if short else "")
     if why:
         return Result(task, fighter.name, "not run", why)
-    code = sys.modules["hecate"].__version__, source_of(fighter.build or fighter.layer)
+    made = [source_of(own) for own in (fighter.build, fighter.layer) if own is not None]
+    code = sys.modules["hecate"].__version__, made
     facts = task.model_dump(mode="json"), fighter.name, dict(fighter.facts), code
 
     def cell(setting: Setting, seed: int) -> Cell:
