@@ -200,6 +200,7 @@ INTERRUPTED = """
 import atexit, runpy, signal, sys
 import hecate.terminal as terminal
 press = lambda: signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 
 class Loaded:
     def find_spec(self, name, *_):
