@@ -13,7 +13,7 @@ from hecate.checks import readable
 from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
-from hecate.figure import COLOURS, DASHES, GREY, finish, images
+from hecate.figure import COLOURS, DASHES, GREY, finish, images, one_legend
 from hecate.files import refusing, write_file
 from hecate.train.display import counted
 from hecate.train.report import Table, csv_text
@@ -106,6 +106,10 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+SHORT = 24
+"""Characters of a name that fits beside its curve."""
+
+
 def label(name: str, most: int = 80) -> str:
     """A name or a line in a figure, no formula."""
     return printable(name, most).replace("$", r"\$")
@@ -134,6 +138,9 @@ def _images(found: Comparison) -> dict[str, bytes]:
                     other.plot(
                         *zip(*points, strict=True), color=COLOURS[index % 7], ls=DASHES[index % 7], label=label(name)
                     )
-            finish(other, "first seed", "tokens read", "training loss (nats)", xscale="log")
+            short = max(len(label(name)) for name in curves) <= SHORT
+            finish(other, "first seed", "tokens read", "training loss (nats)", xscale="log", legend=short)
+            if not short:  # names on both sides would leave the axes no room
+                one_legend(figure, other, 1)
 
     return images((12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), draw)

@@ -73,7 +73,7 @@ class StateTracking(GymTask):
 
     kind: Literal["state_tracking"] = "state_tracking"
     rows: Size = Field(256, ge=1, description="Words of a seed, whose scores are averaged.")
-    width: Size = Field(32, ge=4, le=1024, description="Width of the layer.")
+    width: Size = Field(32, ge=16, le=1024, multiple_of=16, description="Width of the layer, four heads.")
     degree: int = Field(3, ge=2, le=5, description="n: what is permuted.")
     length: Size = Field(24, ge=2, le=1 << 12, description="Tokens of a word in training.")
     times: Size = Field(4, ge=1, le=64, description="Lengths of training that a judged word has.")

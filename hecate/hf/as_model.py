@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +16,20 @@ from transformers import PreTrainedModel
 
 from hecate.checks import described
 from hecate.errors import ConfigError, ShapeError
-from hecate.hf.adopted import CACHED, Adopted, rule_of
+from hecate.hf.adopted import CACHED
+
+CLOSE = 8  # units in the last place of the largest logit, in which numbers of other documents may show
+LIKE = 0.5  # power of these, within which a padded row goes on as it does alone
 
 
-class Read(NamedTuple):
-    """State of an `AsModel`: the cache of transformers, and which tokens `[B, T]` so far are there, None if all."""
+@dataclass(frozen=True)
+class Read:
+    """State of an `AsModel`: the cache of transformers, None where a document ended within the row, which nothing can
+    follow; how many tokens it has read, and which of them `[B, T]` are there, None if all. No pytree: a cache is one
+    thing."""
 
     cache: Any
+    count: int
     written: Tensor | None
 
 
@@ -30,8 +41,9 @@ class AsModel(nn.Module):
         run_experiment(config, "runs/tuned", model=AsModel(model))  # resume=True goes on after a stop
         hecate.hf.save(model, "tuned")
 
-    It is trained in place, adopted, upgraded, grafted or as it is; parameters that are frozen stay so. Documents of a
-    row are told to it by positions that begin again.
+    It is trained in place, adopted, upgraded, grafted, with LoRA of peft or as it is; parameters that are frozen stay
+    so. Documents of a row are told to it by positions that begin again. Whether a model keeps them apart, and goes on
+    from padding, it is asked with a few tokens when this is first needed.
 
     Args:
         model: of `AutoModelForCausalLM`, with its weights.
@@ -42,10 +54,13 @@ class AsModel(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        if not (isinstance(model, PreTrainedModel) and model.can_generate()):
-            raise TypeError(f"AsModel takes a causal model of transformers, got a {type(model).__name__}")
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        causal = isinstance(base, PreTrainedModel) and base.can_generate()
+        if not causal or getattr(base.config, "is_encoder_decoder", False):
+            raise TypeError(f"AsModel takes a causal model of transformers, got a {type(base).__name__}")
         self.model = model
-        self.past = "cache_params" if "cache_params" in signature(type(model).forward).parameters else "past_key_values"
+        self.past = "cache_params" if "cache_params" in signature(type(base).forward).parameters else "past_key_values"
+        self._found: dict[str, bool] = {}
 
     @property
     def config(self) -> Any:
@@ -57,35 +72,36 @@ class AsModel(nn.Module):
         reset_mask: Tensor | None = None,
     ) -> tuple[Tensor, Read | None]:  # fmt: skip
         """Logits `[B, T, vocab]`, and the state after the last token: a cache of its own for every call, None where
-        gradients are recorded or a document ends within a row. Masks are bool `[B, T]`: `write_mask` is False at
-        padding, which stands in front, `reset_mask` True where a document begins.
+        gradients are recorded. Masks are bool `[B, T]`: `write_mask` is False at padding, which stands in front,
+        `reset_mask` True where a document begins.
 
         Raises:
-            ConfigError: documents in a row of a model that would mix them, or behind a state.
+            ConfigError: documents in a row of a model that would mix them, or behind a state; padding of a model that
+                would not go on as the row alone; a model without a cache.
             ShapeError: padding between tokens, or tokens outside the vocabulary.
         """
         given: dict[str, Any] = {}
-        count = tokens.shape[1]
+        count, seen = tokens.shape[1], 0 if state is None else state.count
         apart = reset_mask is not None and bool(reset_mask[:, 1:].any())
         written = None if state is None else state.written
-        if state is not None and reset_mask is not None and bool(reset_mask.any()):
+        resets = reset_mask is not None and bool(reset_mask.any())
+        if state is not None and (resets or state.cache is None):
             raise ConfigError(CACHED)
         if write_mask is not None or written is not None:
             now = tokens.new_ones(tokens.shape, dtype=torch.bool) if write_mask is None else write_mask
-            if written is None and state is not None:
-                written = now.new_ones(len(now), state.cache.get_seq_length())
-            written = now if written is None else torch.cat([written, now], 1)
+            before = now.new_ones(len(now), seen) if written is None else written
+            written = torch.cat([before, now], 1)
             if bool((written[:, :-1] & ~written[:, 1:]).any()):
                 raise ShapeError(f"write_mask must be False in front alone, got {described(write_mask)}")
+            if not written.all():
+                self._expect("padding", "write_mask: goes on from padding otherwise than from the row alone")
             places = written.long().cumsum(1).sub(1).clamp(min=0)
             given = {"attention_mask": written.long(), "position_ids": places[:, -count:]}
         if apart and reset_mask is not None:
             if given:
                 raise ConfigError("reset_mask and write_mask: a row of several documents has no padding; leave one out")
-            self._expect_apart()
-            at = torch.arange(count, device=tokens.device)
-            begun = torch.where(reset_mask, at, 0).cummax(1).values
-            given = {"position_ids": at - begun}
+            self._expect("documents", "reset_mask: takes the documents of a row for one")
+            given = {"position_ids": _positions(reset_mask)}
         keeps = not (apart or torch.is_grad_enabled())
         if state is not None:
             given[self.past] = copy.deepcopy(state.cache)  # which the call writes into
@@ -97,13 +113,69 @@ class AsModel(nn.Module):
                 raise
             message = f"tokens must be in 0..{size - 1}, the vocabulary, got {least}..{most}"
             raise ShapeError(message) from None
-        return found.logits, Read(found[self.past], written) if keeps else None
+        if torch.is_grad_enabled():
+            return found.logits, None
+        cache = found.get(self.past) if keeps else None
+        if keeps and cache is None:
+            raise ConfigError(f"{self._name} returns no cache, and without one nothing can be read in pieces")
+        return found.logits, Read(cache, seen + count, written)
 
-    def _expect_apart(self) -> None:
-        """Refuses documents in a row of a model whose layers would take them for one."""
-        for name, module in self.model.named_modules():
-            if not isinstance(module, Adopted) and rule_of(type(module)) is not None:
-                raise ConfigError(
-                    f"reset_mask: {name} of {type(self.model).__name__} takes the documents of a row for one; "
-                    "`hecate.hf.adopt` the model first, or give each document a row of its own"
-                )
+    @property
+    def _name(self) -> str:
+        return type(self.config).__name__.removesuffix("Config")
+
+    def _expect(self, what: str, fault: str) -> None:
+        """Refuses what the model does otherwise, by a few tokens of its own."""
+        if what not in self._found:
+            try:
+                with self._asked():
+                    self._found[what] = self._keeps_apart() if what == "documents" else self._goes_on()
+            except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # what transformers says of it
+                self._found[what] = False
+        if not self._found[what]:
+            name, _, cure = fault.partition(": ")
+            raise ConfigError(
+                f"{name}: the {self._name} model {cure}; give each a row of its own, or `hecate.hf.adopt` the model "
+                "before AsModel takes it, if its layers can be adopted"
+            )
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """The model without dropout and gradients, and without a warning of what is then refused."""
+        modes = {part: part.training for part in self.model.modules()}
+        try:
+            self.model.eval()
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+
+    def _few(self, *rows: list[int]) -> Tensor:
+        embedding = self.model.get_input_embeddings()
+        return torch.tensor(rows, device=embedding.weight.device) % embedding.num_embeddings
+
+    def _keeps_apart(self) -> bool:
+        """True if the second document of a row shows nothing of the first."""
+        own = self._few([1, 2, 3, 4, 5, 6, 1, 3, 5, 2], [6, 5, 4, 1, 2, 2, 1, 3, 5, 2])
+        starts = torch.zeros(own.shape, dtype=torch.bool, device=own.device)
+        starts[:, [0, 6]] = True
+        one, two = self.model(input_ids=own, position_ids=_positions(starts), use_cache=False).logits[:, 6:]
+        return bool((one - two).abs().max() <= CLOSE * torch.finfo(one.dtype).eps * one.abs().max())
+
+    def _goes_on(self) -> bool:
+        """True if a padded row, and a token after it, are what the row alone is."""
+        self._found["padding"] = True  # while it is asked
+        row, more = self._few([1, 2, 3, 4, 5]), self._few([6])
+        there = torch.arange(8, device=row.device)[None] >= 3
+        padded, state = self.forward(torch.cat([row[:, :3], row], 1), write_mask=there)
+        alone, other = self.forward(row)
+        pairs = (padded[:, 3:], alone), (self.forward(more, state)[0], self.forward(more, other)[0])
+        return all(bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** LIKE * b.abs().max()) for a, b in pairs)
+
+
+def _positions(starts: Tensor) -> Tensor:
+    """The place of every token in its document."""
+    at = torch.arange(starts.shape[1], device=starts.device)
+    return at - torch.where(starts, at, 0).cummax(1).values

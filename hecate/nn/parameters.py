@@ -57,12 +57,21 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     return made
 
 
+_HELD = {False: {"weight"}, True: {"weight", "bias"}}  # of a norm, of a linear map
+
+
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
     """True if calls of modules, None for none, run their classes' code alone: without hooks, and unchanged."""
     for part, kind in parts:
         own = {} if part is None else part.__dict__
         if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
             return False
+        if (
+            own
+            and issubclass(kind, nn.Linear | nn.RMSNorm)
+            and not _HELD[kind is nn.Linear] <= own["_parameters"].keys()
+        ):
+            return False  # a weight that is no parameter
         if "forward" in own or "_compiled_call_impl" in own:
             return False
     return not _has_any_global_hook()

@@ -7,7 +7,7 @@ whatever the kind.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -169,5 +169,9 @@ def is_vector(name: str, p: Tensor) -> bool:
 
 def outer_layers(model: nn.Module) -> set[int]:
     """Embeddings with what is tied to them, and the output layer, by identity."""
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return embeddings | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}
+    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    # A model of transformers, which may lie within another module, tells its own.
+    parts: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
+    heads = [part.get_output_embeddings() for part in parts]
+    found |= {id(p) for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
+    return found | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hecate.data import IGNORED, Bundled
 from hecate.errors import ConfigError, ShapeError
 from hecate.evals import Evaluation, evaluate_tasks
-from hecate.hf import AdoptionWarning, AsModel, adopt, graft_mlp, save, upgrade
+from hecate.hf import AsModel, adopt, graft_mlp, save, upgrade
 from hecate.hf.as_model import Read
 from hecate.hf.tokenizer import byte_tokenizer
 from hecate.models import LanguageModel
@@ -76,11 +77,12 @@ def test_pieces_padding_and_documents_are_those_of_sequences_alone(family):
     starts = torch.zeros(2, 14, dtype=torch.bool)
     starts[:, 0] = starts[0, 6] = starts[1, 9] = True
     if family == "mamba2":  # a model that tells its layers of no documents
-        with pytest.warns(AdoptionWarning, match="a packed row"):
+        with pytest.raises(ConfigError, match="reset_mask: the Mamba2 model takes the documents of a row for one"):
             own(tokens, reset_mask=starts)
         return
     packed, state = own(tokens, reset_mask=starts)
-    assert state is None
+    with pytest.raises(ConfigError, match="several documents cannot fill a cache"):
+        own(tokens[:, :1], state)
     for row, cut in enumerate((6, 9)):
         close(packed[row, :cut], own(tokens[row : row + 1, :cut])[0][0])
         close(packed[row, cut:], own(tokens[row : row + 1, cut:])[0][0])
@@ -146,11 +148,10 @@ def test_what_it_cannot_do_is_refused():
     model = bytes_model()
     own, tokens = AsModel(model.eval()), drawn(1, 6)
     starts = torch.tensor([[True, False, False, True, False, False]])
-    with pytest.raises(
-        ConfigError, match="reset_mask: model.layers.0.linear_attn .* takes the documents of a row for one"
-    ):
+    with pytest.raises(ConfigError, match="reset_mask: the Qwen3_5Text model takes the documents of a row for one"):
         own(tokens, reset_mask=starts)
     adopt(model)
+    own = AsModel(model)
     with pytest.raises(ShapeError, match="write_mask must be False in front alone"):
         own(tokens, write_mask=~starts)
     with pytest.raises(ConfigError, match="reset_mask and write_mask"):
@@ -188,3 +189,58 @@ def test_documents_of_a_corpus_are_kept_apart_in_a_step(tmp_path):
             total += float(cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"))
             count += int((targets != IGNORED).sum())
     assert trainer.train_step().loss == pytest.approx(total / count, rel=ROUNDING)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 64}
+OTHERS = {  # sizes of a model, whether it mixes documents of a row, whether it minds padding in front
+    "OPT": ({**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "num_attention_heads": 2}, True, False),
+    "Bloom": ({**SMALL, "n_layer": 2, "n_head": 2}, True, True),  # which takes no positions
+    "Mamba": ({**SMALL, "state_size": 4}, True, True),
+    "FalconMamba": ({**SMALL, "state_size": 4}, True, True),
+    "GPT2": ({"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64}, False, False),
+    "Mistral": (
+        {**SMALL, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 4},
+        False, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+@torch.no_grad()
+def test_a_model_that_mixes_documents_or_minds_padding_is_refused(family):
+    sizes, mixes, minds = OTHERS[family]
+    model = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    model = model(getattr(transformers, f"{family}Config")(**sizes)).eval()
+    for p in model.parameters():
+        p += 0.3 * torch.randn_like(p)
+    own, tokens = AsModel(model), drawn(2, 14)
+    starts, there = torch.zeros(2, 14, dtype=torch.bool), torch.arange(14) >= torch.tensor([[0], [4]])
+    starts[0, 6] = True
+    if mixes:
+        with pytest.raises(ConfigError, match="reset_mask: .* takes the documents of a row for one"):
+            own(tokens, reset_mask=starts)
+    else:
+        close(own(tokens, reset_mask=starts)[0][0, 6:], own(tokens[:1, 6:])[0][0])
+    if minds:
+        with pytest.raises(ConfigError, match="write_mask: .* goes on from padding otherwise"):
+            own(tokens, write_mask=there)
+    else:
+        _, state = own(tokens, write_mask=there)
+        close(own(tokens[:, :1], state)[0][1], own(torch.cat([tokens[1:, 4:], tokens[1:, :1]], 1))[0][0, -1:])
+    _, state = own(tokens)
+    close(own(tokens[:, :1], state)[0], own(torch.cat([tokens, tokens[:, :1]], 1))[0][:, -1:])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
+def test_lora_is_taken_the_output_layer_is_told_and_an_encoder_is_refused():
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    tokens = drawn(1, 5)
+    with torch.no_grad():
+        assert torch.equal(AsModel(tuned)(tokens)[0], tuned(input_ids=tokens, use_cache=True).logits)
+    trainer = Trainer(load_experiment("quickstart", ["optim.optimizer.kind=muon"]), model=AsModel(llama()))
+    taken = [name for group in trainer.optimizers["muon"].param_groups for name in group["param_names"]]
+    assert taken and not any("head" in name or "embed" in name for name in taken)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    with pytest.raises(TypeError, match="a causal model of transformers, got a T5ForConditionalGeneration"):
+        AsModel(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)))
