@@ -59,8 +59,8 @@ def write_report(
         "Size": _sizes(trainer, leaves, records),
         "Settings": _settings(trainer),
         "Data": _facts(trainer.source.describe()),
-        "State after one validation sequence": _states(leaves, config.seq_len),
-        "Repeat": _commands(folder, environment),
+        "State after one validation sequence": _states(leaves, config.seq_len) if leaves else "",
+        "Repeat": _commands(folder, environment, own=trainer.own_model),
     }
     first = [
         f"# {config.name}", _outcome(trainer, environment, status), _result(metric, score, baselines),
@@ -129,9 +129,10 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
 
 
 def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
+    state = sum(leaf.nbytes for leaf in leaves.values())
     rows = {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
-        "state per sequence": f"{sum(leaf.nbytes for leaf in leaves.values()):,} bytes, whatever its length",
+        **({"state per sequence": f"{state:,} bytes, whatever its length"} if leaves else {}),
         "training tokens": f"{trainer.step * trainer.config.budget.batch_size * trainer.config.seq_len:,}",
     }
     if speeds := column(records, "train", "tokens_per_second"):
@@ -167,8 +168,10 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
 
 def _settings(trainer: Trainer) -> str:
     """The settings that are not at their defaults, and what each optimiser trained."""
-    settings = dump_yaml(short(trainer.config))
-    lines = [f"Other than the defaults; `config.yaml` has all of them.\n\n```yaml\n{settings}```\n"]
+    told, own = short(trainer.config), trainer.own_model
+    settings = dump_yaml({name: value for name, value in told.items() if not (own and name == "model")})
+    beside = f", but for those of `model`: it was the caller's {type(trainer.model).__name__}" if own else ""
+    lines = [f"Other than the defaults; `config.yaml` has all of them{beside}.\n\n```yaml\n{settings}```\n"]
     for kind, optimizer in trainer.optimizers.items():
         groups = optimizer.param_groups
         numbers = sum(p.numel() for group in groups for p in group["params"])
@@ -188,12 +191,15 @@ def _states(leaves: Mapping[str, Tensor], length: int) -> str:
     return f"{length} tokens read.\n\n" + markdown_table(("tensor", "shape", "bytes", "norm"), rows)
 
 
-def _commands(folder: Path, environment: Mapping[str, Any]) -> str:
+def _commands(folder: Path, environment: Mapping[str, Any], *, own: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     places = folder / "config.yaml", f"{folder}-again", folder
     config, again, run = (_line(shlex.quote(str(path))) for path in places)
+    lines = f"hecate train {config} --out {again}\nhecate eval {run}\nhecate generate {run}"
+    if own:
+        lines = f"run_experiment(load_experiment({str(places[0])!r}), {str(places[1])!r}, model=...)  # of hecate.train"
     return (
-        f"```\nhecate train {config} --out {again}\nhecate eval {run}\nhecate generate {run}\n```\n\nPython "
+        f"```\n{lines}\n```\n\nPython "
         f"{environment['python']}, {versions}; {environment['threads']} threads of {environment['cpus']} CPUs, "
         f"{environment['platform']}."
     )

@@ -109,6 +109,7 @@ class Trainer:
             rows=None if self.world.batch_ranks == 1 else rows,
         )
         self.context = context_of(config, self.world)
+        self.own_model = model is not None  # the caller's, of which the config does not tell
         self.model, self._objective = lay_out(config, self.world, model, self.context)
         self.optimizers = build_optimizers(self.model, config.optim)
         self.step = 0

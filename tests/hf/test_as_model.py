@@ -123,6 +123,9 @@ def test_a_run_trains_it_goes_on_to_the_bit_and_the_folder_is_that_of_transforme
         assert torch.equal(one, two), name
     assert all(torch.equal(whole.get_parameter(name), p) for name, p in frozen.items())
     assert result.status == "finished"
+    report = (tmp_path / "whole" / "report.md").read_text()
+    assert "but for those of `model`: it was the caller's AsModel" in report and "model=...)" in report
+    assert "d_model" not in report and "state per sequence" not in report and "hecate generate" not in report
     other = AsModel(made())
     other.load_state_dict(read_weights(tmp_path / "whole", "newest"))
     save(whole, tmp_path / "folder")
