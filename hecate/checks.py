@@ -83,6 +83,13 @@ def _not_taken(name: str, known: Sequence[str], given: Iterable[str], fields: Se
     return ArgumentError(f"{name} takes no argument {word!r}{not_known(word, known, hint)}")
 
 
+def outside_vocabulary(tokens: Tensor, size: int) -> ShapeError | None:
+    """The error for tokens that are not in 0..size - 1; None where all are."""
+    least, most = map(int, tokens.aminmax())
+    message = f"tokens must be in 0..{size - 1}, the vocabulary, got {least}..{most}"
+    return None if 0 <= least and most < size else ShapeError(message)
+
+
 def described(given: object) -> str:
     """Dtype and shape of a tensor, else what it is, for an error."""
     if isinstance(given, Tensor):

@@ -1,6 +1,6 @@
 """Training data: byte-level text, token shards and synthetic tasks, as an open family of configs."""
 
-from hecate.data.base import IGNORED, Batch, DataConfig, Loader, Source, stream
+from hecate.data.base import IGNORED, Batch, DataConfig, Loader, Source, places_of, stream
 from hecate.data.mad import MADCompression, MADFuzzyRecall, MADMemorization, MADNoisyRecall, MADRecall, MADSelectiveCopy
 from hecate.data.tasks import MQAR, Copy, ModularCounting, Parity, Permutations, Retrieval, Task, TaskSource
 from hecate.data.text import Bundled, NGrams, Text, TextSource, fit_ngrams
@@ -11,5 +11,5 @@ __all__ = [
     "IGNORED", "MQAR", "Batch", "Bundled", "Bytes", "Copy", "DataConfig", "FileTokenizer", "Loader", "MADCompression",
     "MADFuzzyRecall", "MADMemorization", "MADNoisyRecall", "MADRecall", "MADSelectiveCopy", "ModularCounting", "NGrams",
     "Parity", "Permutations", "Retrieval", "Source", "Task", "TaskSource", "Text", "TextSource", "TokenSource",
-    "Tokenizer", "Tokens", "fit_ngrams", "stream",
+    "Tokenizer", "Tokens", "fit_ngrams", "places_of", "stream",
 ]  # fmt: skip

@@ -23,6 +23,12 @@ Split = Literal["train", "validation"]
 Metric = Literal["bits_per_byte", "perplexity", "accuracy"]
 
 
+def places_of(starts: Tensor) -> Tensor:
+    """Number of tokens before each in its document, by where documents begin in rows `[B, T]`: int64 `[B, T]`."""
+    places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
+    return places - torch.where(starts, places, 0).cummax(1).values
+
+
 class Batch(NamedTuple):
     """Tokens and targets, both int64 `[B, T]`; `targets[b, t]` follows `tokens[b, :t+1]`.
 

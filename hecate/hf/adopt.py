@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from hecate.checks import expect_choice
+from hecate.data import places_of
 from hecate.engine import EngineName, memory_scan
 from hecate.errors import ConfigError
 from hecate.hf.adopted import ENGINE, KERNELS, STARTS, Adopted, adopted, become, document_starts, official, rule_of
@@ -226,11 +227,5 @@ def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         warnings.warn(f"a packed row: {leak}", AdoptionWarning, stacklevel=2)
     kwargs = {**kwargs, STARTS: starts}
     if given.get("position_ids") is None and given.get("attention_mask") is None:
-        kwargs["position_ids"] = _positions(starts)
+        kwargs["position_ids"] = places_of(starts)
     return args, kwargs
-
-
-def _positions(starts: Tensor) -> Tensor:
-    """`[B, T]`, from 0 in every document."""
-    places = torch.arange(starts.shape[1], device=starts.device).expand(starts.shape)
-    return places - torch.where(starts, places, 0).cummax(1).values

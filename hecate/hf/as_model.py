@@ -14,12 +14,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hecate.checks import described
+from hecate.checks import described, outside_vocabulary
+from hecate.data import places_of
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf.adopted import CACHED
 from hecate.tape.bridge import without_autocast
 
 CLOSE = 8  # units in the last place of the largest logit, by which rounding may differ between documents' neighbours
+
+FAULTS = {  # of a model, by the mask that it does not keep to
+    "reset_mask": "takes the documents of a row for one",
+    "write_mask": "goes on from padding otherwise than from the row alone",
+}
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,7 @@ class AsModel(nn.Module):
         count, seen = tokens.shape[1], 0 if state is None else state.count
         apart = reset_mask is not None and bool(reset_mask[:, 1:].any())
         written = None if state is None else state.written
-        resets = reset_mask is not None and bool(reset_mask.any())
-        if state is not None and (resets or state.cache is None):
+        if state is not None and (state.cache is None or (reset_mask is not None and bool(reset_mask.any()))):
             raise ConfigError(CACHED)
         if write_mask is not None or written is not None:
             now = tokens.new_ones(tokens.shape, dtype=torch.bool) if write_mask is None else write_mask
@@ -94,25 +99,21 @@ class AsModel(nn.Module):
             if bool((written[:, :-1] & ~written[:, 1:]).any()):
                 raise ShapeError(f"write_mask must be False in front alone, got {described(write_mask)}")
             if not written.all():
-                self._expect("padding", "write_mask: goes on from padding otherwise than from the row alone")
+                self._expect("write_mask")
             places = written.long().cumsum(1).sub(1).clamp(min=0)
             given = {"attention_mask": written.long(), "position_ids": places[:, -count:]}
         if apart and reset_mask is not None:
             if given:
                 raise ConfigError("reset_mask and write_mask: a row of several documents has no padding; leave one out")
-            self._expect("documents", "reset_mask: takes the documents of a row for one")
-            given = {"position_ids": _positions(reset_mask)}
+            self._expect("reset_mask")
+            given = {"position_ids": places_of(reset_mask)}
         keeps = not (apart or torch.is_grad_enabled())
         if state is not None:
             given[self.past] = copy.deepcopy(state.cache)  # which the call writes into
         try:
             found = self.model(input_ids=tokens, use_cache=keeps, **given)
-        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
-            size, (least, most) = self.model.get_input_embeddings().num_embeddings, map(int, tokens.aminmax())
-            if 0 <= least and most < size:
-                raise
-            message = f"tokens must be in 0..{size - 1}, the vocabulary, got {least}..{most}"
-            raise ShapeError(message) from None
+        except IndexError as error:  # on the CPU, as in `LanguageModel.embedded`
+            raise outside_vocabulary(tokens, self.model.get_input_embeddings().num_embeddings) or error from None
         if torch.is_grad_enabled():
             return found.logits, None
         cache = found.get(self.past) if keeps else None
@@ -124,19 +125,18 @@ class AsModel(nn.Module):
     def _name(self) -> str:
         return type(self.config).__name__.removesuffix("Config")
 
-    def _expect(self, what: str, fault: str) -> None:
-        """Refuses what the model does otherwise, by a few tokens of its own."""
-        if what not in self._found:
+    def _expect(self, mask: str) -> None:
+        """Refuses a mask that the model does not keep to, by a few tokens of its own."""
+        if mask not in self._found:
             try:
                 with self._asked():
-                    self._found[what] = self._keeps_apart() if what == "documents" else self._goes_on()
+                    self._found[mask] = self._keeps_apart() if mask == "reset_mask" else self._goes_on()
             except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # what transformers says of it
-                self._found[what] = False
-        if not self._found[what]:
-            name, _, cure = fault.partition(": ")
+                self._found[mask] = False
+        if not self._found[mask]:
             raise ConfigError(
-                f"{name}: the {self._name} model {cure}; give each a row of its own, or `hecate.hf.adopt` the model "
-                "before AsModel takes it, if its layers can be adopted"
+                f"{mask}: the {self._name} model {FAULTS[mask]}; give each a row of its own, or `hecate.hf.adopt` the "
+                "model before AsModel takes it, if its layers can be adopted"
             )
 
     @contextmanager
@@ -162,12 +162,12 @@ class AsModel(nn.Module):
         own = self._few([1, 2, 3, 4, 5, 6, 1, 3, 5, 2], [6, 5, 4, 1, 2, 2, 1, 3, 5, 2])
         starts = torch.zeros(own.shape, dtype=torch.bool, device=own.device)
         starts[:, [0, 6]] = True
-        one, two = self.model(input_ids=own, position_ids=_positions(starts), use_cache=False).logits[:, 6:]
+        one, two = self.model(input_ids=own, position_ids=places_of(starts), use_cache=False).logits[:, 6:]
         return bool((one - two).abs().max() <= CLOSE * torch.finfo(one.dtype).eps * one.abs().max())
 
     def _goes_on(self) -> bool:
         """True if a padded row, and a token after it, are what the row alone is."""
-        self._found["padding"] = True  # while it is asked
+        self._found["write_mask"] = True  # while it is asked
         row, more = self._few([1, 2, 3, 4, 5]), self._few([6])
         there = torch.arange(8, device=row.device)[None] >= 3
         padded, state = self.forward(torch.cat([row[:, :3], row], 1), write_mask=there)
@@ -175,9 +175,3 @@ class AsModel(nn.Module):
         pairs = (padded[:, 3:], alone), (self.forward(more, state)[0], self.forward(more, other)[0])
         # Sums are in another order, whose rounding grows from layer to layer: half of the digits have to agree.
         return all(bool((a - b).abs().max() <= torch.finfo(a.dtype).eps ** 0.5 * b.abs().max()) for a, b in pairs)
-
-
-def _positions(starts: Tensor) -> Tensor:
-    """The place of every token in its document."""
-    at = torch.arange(starts.shape[1], device=starts.device)
-    return at - torch.where(starts, at, 0).cummax(1).values

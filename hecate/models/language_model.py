@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hecate.checks import MAX_SIZE, Depth, Size, check_shapes, named
+from hecate.checks import MAX_SIZE, Depth, Size, check_shapes, named, outside_vocabulary
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -379,11 +379,8 @@ class LanguageModel(nn.Module):
         """Input of the first block `[B, T, d_model]`; `ShapeError` for tokens outside the vocabulary."""
         try:
             return self.scaled(self.embedding(tokens))
-        except IndexError:  # on the CPU; a GPU reports it by itself, later and less clearly
-            least, most = map(int, tokens.aminmax())
-            raise ShapeError(
-                f"tokens must be in 0..{self.embedding.num_embeddings - 1}, the vocabulary, got {least}..{most}"
-            ) from None
+        except IndexError as error:  # on the CPU; a GPU reports it by itself, later and less clearly
+            raise outside_vocabulary(tokens, self.embedding.num_embeddings) or error from None
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows of the embedding as the blocks read them: the tied head needs small ones, the blocks unit scale."""

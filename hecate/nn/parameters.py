@@ -57,7 +57,7 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     return made
 
 
-_HELD = {False: {"weight"}, True: {"weight", "bias"}}  # of a norm, of a linear map
+_READ = {"Linear": {"weight", "bias"}, "RMSNorm": {"weight"}}  # parameters that a token takes, by the class's name
 
 
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
@@ -66,11 +66,7 @@ def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
         own = {} if part is None else part.__dict__
         if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
             return False
-        if (
-            own
-            and issubclass(kind, nn.Linear | nn.RMSNorm)
-            and not _HELD[kind is nn.Linear] <= own["_parameters"].keys()
-        ):
+        if own and (read := _READ.get(kind.__name__)) and not read <= own["_parameters"].keys():
             return False  # a weight that is no parameter
         if "forward" in own or "_compiled_call_impl" in own:
             return False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hecate.cms import CMS, LevelHealth
-from hecate.data import IGNORED, Batch, Source
+from hecate.data import IGNORED, Batch, Source, places_of
 from hecate.distributed import World
 from hecate.distributed.context import piece
 from hecate.distributed.shard import unsharded
@@ -165,10 +165,9 @@ def loss_by_position(
 
 def _places(batch: Batch) -> Tensor:
     """Number of tokens before each in its document, or in its row: int64 `[B, T]`."""
-    places = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     if batch.resets is None:
-        return places
-    return places - torch.where(batch.resets, places, 0).cummax(1).values
+        return torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    return places_of(batch.resets)
 
 
 def _own_part(batch: Batch, world: World) -> Batch:

@@ -19,11 +19,13 @@ import pytest
 import hecate.compare.run as runs
 import hecate.compare.worker as worker
 from hecate.compare import Budget, cells_of, holm, interval, pairs
-from hecate.compare.cells import check_once, seeds_of
+from hecate.compare.cells import Cell, check_once, seeds_of
+from hecate.compare.report import _images
+from hecate.compare.run import Comparison
 from hecate.compare.statistics import critical, paired, tail
 from hecate.data import Loader
 from hecate.errors import ConfigError, NonFiniteError
-from hecate.train import Trainer
+from hecate.train import Trainer, load_experiment
 
 TINY = """
 name: tiny
@@ -284,3 +286,16 @@ def test_a_plan_states_runs_steps_and_hours(base: str, tmp_path: Path):
     row = next(line.split() for line in done.stdout.splitlines() if line.startswith("memory=delta"))
     assert row[1:3] == ["4", "200"] and "hours of training" in done.stdout  # two seeds and two rates on one other
     assert not (tmp_path / "out" / "runs").exists()
+
+
+def test_names_as_long_as_settings_leave_the_figure_its_room():
+    """Else matplotlib warns that axes have collapsed, and warnings are errors here."""
+    pytest.importorskip("matplotlib")
+    config = load_experiment("quickstart")
+    cells = [Cell(f"memory.kind=gated_delta, optim.optimizer.kind=adamw, {'x' * 28} {n}", (), config) for n in (0, 1)]
+    names = "lr", "steps", "tokens", "parameters", "state_bytes", "flops", "tokens_per_second", "seconds"
+    known: dict[str, Any] = dict.fromkeys(names, 1)
+    curve = [[10, 3.0], [100, 2.0]]
+    row = {**known, "loss": 1.0, "status": "finished", "metric": "bits_per_byte", "bits_per_byte": 1.4, "curve": curve}
+    found = Comparison(cells, [{**row, "cell": cell.label} for cell in cells], [], [], [])
+    assert set(_images(found)) == {"png", "svg"}

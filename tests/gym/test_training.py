@@ -130,3 +130,9 @@ def test_training_that_diverges_is_told():
 
     (row,) = run([Explodes], [SHORT], seeds=1)
     assert (row.verdict, row.reason) == ("diverged", "with every setting")
+
+
+@pytest.mark.parametrize("width", [4, 20, 34])
+def test_widths_that_four_heads_with_rotary_channels_cannot_share_are_refused(width):
+    with pytest.raises(ConfigError, match="width"):
+        StateTracking(width=width)

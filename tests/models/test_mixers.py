@@ -101,6 +101,20 @@ def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype):
             hook.remove()
 
 
+@pytest.mark.spec("NN-MEM-I13")
+@pytest.mark.parametrize("path", ["mlp.up", "mlp.down", "mlp.norm", "memory_norm", "memory.qkv", "memory.out"])
+@torch.no_grad()
+def test_a_token_alone_takes_weights_that_are_no_parameters(path):
+    model, tokens = model_of(memory=GATED), tokens_of()
+    _, state = model(tokens[:, :5])
+    want, _ = model(tokens[:, 5:6], state)
+    part = model.blocks[0].get_submodule(path)
+    weight = part.weight.detach()
+    del part.weight
+    part.register_buffer("weight", weight)
+    assert torch.equal(model(tokens[:, 5:6], state)[0], want)
+
+
 def test_the_levels_stand_around_the_blocks_formula():
     model, tokens = model_of(**MIXERS["hope"][0]), tokens_of()
     x = model.embedding.weight[tokens] * 8**0.5
