@@ -140,7 +140,7 @@ def test_many_short_documents_are_walked_through(monkeypatch) -> None:
 def test_every_card_and_width_has_launches() -> None:
     for card, width, momentum in product((75, 80, 89, 90, 100), (1, 64, 65, 128, 129, 256), (False, True)):
         for exact, linear in (("bf16", True), ("bf16", False), ("tf32x3", True)):
-            chunks = table.chunks_of(width, exact, channels=False, linear=linear)
+            chunks = table.chunks_of(width, exact, linear=linear)
             assert chunks.narrow == (exact == "bf16" and linear and width <= 128)
             assert chunks.segment % chunks.size == 0 and (chunks.size == chunks.segment) == chunks.narrow
             walks = table.walked(card, 200, width, momentum=momentum, narrow=chunks.narrow, whole=not linear)

@@ -38,13 +38,14 @@ class Card(NamedTuple):
 CARDS = {80: Card(163 * 1024, 164 * 1024), 90: Card(227 * 1024, 228 * 1024)}
 # Programs that a multiprocessor of sm_90 holds at once, at states of 64 x 64 in bfloat16. One that walks a sequence
 # waits for its own last result most of the time, so that two are twice as fast; a token in place is over at once.
-BESIDE = {"forward": 2, "channel_tokens": 2, "tokens": 1, "gates": 1, "backward": 1, "factors": 1, "channel_factors": 2}
+BESIDE = {"forward": 2, "channel_tokens": 1, "tokens": 1, "gates": 1, "backward": 1, "factors": 1, "channel_factors": 1}
 IN_PLACE = 4
 # Instructions and barriers of a turn of 64 tokens of a walk, by its case. Rows one by one took 16540 and 728 forward.
 TURNS = {
     "gated_delta_documents": {"scan": (1200, 24), "pull": (1100, 10)},
     "delta": {"scan": (1200, 24), "pull": (1100, 10)}, "gated_delta": {"scan": (1200, 24), "pull": (1100, 10)},
     "momentum": {"scan": (1400, 24), "pull": (1450, 14)}, "masks": {"scan": (1400, 24), "pull": (1600, 14)},
+    "kda": {"scan": (1100, 24), "pull": (900, 10)},
     "wide": {"scan": (1600, 28), "pull": (1400, 14)}, "wide_momentum": {"scan": (1450, 24), "pull": (1600, 14)},
 }  # fmt: skip
 

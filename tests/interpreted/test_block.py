@@ -129,9 +129,12 @@ WIDE = [  # of what `test_every_timing` and `trial` take
     ("gd", "with_step", "before", "l2", {"length": 80, "borders": [0, 5, 6, 6, 80]}),
     ("gd", "before_gradient", "after", "dot", {"length": 65, "masked": True}),
     ("momentum", "with_step", "before", "l2", {"length": 1}),
+    ("gd", "before_gradient", "after", "l2", {"length": 150, "masked": True, "general": True, "channels": True}),
+    ("gd", "with_step", "before", "dot", {"length": 80, "borders": [0, 5, 6, 6, 80], "channels": True}),
     *(pytest.param(*timing, {"length": 150, "masked": True, "general": timing[3] == "l2"}, marks=SLOW)
       for timing in TIMINGS),
     *(pytest.param(*TIMINGS[at], {"length": 130, "borders": [0, 64, 65, 130]}, marks=SLOW) for at in (1, 6, 9, 15)),
+    *(pytest.param(*timing, {"length": 90, "masked": True, "channels": True}, marks=SLOW) for timing in TIMINGS[:8]),
 ]  # fmt: skip
 
 
@@ -145,12 +148,12 @@ def test_chunks_of_a_segment(algorithm: str, order: str, read: str, bias: str, g
 
 
 @pytest.mark.spec("ENG-TRITON-D10")
-@pytest.mark.parametrize("algorithm", ["gd", "momentum"])
-def test_equal_keys_at_full_steps(algorithm: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("algorithm", "channels"), [("gd", False), ("momentum", False), ("gd", True)])
+def test_equal_keys_at_full_steps(algorithm: str, channels: bool, request: pytest.FixtureRequest) -> None:
     config = {"bias": "l2", "retention": "decay", "algorithm": algorithm}
-    trial(config, length=40, adverse=True, heads=1)
+    trial(config, length=40, adverse=True, heads=1, channels=channels)
     request.getfixturevalue("wide")
-    trial(config, length=150, adverse=True, heads=1)
+    trial(config, length=150, adverse=True, heads=1, channels=channels)
 
 
 @triton.jit
@@ -160,23 +163,26 @@ def rounded(x, DT: tl.constexpr):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
-ROUNDED = [
-    {"retention": "decay", "algorithm": "momentum"},
-    *(pytest.param(fields, marks=SLOW) for fields in (
+ROUNDED = [  # of a config, and whether retain is one of each channel
+    ({"retention": "decay", "algorithm": "momentum"}, False),
+    ({"retention": "decay", "decay_order": "before_gradient"}, True),
+    *(pytest.param(fields, False, marks=SLOW) for fields in (
         {"bias": "dot", "retention": "decay"}, {}, {"retention": "decay", "read": "before"},
         {"retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient"})),
+    pytest.param({"bias": "dot", "retention": "decay", "read": "before"}, True, marks=SLOW),
 ]  # fmt: skip
 
 
 @pytest.mark.spec("ENG-TRITON-D10", "ENG-TRITON-I1")
-@pytest.mark.parametrize("fields", ROUNDED)
+@pytest.mark.parametrize(("fields", "channels"), ROUNDED)
 def test_operands_in_bfloat16_pass_the_gate(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch, wide: None
+    fields: dict[str, Any], channels: bool, monkeypatch: pytest.MonkeyPatch, wide: None
 ) -> None:
     monkeypatch.setattr(factors, "narrowed", rounded)
     monkeypatch.setattr(scan, "narrowed", rounded)
     config = MemoryConfig.model_validate(fields)
-    assert distrust(config, ("reset",), torch.bfloat16, "cpu", (64, 64)) is None
+    flags = ("channels",) if channels else ("reset",)
+    assert distrust(config, flags, torch.bfloat16, "cpu", (64, 64)) is None
 
 
 @triton.jit
@@ -199,7 +205,7 @@ def test_the_gate_sees_an_inverse_that_random_keys_hide(monkeypatch: pytest.Monk
 
 
 CHANNELS = [  # of a bias, an order, a read, and a length
-    ("l2", "before_gradient", "after", 35), ("huber", "with_step", "before", 19), ("dot", "with_step", "after", 1),
+    ("l2", "before_gradient", "after", 70), ("huber", "with_step", "before", 19), ("dot", "with_step", "after", 1),
     *(pytest.param(bias, order, read, 20, marks=SLOW)
       for bias, order, read in product(["dot", "l2", "kl"], ["with_step", "before_gradient"], ["after", "before"])),
 ]  # fmt: skip
@@ -209,7 +215,7 @@ CHANNELS = [  # of a bias, an order, a read, and a length
 def test_retain_of_each_channel(bias: str, order: str, read: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("hecate.engine.triton.loops.Loop")  # the blocks take it
     config = {"bias": bias, "retention": "decay", "decay_order": order, "read": read}
-    trial(config, length=length, widths=(12, 20), masked=length > 1, general=length == 35, channels=True)
+    trial(config, length=length, widths=(12, 20), masked=length > 1, general=length == 70, channels=True)
 
 
 FEATURES = [  # phi, key_norm, the ceiling of steps that its keys allow, and whether retain is one of each channel

@@ -17,7 +17,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import Documents, Launch, card_of, chunks_of, launched, walked
+from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, launched, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -52,7 +52,7 @@ class Scan:
         self.channels = retain is not None and retain.dim() > given.lr.dim()
         self.bias = tiles_of(config.bias, turned=True)
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
-        self.chunks = chunks_of(self.width, exact, channels=self.channels, linear=linear)
+        self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, moving, narrow = (card, self.height, self.width), slots != [], self.chunks.narrow
         self.rest = launched(*sizes, momentum=moving)
         self.walks = walked(*sizes, momentum=moving, narrow=narrow, whole=not self.bias.apart)
@@ -72,6 +72,7 @@ class Scan:
             "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
             "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
             "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
+            "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
 
     def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
@@ -163,19 +164,18 @@ class Scan:
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
-        spans = self.documents.spans
+        spans, segment = self.documents.spans, self.chunks.segment
         restart = self.memory if self.restart is None else self.restart
         g0, y0, gz, gv = *self.documents.met(g0, y0, gz), gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
-            channel_tokens[grid](
+            channel_tokens[(grid[0] * (segment // BLOCK),)](
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, **self.told(channel_tokens, self.walks.pull),
+                self.count, **self.told(channel_tokens, self.rest.tokens, C=BLOCK, LOG=BLOCK.bit_length() - 1),
             )  # fmt: skip
             return grads
         sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
-        segment = self.chunks.segment
         for of in ("queries", "keys") if self.rest.apart else ("both",):
             tokens[grid](
                 *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,

@@ -86,7 +86,7 @@ def _record_shapes(
     forms, segment, dtype = config_of(rule).forms, SEGMENT, memory.dtype
     if exact is not None:
         linear = forms.target or forms.error
-        chunks = chunks_of(memory.shape[-1], exact, channels=retain.dim() == v.dim(), linear=linear)
+        chunks = chunks_of(memory.shape[-1], exact, linear=linear)
         segment, dtype = chunks.segment, torch.bfloat16 if chunks.narrow and not interpreting() else dtype
     kept = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not forms.target

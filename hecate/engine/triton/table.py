@@ -89,19 +89,17 @@ class Chunks(NamedTuple):
     narrow: bool
 
 
-def chunks_of(width: int, exact: str, *, channels: bool, linear: bool) -> Chunks:
-    """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear and retain a number
-    of the token; what rows follow one another for, or needs more digits, goes by blocks."""
-    narrow = exact == "bf16" and linear and not channels and width <= 128
-    segment = kept_every(width, exact, channels=channels)
+def chunks_of(width: int, exact: str, *, linear: bool) -> Chunks:
+    """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear; what rows follow
+    one another for, or needs more digits, goes by blocks."""
+    narrow = exact == "bf16" and linear and width <= 128
+    segment = kept_every(width, exact)
     return Chunks(segment if narrow else BLOCK, segment, narrow)
 
 
-def kept_every(width: int, exact: str, *, channels: bool) -> int:
+def kept_every(width: int, exact: str) -> int:
     """Tokens between kept states, which are those of a program of the backward pass: as many as a card has room for
-    beside keys of a width in a precision; where retain is one of each phi channel, those of a block."""
-    if channels:
-        return BLOCK
+    beside keys of a width in a precision."""
     return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
 
 
