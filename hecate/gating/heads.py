@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, softplus
 
 from hecate.checks import Size
-from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written
 from hecate.tape.ops import unit
 from hecate.variant import Config
 
@@ -116,9 +115,7 @@ class Heads(Gating):
         start = getattr(self, name.removesuffix(".bias")).start
         return torch.full(shape, logit(start), dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         seen, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(made.gates)
         v = made.v
         for name in ("erase", "write", "retain_value", "value"):
@@ -158,7 +155,7 @@ def inverse_softplus(value: float) -> float:
     return value + math.log(-math.expm1(-value))
 
 
-def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def head(params: Named, name: str, x: Tensor) -> Tensor:
     """W x + b in float32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = params.get(f"{name}.bias")
@@ -177,7 +174,7 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
     return (low + (high - low) * draw).clamp(min=1e-4).log()
 
 
-def shrink(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def shrink(params: Named, name: str, x: Tensor) -> Tensor:
     """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
     logits = head(params, name, x)
     return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

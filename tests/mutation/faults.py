@@ -63,9 +63,9 @@ FAULTS = [
     *_of(
         "gating",
         "tests/gating/test_readouts.py",
-        ("raven", "descending=True, stable=True", "descending=False, stable=True"),
-        ("raven", "logs = logs.masked_fill(left, -torch.inf)", "logs = logs.masked_fill(left, -1e2)"),
-        ("raven", "logs = logsigmoid(scores)", "logs = scores"),
+        ("readouts", "descending=True, stable=True", "descending=False, stable=True"),
+        ("readouts", "logs = logs.masked_fill(left, -torch.inf)", "logs = logs.masked_fill(left, -1e2)"),
+        ("readouts", "logs = logsigmoid(scores)", "logs = scores"),
     ),
     *_of(
         "nn",
