@@ -17,17 +17,18 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate import errors
 from hecate.checks import Size
 from hecate.errors import ConfigError, HecateError, ParallelError, shorten
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,19 +55,16 @@ class ParallelConfig(Config):
     replicate: Extent | Literal["auto"] = 1
     context: Extent = 1
 
-    @model_validator(mode="after")
-    def _one_is_free(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Two axes that would take what the other leaves."""
         if self.data == self.replicate == "auto":
-            raise ConfigError("data is auto, too; give one of them", ("replicate",))
-        return self
+            yield ("replicate",), "data is auto, too; give one of them"
 
     def shape(self, size: int) -> tuple[int, int, int]:
         """replicate, data and context of a world of `size` processes."""
         given = {axis: getattr(self, axis) for axis in AXES}
         free = [axis for axis, number in given.items() if number == "auto"]
-        rest = 1
-        for axis in AXES:
-            rest *= 1 if axis in free else given[axis]
+        rest = prod(number for number in given.values() if number != "auto")
         if free and size % rest == 0:
             given[free[0]] = size // rest
         elif free or rest != size:

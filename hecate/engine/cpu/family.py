@@ -25,7 +25,7 @@ from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import Formula
-from hecate.formula.retention import Weights
+from hecate.formula.knobs import Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
