@@ -245,7 +245,8 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
         initial = _starts(config, initial, some, q, v)
     if state is not None:
         state = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
-    params, inputs = _of_heads(params, heads, some), (there(q), there(k, "k"), there(v, "v"))
+    inputs = there(q), there(k, "k"), there(v, "v")
+    params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)  # some may serve all
     y, after = Scan(config, *inputs, own, state, params, initial, write, reset, scan.how).run()
     y = swap(y, context, lengths, there=False)
     after, anchor = _all_heads(after, context)
@@ -253,11 +254,6 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
 
 
 _EACH_WRITE = ("k", "v", "lr", "erase", "write")  # what has an axis of writes ahead of that of heads
-
-
-def _of_heads(params: Params | None, heads: int, some: slice) -> Any:
-    """The part of phi's parameters that belongs to some heads; what all heads share stays whole."""
-    return pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
 
 
 def _starts(

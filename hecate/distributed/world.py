@@ -410,7 +410,8 @@ def _met(world: World) -> World:
             f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
             f"{str(error).splitlines()[0]}; see that every rank was started"
         ) from error
-    world = replace(world, store=_part(store, _attempt(world)))
+    # Between two restarts names of their own: torchrun's store outlives them.
+    world = replace(world, store=_part(store, f"hecate/{world.restarts}/{world.size}"))
     if world.store is not None:
         world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _begun(os.getpid())]))
     return world
@@ -438,11 +439,6 @@ def _ended(store: Store, rank: int) -> bool:
         return False
     machine, process, begun = json.loads(store.get(f"process/{rank}"))
     return bool(machine == _machine() and begun and _begun(process) != begun)
-
-
-def _attempt(world: World) -> str:
-    """A name for what ranks tell one another between two restarts: torchrun's store outlives them."""
-    return f"hecate/{world.restarts}/{world.size}"
 
 
 def _part(store: Any, name: str) -> Store:

@@ -86,13 +86,8 @@ class Heads(Gating):
 
     def _rows(self, sizes: Sizes) -> dict[str, tuple[Head, tuple[int, ...]]]:
         """Each head with the shape of a token's gates."""
-        found = {}
-        for name, width in (
-            ("erase", sizes.d_key),
-            ("write", sizes.d_key),
-            ("retain_value", sizes.d_value),
-            ("value", sizes.d_value),
-        ):
+        found, key, value = {}, sizes.d_key, sizes.d_value
+        for name, width in {"erase": key, "write": key, "retain_value": value, "value": value}.items():
             head: Head | None = getattr(self, name)
             if head is not None:
                 times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()

@@ -15,9 +15,6 @@ from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Writt
 from hecate.gating.heads import head, normal, rate_start, shrink, spread
 from hecate.tape.ops import unit
 
-FLOOR = -2.0  # of log mu
-LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one moves no digit of a memory
-
 
 class Mamba2(Gating):
     r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
@@ -55,7 +52,19 @@ class Mamba2(Gating):
         return made._replace(gates=gates, skip=params["d"].to(made.v.dtype).unsqueeze(-1) * made.v), {}
 
 
-class Mamba3(Gating):
+class _TwoWrites(Gating):
+    """Helper for gatings that make two writes of a token's one key and value."""
+
+    def refusal(self, config: Any) -> str | None:
+        if config.writes != 2 or not config.retention.uses_retain:
+            return "it makes two writes and retain; set writes=2 and retention 'decay'"
+        return None
+
+    def pairs(self, writes: int) -> int:
+        return 1
+
+
+class Mamba3(_TwoWrites):
     r"""mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
 
     dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
@@ -75,14 +84,6 @@ class Mamba3(Gating):
     kind: Literal["mamba3"] = "mamba3"
     turned: float = Field(0.5, ge=0, le=1, description="share of the pairs")
     _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
-
-    def refusal(self, config: Any) -> str | None:
-        if config.writes != 2 or not config.retention.uses_retain:
-            return "it makes two writes and retain; set writes=2 and retention 'decay'"
-        return None
-
-    def pairs(self, writes: int) -> int:
-        return 1
 
     def _angles(self, sizes: Sizes) -> int:
         return int(self.turned * (sizes.d_key // 2))
@@ -191,7 +192,7 @@ class MLSTM(Gating):
         return made._replace(gates={**made.gates, **gates}), {"m": last}
 
 
-class RWKV7(Gating):
+class RWKV7(_TwoWrites):
     r"""rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
 
     kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
@@ -216,14 +217,6 @@ class RWKV7(Gating):
     @property
     def erases(self) -> float:
         return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
-
-    def refusal(self, config: Any) -> str | None:
-        if config.writes != 2 or not config.retention.uses_retain:
-            return "it makes two writes and retain; set writes=2 and retention 'decay'"
-        return None
-
-    def pairs(self, writes: int) -> int:
-        return 1
 
     def shapes(self, sizes: Sizes) -> Shapes:
         keys = sizes.heads, sizes.d_key
@@ -264,6 +257,10 @@ class RWKV7(Gating):
         pair = torch.stack((erased, written), 2).to(made.k.dtype)
         values = torch.stack((torch.zeros_like(made.v), made.v), 2)
         return made._replace(k=pair, v=values, gates={**made.gates, **both}), {}
+
+
+FLOOR = -2.0  # of log mu
+LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one moves no digit of a memory
 
 
 class MomentumDeltaGates(Gating):

@@ -18,7 +18,7 @@ quarter wider than phi and made and pulled back by a few broadcast products. [PH
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import comb, prod
 from typing import Annotated, Any, Literal, NamedTuple
@@ -214,9 +214,14 @@ def _power_form(own: FeatureMap, d: int, coefficients: list[float], *, merged: b
     if merged and len(coefficients) == 3:
         return merged_squares((coefficients[0], coefficients[1], coefficients[2]), d)
     none: Params = {"learned": {}, "frozen": {}}
-    return own_features(
-        tuple(coefficients), own.output_dim(d), lambda x: own.forward(x, none), lambda kept, g: own.vjp(kept, g)[0]
-    )
+
+    def features(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _put(own.forward(x, none)[0], out)
+
+    def pullback(x: Tensor, g: Tensor) -> Tensor:
+        return own.vjp(own.forward(x, none)[1], g)[0]
+
+    return PowerForm(tuple(coefficients), own.output_dim(d), features, pullback, _same, _same)
 
 
 def _root(i: int) -> float:
@@ -369,22 +374,8 @@ def given_features(width: int) -> PowerForm:
     return PowerForm((0.0, 1.0), width, _put, lambda x, g: g, _same, _same)
 
 
-def own_features(
-    coefficients: tuple[float, ...],
-    width: int,
-    forward: Callable[[Tensor], tuple[Tensor, Any]],
-    vjp: Callable[[Any, Tensor], Tensor],
-) -> PowerForm:
-    """The form of a map that works with its own features, from its forward and its derivative."""
-
-    def features(x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _put(forward(x)[0], out)
-
-    return PowerForm(coefficients, width, features, lambda x, g: vjp(forward(x)[1], g), _same, _same)
-
-
 def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerForm:
-    """The form of [sqrt(a_0), sqrt(a_1) x, sqrt(a_2) merged products], ordered as in `hecate.phi.polynomial`."""
+    """The form of [sqrt(a_0), sqrt(a_1) x, sqrt(a_2) merged products], ordered as in `powers`."""
     zeroth, first, second = (math.sqrt(a) for a in coefficients)
     parts = [slice(at, min(at + BLOCK, d)) for at in range(0, d, BLOCK)]
 

@@ -529,15 +529,16 @@ class NamedRule(NamedTuple):
         return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
 
-class Rules(UserDict[str, Any]):
+class Rules(UserDict[str, NamedRule]):
     """Rules by name. One that is set as a function of nothing is made when it is first asked for: checking all of them,
     and tracing their formulas, would take half of the time of an import."""
 
+    data: dict[str, Any]
+
     def __getitem__(self, name: str) -> NamedRule:
-        found = self.data[name]
-        if not isinstance(found, NamedRule):
-            found = self.data[name] = found()
-        return found
+        if not isinstance(self.data[name], NamedRule):
+            self.data[name] = self.data[name]()
+        return self.data[name]
 
 
 RULES = Rules()

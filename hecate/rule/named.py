@@ -75,7 +75,6 @@ def _differs(**by: float) -> tuple[Difference, ...]:
     return tuple([Difference(name, _HAS[name], number) for name, number in by.items()])
 
 
-_MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
 _KDA = Decay(channels=True, rank="head", gate="softplus")
 
@@ -97,6 +96,18 @@ def _ttt(layers: int) -> MemoryConfig:
     return MemoryConfig(
         structure=structure, algorithm=GD(lr=0.1), chunk=16, layer_activation="none", layer_v_norm="rms"
     )
+
+
+def _miras(**own: Any) -> MemoryConfig:
+    """A network p + LN(f(p)) of two layers, for values of one size."""
+    structure = MLP(layers=2, residual=True, norm="layer")
+    return MemoryConfig(structure=structure, key_norm="l2", layer_v_norm="rms", **own)
+
+
+def _window(**own: Any) -> MemoryConfig:
+    """One linear layer on squares of keys, written by the last four tokens."""
+    phi, algorithm = Polynomial(degree=2), Omega(window=4, decay=0.9, **own)
+    return MemoryConfig(retention=Decay(), algorithm=algorithm, feature_map=phi, key_norm="l2")
 
 
 _LITERATURE: dict[str, Callable[[], NamedRule]] = {
@@ -378,26 +389,14 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(one_key=1.31, units=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
     "moneta": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS,
-            bias=Lp(p=3.0),
-            retention=Lq(q=4.0, eps=1e-3),
-            algorithm=GD(lr=2e-3),
-            key_norm="l2",
-            layer_v_norm="rms",
-        ),
+        _miras(bias=Lp(p=3.0), retention=Lq(q=4.0, eps=1e-3), algorithm=GD(lr=2e-3)),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map of q = 4; the "
         "printed one, retention.form='paper', lacks the power of the coordinates",
         _differs(values=0.64),
     ),
     "yaad": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS,
-            bias=Yaad(delta=32.0, eps=1e-3),
-            retention=retention.L2(penalty=1e-4, decoupled=True),
-            algorithm=GD(lr=0.01),
-            key_norm="l2",
-            layer_v_norm="rms",
+        _miras(
+            bias=Yaad(delta=32.0, eps=1e-3), retention=retention.L2(penalty=1e-4, decoupled=True), algorithm=GD(lr=0.01)
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all channels, several "
         "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
@@ -406,29 +405,17 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(towards=0.0, values=0.21),
     ),
     "memora": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2", layer_v_norm="rms"
-        ),
+        _miras(retention=KL(scale=8.0), algorithm=GD(lr=0.05)),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
         _differs(values=0.44),
     ),
     "omeganet": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(),
-            algorithm=Omega(lr=0.4, window=4, decay=0.9),
-            feature_map=Polynomial(degree=2),
-            key_norm="l2",
-        ),
+        _window(lr=0.4),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the window's weights are "
         "powers of a constant",
     ),
     "atlas": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(),
-            algorithm=Omega(window=4, decay=0.9, inner=NewtonSchulz()),
-            feature_map=Polynomial(degree=2),
-            key_norm="l2",
-        ),
+        _window(inner=NewtonSchulz()),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it descends along NS(S)",
     ),
     "lattice": lambda: NamedRule(
@@ -470,4 +457,4 @@ def _with_equation(name: str) -> NamedRule:
 
 
 for _name in _LITERATURE:
-    RULES[_name] = partial(_with_equation, _name)
+    RULES.data[_name] = partial(_with_equation, _name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from hecate import MemoryConfig
 from hecate.engine import Plan, choose
 from hecate.errors import ConfigError
-from hecate.formula.knobs import Weights, retention_formula
+from hecate.formula import Weights, retention_formula
 from hecate.formula.printer import printed
 from hecate.retention import Bregman, ElasticNet, Link, NormCap, Retention, SoftmaxLink
 from hecate.tape.ops import over

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from hecate.formula.knobs import Weights
+from hecate.formula import Weights
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import literal, said, uses
 
