@@ -37,7 +37,6 @@ from typing import (
 )
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
 from hecate.errors import ConfigError, Problem, did_you_mean, meant, not_known, shorten
@@ -81,10 +80,6 @@ def content_hash(value: Any) -> int:
     if isinstance(value, tuple):
         return hash(tuple(map(content_hash, value)))
     return 0x6E6F6E65 if value is None else hash(value)  # None: by its address, in Python 3.11
-
-
-def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
 
 
 def briefly(value: Any) -> Any:
@@ -306,7 +301,8 @@ class Config(BaseModel, metaclass=_ConfigMeta):
         found = {}
         for name, field in type(self).model_fields.items():
             value = vars(self).get(name)
-            of_itself = name not in self.model_fields_set if name in self.follows else value == _default(field)
+            usual = field.get_default(call_default_factory=True)
+            of_itself = name not in self.model_fields_set if name in self.follows else value == usual
             if not of_itself:
                 found[name] = briefly(value)
         return found

@@ -1,6 +1,5 @@
 from hecate.algorithm.base import Algorithm, AlgorithmForm, AlgorithmKind, GramForm, InnerLoss, Token, WindowForm
-from hecate.algorithm.descent import FTRL, GD, Adaptive, Momentum
-from hecate.algorithm.gradients import RLS, Implicit, Omega
+from hecate.algorithm.descent import FTRL, GD, RLS, Adaptive, Implicit, Momentum, Omega
 from hecate.algorithm.momenta import DeepMomentum, DeltaMomentum, NewtonSchulz
 
 __all__ = [

@@ -68,37 +68,45 @@ def _divided(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
     return plain.model_copy(update={"normalizer": "none"}), plain.counting
 
 
-class Scanned(NamedTuple):
-    """The arguments of one scan of a piece; `start` is the state that enters the whole sequence."""
+class Scan(NamedTuple):
+    """The arguments of `memory_scan` for a piece of a sequence; `state` is a `MemoryState`, or None to start anew."""
 
     config: MemoryConfig
     q: Tensor
     k: Tensor
     v: Tensor
     gates: Gates
+    state: Any
     phi_params: Params | None
     initial: dict[str, Tensor] | None
-    start: MemoryState
-    seen: Tensor | None
-    write: Tensor | None
-    reset: Tensor | None
+    write_mask: Tensor | None
+    reset_mask: Tensor | None
     how: dict[str, Any]
+
+    def run(self) -> tuple[Tensor, MemoryState]:
+        """Outputs and the state after the last token."""
+        config, q, k, v, gates, state, params, initial, write, reset, how = self
+        given: dict[str, Any] = {"phi_params": params, "initial": initial, "write_mask": write, "reset_mask": reset}
+        return memory_scan(config, q, k, v, gates, state=state, **given, **how)
+
+    def fresh(self) -> MemoryState:
+        """The state before any token, at which a reset restarts."""
+        none = (slice(None), slice(0))
+        gates = Gates(*(gate[none] if isinstance(gate, Tensor) else gate for gate in self.gates))  # type: ignore[arg-type]
+        own = self._replace(q=self.q[none], k=self.k[none], v=self.v[none], gates=gates, state=None)
+        return own._replace(write_mask=None, reset_mask=None, how={}).run()[1]
 
     @property
     def slots(self) -> list[Tensor]:
-        """The memory and the slots that enter the sequence, `[B, H, ...]`."""
-        return [self.start.memory["weight"], *self.start.slots.values()]
+        """The memory and the slots of its state, `[B, H, ...]`."""
+        return [self.state.memory["weight"], *self.state.slots.values()]
 
-    def scan(self, v: Tensor, slots: list[Tensor], initial: Tensor, kept: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """`memory_scan` with other values, state and initial weights: outputs, the memory and the slots."""
-        names = list(self.start.slots)
-        state = self.start._replace(
-            memory={"weight": slots[0]}, slots=dict(zip(names, slots[1:], strict=True)), seen=self.seen
-        )
-        y, end = memory_scan(
-            self.config, self.q, self.k, v, self.gates._replace(retain_value=kept), phi_params=self.phi_params,
-            state=state, initial={"weight": initial}, write_mask=self.write, reset_mask=self.reset, **self.how,
-        )  # fmt: skip
+    def of(self, v: Tensor, slots: list[Tensor], initial: Tensor, kept: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The same with other values, state and initial weights: outputs, the memory and the slots."""
+        named = dict(zip(self.state.slots, slots[1:], strict=True))
+        state = self.state._replace(memory={"weight": slots[0]}, slots=named)
+        gates = self.gates._replace(retain_value=kept)
+        y, end = self._replace(v=v, gates=gates, state=state, initial={"weight": initial}).run()
         return y, [end.memory["weight"], *end.slots.values()]
 
 
@@ -142,20 +150,21 @@ class Piece(NamedTuple):
         return self.y + (total if self.rows_read is None else total * self.rows_read)
 
 
-def affine_scan(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
+def affine_scan(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     """Outputs of this rank's piece and the state after the last rank's, on every rank."""
-    config = scanned.config
+    config = scan.config
     if config.normalizer == "none":
-        return _combined(ranks, scanned)
-    floor, gates = scanned.gates.floor, scanned.gates._replace(floor=None)
-    held = scanned.start.normalizer
+        return _combined(ranks, scan)
+    floor, gates = scan.gates.floor, scan.gates._replace(floor=None)
+    held = scan.state.normalizer
     if held is None:
         raise RuntimeError("a memory with a normaliser starts with one")
     own, counting = _divided(config)
-    plain = scanned._replace(config=own, gates=gates, start=scanned.start._replace(normalizer=None))
+    plain = scan._replace(config=own, gates=gates, state=scan.state._replace(normalizer=None))
     y, state = _combined(ranks, plain)
     zero = {"weight": torch.zeros_like(held.memory["weight"])}
-    counter = plain._replace(config=counting, v=torch.ones_like(scanned.v[..., :1]), initial=zero, start=held)
+    held = held._replace(seen=scan.state.seen)
+    counter = plain._replace(config=counting, v=torch.ones_like(scan.v[..., :1]), initial=zero, state=held)
     z, count = _combined(ranks, counter)
     if config.normalizer == "sum":
         y = one(execute(DIVIDE, y, z))
@@ -166,20 +175,20 @@ def affine_scan(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
     return y, state._replace(normalizer=count._replace(seen=None))
 
 
-def _combined(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
-    config, forms = scanned.config, scanned.config.forms
+def _combined(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
+    config, forms = scan.config, scan.config.forms
     # What the gates alone tell: only of steps M' = retain M + D whose direction is that of gd or momentum.
     told = forms.target and forms.plain and forms.algorithm is not None
     if config.structure.diagonal:
-        piece = _diagonal_piece(scanned)
+        piece = _diagonal_piece(scan)
     elif told:
-        piece = _gated_piece(scanned)
+        piece = _gated_piece(scan)
     else:
-        piece = _matrix_piece(scanned)
+        piece = _matrix_piece(scan)
     sent = [*piece.ends, *(move for row in piece.moves for move in row)]
     sent += [] if piece.rows is None else [piece.rows]
     every = gather(torch.cat([item.flatten() for item in sent]), ranks, "operators")
-    states, mine = scanned.slots, scanned.slots
+    states, mine = scan.slots, scan.slots
     count = len(piece.ends)
     for rank, flat in enumerate(every):
         if rank == ranks.rank:
@@ -193,25 +202,16 @@ def _combined(ranks: Ranks, scanned: Scanned) -> tuple[Tensor, MemoryState]:
     y = y + every[:0].sum()
     if not ranks.last:
         states = [item.detach() for item in states]
-    slots = dict(zip(scanned.start.slots, states[1:], strict=True))
-    return y, scanned.start._replace(memory={"weight": states[0]}, slots=slots)
+    slots = dict(zip(scan.state.slots, states[1:], strict=True))
+    return y, scan.state._replace(memory={"weight": states[0]}, slots=slots)
 
 
 # How a piece is found.
 
 
-def _restart(scanned: Scanned) -> Tensor:
-    """Where a reset restarts the memory, `[B, H, ...]`."""
-    config, some = scanned.config, (slice(None), slice(0))
-    q, k, v = scanned.q[some], scanned.k[some], scanned.v[some]
-    gates = Gates(*(gate[some] if isinstance(gate, Tensor) else gate for gate in scanned.gates))  # type: ignore[arg-type]
-    _, fresh = memory_scan(config, q, k, v, gates, phi_params=scanned.phi_params, initial=scanned.initial)
-    return fresh.memory["weight"]
-
-
-def _matrix_piece(scanned: Scanned) -> Piece:
+def _matrix_piece(scan: Scan) -> Piece:
     """One scan of values [v, 0] from [0; I]: rows V + i P + j of outputs are what unit j of slot i adds to reads."""
-    v, states, start = scanned.v, scanned.slots, _restart(scanned)
+    v, states, start = scan.v, scan.slots, scan.fresh().memory["weight"]
     count, (width, phi) = len(states), start.shape[-2:]
     wide = pad(v, (0, count * phi))
     restart = pad(start, (0, 0, 0, count * phi))
@@ -221,73 +221,74 @@ def _matrix_piece(scanned: Scanned) -> Piece:
         at = width + index * phi
         block[..., at : at + phi, :] = torch.eye(phi, dtype=start.dtype, device=start.device)
         blocks.append(block)
-    kept = scanned.gates.retain_value
+    kept = scan.gates.retain_value
     own = None if kept is None else pad(kept, (0, count * phi), value=1.0)
-    y, ends = scanned.scan(wide, blocks, restart, own)
+    y, ends = scan.of(wide, blocks, restart, own)
     y, *reads = y.split([width, *[phi] * count], -1)
     parts = [end.split([width, *[phi] * count], -2) for end in ends]
-    rows, rows_read = (None, None) if kept is None else _rows(scanned, kept)
+    rows, rows_read = (None, None) if kept is None else _rows(scan, kept)
     return Piece(y, [part[0] for part in parts], [list(part[1:]) for part in parts], reads, True, rows, rows_read)
 
 
-def _diagonal_piece(scanned: Scanned) -> Piece:
+def _diagonal_piece(scan: Scan) -> Piece:
     """A scan for each part of the state: coordinates are numbers, so that from 1 gives what multiplies any other."""
-    restart = _restart(scanned)
-    none = [torch.zeros_like(item) for item in scanned.slots]
-    y, ends = scanned.scan(scanned.v, none, restart, None)
+    restart = scan.fresh().memory["weight"]
+    none = [torch.zeros_like(item) for item in scan.slots]
+    y, ends = scan.of(scan.v, none, restart, None)
     reads, columns = [], []
     for index in range(len(none)):
         single = [torch.ones_like(item) if at == index else item for at, item in enumerate(none)]
-        read, column = scanned.scan(torch.zeros_like(scanned.v), single, torch.zeros_like(restart), None)
+        read, column = scan.of(torch.zeros_like(scan.v), single, torch.zeros_like(restart), None)
         reads.append(read)
         columns.append(column)
     return Piece(y, ends, [list(row) for row in zip(*columns, strict=True)], reads, False)
 
 
-def _gated_piece(scanned: Scanned) -> Piece:
+def _gated_piece(scan: Scan) -> Piece:
     """A plain scan from 0, and products of gates: writes that do not look at the memory leave X times those."""
-    config, kept = scanned.config, scanned.gates.retain_value
-    restart = _restart(scanned)
-    none = [torch.zeros_like(item) for item in scanned.slots]
-    y, ends = scanned.scan(scanned.v, none, restart, kept)
-    q, dtype = scanned.q, restart.dtype
-    k, v = (x if config.writes == 1 else x[:, :, 0] for x in (scanned.k, scanned.v))
-    few = Gates(retain=scanned.gates.retain, momentum=scanned.gates.momentum)
-    inputs = complete(config.single, q, k, v, few, scanned.write, scanned.reset, None, going_on=True)
-    inputs, _ = numbered(config, scanned.start._replace(seen=scanned.seen), inputs)
+    config, kept = scan.config, scan.gates.retain_value
+    restart = scan.fresh().memory["weight"]
+    none = [torch.zeros_like(item) for item in scan.slots]
+    y, ends = scan.of(scan.v, none, restart, kept)
+    q, dtype = scan.q, restart.dtype
+    k, v = (x if config.writes == 1 else x[:, :, 0] for x in (scan.k, scan.v))
+    few = Gates(retain=scan.gates.retain, momentum=scan.gates.momentum)
+    inputs = complete(config.single, q, k, v, few, scan.write_mask, scan.reset_mask, None, going_on=True)
+    inputs, _ = numbered(config, scan.state, inputs)
     with without_autocast(q.device.type):
-        params = scanned.phi_params or {"learned": {}, "frozen": {}}
+        params = scan.phi_params or {"learned": {}, "frozen": {}}
         phi_q = to_tokens(config.single, inputs, params, dtype, execute).phi_q
-    retain = _neutral(inputs.retain.to(dtype), scanned, reset=True)
+    retain = _neutral(inputs.retain.to(dtype), scan, reset=True)
     retain = retain.unsqueeze(-1) if retain.dim() == 3 else retain
     after = [retain.cumprod(1)]
     if config.algorithm.uses_momentum:
-        momentum = _neutral(inputs.momentum.to(dtype), scanned, reset=True).unsqueeze(-1)
+        momentum = _neutral(inputs.momentum.to(dtype), scan, reset=True).unsqueeze(-1)
         slot = momentum.cumprod(1)
         form = config.forms.algorithm
         added = momentum * slot if form is not None and form.nesterov else slot
-        if scanned.write is not None:
-            added = torch.where(scanned.write[..., None, None], added, 0.0)
+        if scan.write_mask is not None:
+            added = torch.where(scan.write_mask[..., None, None], added, 0.0)
         shape = added.shape[:3] + retain.shape[3:]
         carried = running(retain, added.expand(shape), added.new_zeros(shape[:1] + shape[2:]), Masks())
         after = [after[0], carried, torch.zeros_like(slot), slot]
     reads = [
-        _as_read(config, factor, scanned.reset, first=1.0 - at) * phi_q for at, factor in enumerate(after[: len(none)])
+        _as_read(config, factor, scan.reset_mask, first=1.0 - at) * phi_q
+        for at, factor in enumerate(after[: len(none)])
     ]
     count = len(none)
     last = [_at_end(factor, 1.0 if at in (0, 3) else 0.0).unsqueeze(-2) for at, factor in enumerate(after)]
     moves = [last[at : at + count] for at in range(0, len(last), count)]
-    rows, rows_read = (None, None) if kept is None else _rows(scanned, kept)
+    rows, rows_read = (None, None) if kept is None else _rows(scan, kept)
     return Piece(y, ends, moves, reads, False, rows, rows_read)
 
 
-def _neutral(gate: Tensor, scanned: Scanned, *, reset: bool) -> Tensor:
+def _neutral(gate: Tensor, scan: Scan, *, reset: bool) -> Tensor:
     """A gate `[B, T, H, *]` that is 1 where nothing is written, and 0 where what entered is forgotten."""
     trailing = [1] * (gate.dim() - 2)
-    if scanned.write is not None:
-        gate = torch.where(scanned.write.reshape(*scanned.write.shape, *trailing), gate, 1.0)
-    if reset and scanned.reset is not None:
-        gate = torch.where(scanned.reset.reshape(*scanned.reset.shape, *trailing), 0.0, gate)
+    if scan.write_mask is not None:
+        gate = torch.where(scan.write_mask.reshape(*scan.write_mask.shape, *trailing), gate, 1.0)
+    if reset and scan.reset_mask is not None:
+        gate = torch.where(scan.reset_mask.reshape(*scan.reset_mask.shape, *trailing), 0.0, gate)
     return gate
 
 
@@ -303,7 +304,7 @@ def _at_end(after: Tensor, start: float) -> Tensor:
     return after[:, -1] if after.shape[1] else after.new_full((after.shape[0], *after.shape[2:]), start)
 
 
-def _rows(scanned: Scanned, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(scan: Scan, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The products of a decay of value channels, at the end `[B, H, V, 1]` and as every token reads them."""
-    after = _neutral(kept.to(scanned.slots[0].dtype), scanned, reset=False).cumprod(1)
-    return _at_end(after, 1.0).unsqueeze(-1), _as_read(scanned.config, after, None, first=1.0)
+    after = _neutral(kept.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
+    return _at_end(after, 1.0).unsqueeze(-1), _as_read(scan.config, after, None, first=1.0)

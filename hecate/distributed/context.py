@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hecate.distributed.affine import Scanned, affine_scan, not_affine, spreading
+from hecate.distributed.affine import Scan, affine_scan, not_affine, spreading
 from hecate.distributed.exchange import (
     Ranks,
     anchor_of,
@@ -37,7 +37,7 @@ from hecate.distributed.exchange import (
     send,
     swap,
 )  # fmt: skip
-from hecate.engine import memory_scan, written_before
+from hecate.engine import written_before
 from hecate.errors import ConfigError
 from hecate.late import HELD
 from hecate.phi import Params
@@ -201,59 +201,27 @@ def context_scan(
     config = config if HELD else spreading(config)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, piece %d of %d: %s (%s)", how.get("name", "memory"), context.rank, context.size, *chosen)
-    given: dict[str, Any] = {"phi_params": phi_params, "initial": initial}
-    given |= {"write_mask": write_mask, "reset_mask": reset_mask}
-    return _WAYS[chosen.name](context, _Asked(config, q, k, v, gates, state, given, how))
+    scan = Scan(config, q, k, v, gates, state, phi_params, initial, write_mask, reset_mask, how)
+    return _WAYS[chosen.name](context, scan)
 
 
-class _Asked(NamedTuple):
-    """Arguments of `context_scan`: masks, starts and phi's parameters in `given`."""
-
-    config: MemoryConfig
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Gates
-    state: MemoryState | None
-    given: dict[str, Any]
-    how: dict[str, Any]
+def _by_algebra(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
+    start: Any = scan.fresh() if scan.state is None else scan.state
+    count: Tensor | None = None
+    if scan.config.feature_map.needs_position:
+        seen, count = context.counted(start.seen, scan.write_mask, scan.reset_mask, scan.q.shape[1])
+        start = start._replace(seen=seen)
+    y, after = affine_scan(context, scan._replace(v=scan.v.to(start.memory["weight"].dtype), state=start))
+    return y.to(scan.v.dtype), after._replace(seen=count)
 
 
-def _empty(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates, given: dict[str, Any]) -> MemoryState:
-    """The state before any token."""
-    none: dict[str, Any] = {n: item[:, :0] if isinstance(item, Tensor) else item for n, item in given.items()}
-    own = Gates(*(gate[:, :0] if isinstance(gate, Tensor) else gate for gate in gates))  # type: ignore[arg-type]
-    return memory_scan(config, q[:, :0], k[:, :0], v[:, :0], own, **none)[1]
-
-
-def _by_algebra(context: Context, asked: _Asked) -> tuple[Tensor, MemoryState]:
-    config, q, k, v, gates, state, given, how = asked
-    start = _empty(config, q, k, v, gates, given) if state is None else state
-    seen = count = None
-    if config.feature_map.needs_position:
-        before: Any = start.seen
-        seen, count = context.counted(before, given["write_mask"], given["reset_mask"], q.shape[1])
-    wide = start.memory["weight"].dtype
-    scanned = Scanned(
-        config, q, k, v.to(wide), gates, given["phi_params"], given["initial"], start, seen, given["write_mask"],
-        given["reset_mask"], how,
-    )  # fmt: skip
-    y, after = affine_scan(context, scanned)
-    return y.to(v.dtype), after._replace(seen=count)
-
-
-def _by_relay(context: Context, asked: _Asked) -> tuple[Tensor, MemoryState]:
-    config, q, k, v, gates, state, given, how = asked
-
-    def run(state: MemoryState | None) -> tuple[Tensor, MemoryState]:
-        return memory_scan(config, q, k, v, gates, state=state, **given, **how)
-
-    y, after, anchor = context.relay(run, state, lambda: _empty(config, q, k, v, gates, given))
+def _by_relay(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
+    y, after, anchor = context.relay(lambda state: scan._replace(state=state).run(), scan.state, scan.fresh)
     return y + anchor, context.final(after)
 
 
-def _by_heads(context: Context, asked: _Asked) -> tuple[Tensor, MemoryState]:
-    config, q, k, v, gates, state, given, how = asked
+def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
+    config, q, k, v, gates, state, params, initial, *_ = scan
     batch, length, heads, _ = q.shape
     if config.forms.per_head and gates.retain is None:
         retains, wide = config.retention.default_retains(heads), torch.promote_types(k.dtype, torch.float32)
@@ -272,25 +240,20 @@ def _by_heads(context: Context, asked: _Asked) -> tuple[Tensor, MemoryState]:
         return found.reshape(*found.shape[:3], *x.shape[3:]).movedim(2, axis)
 
     own = Gates(**{name: there(gate, name) for name, gate in gates._asdict().items()})
-    masks = {name: given[name] for name in ("write_mask", "reset_mask") if given[name] is not None}
-    whole: dict[str, Any] = {name: joined(mask, lengths, context) for name, mask in masks.items()}
-    whole["phi_params"] = _of_heads(given["phi_params"], heads, some)
-    if given["initial"] is not None or state is None or "reset_mask" in whole:
-        whole["initial"] = _starts(config, given["initial"], some, q, v)
+    write, reset = (None if x is None else joined(x, lengths, context) for x in (scan.write_mask, scan.reset_mask))
+    if initial is not None or state is None or reset is not None:
+        initial = _starts(config, initial, some, q, v)
     if state is not None:
-        whole["state"] = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
-    y, after = memory_scan(config, there(q), there(k, "k"), there(v, "v"), own, **whole, **how)
+        state = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
+    inputs = there(q), there(k, "k"), there(v, "v")
+    params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)  # some may serve all
+    y, after = Scan(config, *inputs, own, state, params, initial, write, reset, scan.how).run()
     y = swap(y, context, lengths, there=False)
     after, anchor = _all_heads(after, context)
     return y + anchor, after
 
 
 _EACH_WRITE = ("k", "v", "lr", "erase", "write")  # what has an axis of writes ahead of that of heads
-
-
-def _of_heads(params: Params | None, heads: int, some: slice) -> Any:
-    """The part of phi's parameters that belongs to some heads; what all heads share stays whole."""
-    return pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)
 
 
 def _starts(
@@ -323,7 +286,7 @@ def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tenso
     return pytree.tree_unflatten(found, spec), anchor
 
 
-_WAYS: dict[str, Callable[[Context, _Asked], tuple[Tensor, MemoryState]]] = {
+_WAYS: dict[str, Callable[[Context, Scan], tuple[Tensor, MemoryState]]] = {
     "algebra": _by_algebra,
     "heads": _by_heads,
     "relay": _by_relay,

@@ -8,6 +8,7 @@ So each result here comes with an anchor, a zero that depends on it, which the c
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -47,9 +48,9 @@ class Ranks:
         """True if this rank holds the last piece."""
         return self.rank == self.size - 1
 
-    def count(self, what: str, tensor: Tensor, times: int = 1) -> None:
+    def count(self, what: str, tensor: Tensor) -> None:
         """Notes that a tensor is sent."""
-        self.sent[what] += times * tensor.numel() * tensor.element_size()
+        self.sent[what] += tensor.nbytes
 
 
 def anchor_of(*tensors: Any) -> Tensor | float:
@@ -94,7 +95,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-
         _begin(ctx)
         grad = grads[0].contiguous()
         ctx.ranks.count(ctx.what, grad[0])
@@ -107,7 +107,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
-
     out = mine.new_empty(ranks.size, *mine.shape)
     if mine.numel():
         _named("all_gather_single", "all_gather_into_tensor")(
@@ -257,8 +256,7 @@ def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
     if not tensors:
         return like, 0.0
     found = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
-    anchor, own = anchor_of(*found), iter(found)
-    return pytree.tree_unflatten([next(own) if isinstance(item, Tensor) else item for item in leaves], spec), anchor
+    return _with(leaves, spec, found), anchor_of(*found)
 
 
 def send(state: Any, ranks: Ranks) -> Tensor | float:
@@ -283,11 +281,13 @@ def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
         shapes = _shapes(sizes)
     found: list[Tensor] = []
     for item, shape in zip(tensors, shapes, strict=True):
-        held = item.detach().contiguous() if ranks.last else item.new_empty(shape)
-        if held.numel():
-            dist.broadcast(held, group=ranks.group, group_src=ranks.size - 1)
-        found.append(item if ranks.last else held)
-    if ranks.last:
-        return state
-    own = iter(found)
+        found.append(item.detach().contiguous() if ranks.last else item.new_empty(shape))
+        if found[-1].numel():
+            dist.broadcast(found[-1], group=ranks.group, group_src=ranks.size - 1)
+    return state if ranks.last else _with(leaves, spec, found)
+
+
+def _with(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
+    """The pytree with other tensors, in their order."""
+    own = iter(tensors)
     return pytree.tree_unflatten([next(own) if isinstance(item, Tensor) else item for item in leaves], spec)

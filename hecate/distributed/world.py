@@ -17,17 +17,18 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate import errors
 from hecate.checks import Size
 from hecate.errors import ConfigError, HecateError, ParallelError, shorten
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,19 +55,16 @@ class ParallelConfig(Config):
     replicate: Extent | Literal["auto"] = 1
     context: Extent = 1
 
-    @model_validator(mode="after")
-    def _one_is_free(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Two axes that would take what the other leaves."""
         if self.data == self.replicate == "auto":
-            raise ConfigError("data is auto, too; give one of them", ("replicate",))
-        return self
+            yield ("replicate",), "data is auto, too; give one of them"
 
     def shape(self, size: int) -> tuple[int, int, int]:
         """replicate, data and context of a world of `size` processes."""
         given = {axis: getattr(self, axis) for axis in AXES}
         free = [axis for axis, number in given.items() if number == "auto"]
-        rest = 1
-        for axis in AXES:
-            rest *= 1 if axis in free else given[axis]
+        rest = prod(number for number in given.values() if number != "auto")
         if free and size % rest == 0:
             given[free[0]] = size // rest
         elif free or rest != size:
@@ -412,7 +410,8 @@ def _met(world: World) -> World:
             f"rank {world.rank} of {world.size} did not reach the others within {world.timeout:g} seconds: "
             f"{str(error).splitlines()[0]}; see that every rank was started"
         ) from error
-    world = replace(world, store=_part(store, _attempt(world)))
+    # Between two restarts names of their own: torchrun's store outlives them.
+    world = replace(world, store=_part(store, f"hecate/{world.restarts}/{world.size}"))
     if world.store is not None:
         world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _begun(os.getpid())]))
     return world
@@ -440,11 +439,6 @@ def _ended(store: Store, rank: int) -> bool:
         return False
     machine, process, begun = json.loads(store.get(f"process/{rank}"))
     return bool(machine == _machine() and begun and _begun(process) != begun)
-
-
-def _attempt(world: World) -> str:
-    """A name for what ranks tell one another between two restarts: torchrun's store outlives them."""
-    return f"hecate/{world.restarts}/{world.size}"
 
 
 def _part(store: Any, name: str) -> Store:

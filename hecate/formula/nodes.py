@@ -34,6 +34,11 @@ class Unprintable(ConfigError):
     """The reason why a formula stays in torch: no kernel can be printed from it."""
 
 
+def _infix(op: str, turned: bool = False) -> Callable[[Node, Number], Node]:
+    """An operation of a node and what stands behind it, or ahead."""
+    return lambda self, other: call(op, other, self) if turned else call(op, self, other)
+
+
 class Node:
     """An operation on other nodes, an input (`in`, its name) or a constant (`const`, its value in each of two traces).
 
@@ -58,41 +63,11 @@ class Node:
     def __neg__(self) -> Node:
         return call("neg", self)
 
-    def __add__(self, other: Number) -> Node:
-        return call("add", self, other)
-
-    def __radd__(self, other: Number) -> Node:
-        return call("add", other, self)
-
-    def __sub__(self, other: Number) -> Node:
-        return call("sub", self, other)
-
-    def __rsub__(self, other: Number) -> Node:
-        return call("sub", other, self)
-
-    def __mul__(self, other: Number) -> Node:
-        return call("mul", self, other)
-
-    def __rmul__(self, other: Number) -> Node:
-        return call("mul", other, self)
-
-    def __truediv__(self, other: Number) -> Node:
-        return call("div", self, other)
-
-    def __rtruediv__(self, other: Number) -> Node:
-        return call("div", other, self)
-
-    def __lt__(self, other: Number) -> Node:
-        return call("lt", self, other)
-
-    def __le__(self, other: Number) -> Node:
-        return call("le", self, other)
-
-    def __gt__(self, other: Number) -> Node:
-        return call("gt", self, other)
-
-    def __ge__(self, other: Number) -> Node:
-        return call("ge", self, other)
+    __add__, __radd__ = _infix("add"), _infix("add", turned=True)
+    __sub__, __rsub__ = _infix("sub"), _infix("sub", turned=True)
+    __mul__, __rmul__ = _infix("mul"), _infix("mul", turned=True)
+    __truediv__, __rtruediv__ = _infix("div"), _infix("div", turned=True)
+    __lt__, __le__, __gt__, __ge__ = map(_infix, ("lt", "le", "gt", "ge"))
 
 
 Number = Node | float

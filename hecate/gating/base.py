@@ -11,6 +11,7 @@ from torch import Tensor
 from hecate.variant import Variant
 
 Shapes = dict[str, tuple[int, ...]]
+Named = Mapping[str, Tensor]  # parameters of a gating, or what it carries on
 
 
 class Sizes(NamedTuple):
@@ -34,6 +35,9 @@ class Written(NamedTuple):
     v: Tensor
     gates: dict[str, Tensor | None]
     skip: Tensor | None = None
+
+
+Gated = tuple[Written, dict[str, Tensor]]  # inputs to the memory, and what is carried on after the last token
 
 
 class Masks(NamedTuple):
@@ -99,9 +103,7 @@ class Gating(Variant, family="gating"):
         """Starting values of a parameter, in float64."""
         raise NotImplementedError(f"{type(self).__name__} has a parameter {name!r} and no start for it")
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         """Inputs to the memory, and the gating's state after the last token."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
@@ -117,9 +119,7 @@ class Plain(Gating):
     kind: Literal["none"] = "none"
     plain: ClassVar[bool] = True
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         return made, {}
 
 

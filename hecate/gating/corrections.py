@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, silu
 
-from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, running
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, running
 from hecate.gating.heads import head, logit, rate_start, shrink, spread
 from hecate.tape import can_inspect, is_traced
 from hecate.tape.ops import joined, unit
@@ -48,9 +47,7 @@ class Comba(Gating):
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         return torch.full(shape, self.feedback if name == "a" else self.correction, dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         c = torch.sigmoid(params["a"])
         q = made.q - (params["d"] * c).to(made.q.dtype).unsqueeze(-1) * made.k
         return made._replace(q=q, gates={**made.gates, "erase": c.expand(made.k.shape[:-1])}), {}
@@ -91,9 +88,7 @@ class Complement(Gating):
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         return torch.full(shape, 1.0 if name == "a" else logit(0.9), dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         k, retain = made.k, made.gates.get("retain")
         if not self.keys:
             logits = params["a"] * k.to(torch.promote_types(k.dtype, torch.float32)) + params["b"]
@@ -165,9 +160,7 @@ class Curvature(Gating):
         value = {"center": self.center, "decay.bias": logit(self.decay), "rate.bias": logit(self.rate)}.get(name, 0.0)
         return torch.full(shape, value, dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         rate = torch.sigmoid(head(params, "rate", x)).unsqueeze(-1)
         soft = self.gate == "softplus"
         decay = shrink(params, "decay", x).exp() if soft else torch.sigmoid(head(params, "decay", x))
@@ -228,9 +221,7 @@ class Hypergradient(Gating):
         value = {"start": self.begin, "forget.bias": logit(self.forget or 0.5)}.get(name, 0.0)
         return torch.full(shape, value, dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         s = unit(made.k.to(torch.promote_types(x.dtype, torch.float32))).square()
         fall = torch.zeros_like(s[..., 0]) if self.forget is None else logsigmoid(head(params, "forget", x))
         if masks.write is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, softplus
 
 from hecate.checks import Size
-from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written
 from hecate.tape.ops import unit
 from hecate.variant import Config
 
@@ -87,13 +86,8 @@ class Heads(Gating):
 
     def _rows(self, sizes: Sizes) -> dict[str, tuple[Head, tuple[int, ...]]]:
         """Each head with the shape of a token's gates."""
-        found = {}
-        for name, width in (
-            ("erase", sizes.d_key),
-            ("write", sizes.d_key),
-            ("retain_value", sizes.d_value),
-            ("value", sizes.d_value),
-        ):
+        found, key, value = {}, sizes.d_key, sizes.d_value
+        for name, width in {"erase": key, "write": key, "retain_value": value, "value": value}.items():
             head: Head | None = getattr(self, name)
             if head is not None:
                 times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()
@@ -116,9 +110,7 @@ class Heads(Gating):
         start = getattr(self, name.removesuffix(".bias")).start
         return torch.full(shape, logit(start), dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         seen, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(made.gates)
         v = made.v
         for name in ("erase", "write", "retain_value", "value"):
@@ -158,7 +150,7 @@ def inverse_softplus(value: float) -> float:
     return value + math.log(-math.expm1(-value))
 
 
-def head(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def head(params: Named, name: str, x: Tensor) -> Tensor:
     """W x + b in float32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     bias = params.get(f"{name}.bias")
@@ -177,7 +169,7 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
     return (low + (high - low) * draw).clamp(min=1e-4).log()
 
 
-def shrink(params: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+def shrink(params: Named, name: str, x: Tensor) -> Tensor:
     """-A softplus(W x + b): the logarithm of what is kept, A = exp of the parameter `name`.rate per head."""
     logits = head(params, name, x)
     return -params[f"{name}.rate"].to(logits.dtype).exp() * softplus(logits)

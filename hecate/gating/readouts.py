@@ -1,9 +1,8 @@
-"""Gates of memories that are read through a readout: MesaNet, Gated KalmaNet, gated slot attention, ABC."""
+"""Gates of memories that are read through a readout: MesaNet, Gated KalmaNet, gated slot attention, ABC, Raven."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,8 +10,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import linear, logsigmoid, softplus
 
-from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running, running_max
-from hecate.gating.heads import head, logit, normal
+from hecate.checks import Size
+from hecate.errors import ConfigError
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running, running_max
+from hecate.gating.heads import head, logit, normal, rate_start, shrink, spread
+
+_TOP = 32  # slots that a token of Raven goes to
 
 
 def _needed(config: Any, gate: str, readout: str) -> str | None:
@@ -45,9 +48,7 @@ class Mesa(Gating):
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         return torch.full(shape, math.log(math.expm1(self.ridge - self.least)), dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         r = params["r"].to(torch.promote_types(x.dtype, torch.float32))
         ridge = (self.least + softplus(r)).expand(*x.shape[:2], *r.shape)
         return made._replace(gates={**made.gates, "ridge": ridge}), {}
@@ -76,9 +77,7 @@ class KalmaNet(Gating):
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         return torch.full(shape, 0.0 if name == "mix.weight" else logit(self.mix), dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         lr, mix = made.gates["lr"], torch.sigmoid(head(params, "mix", x))
         if lr is None:
             raise TypeError("lr has a head")
@@ -101,7 +100,7 @@ class _Slotted(Gating):
         return normal(shape, source, sizes.d_model**-0.5)
 
 
-def _scores(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def _scores(params: Named, x: Tensor) -> Tensor:
     weight, wide = params["slots.weight"], torch.promote_types(x.dtype, torch.float32)
     return linear(x.to(wide), weight.flatten(0, 1).to(wide)).unflatten(-1, weight.shape[:2])
 
@@ -118,9 +117,7 @@ class GSA(_Slotted):
     kind: Literal["gsa"] = "gsa"
     temperature: float = Field(8.0, gt=0)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         log = logsigmoid(_scores(params, x)) / self.temperature
         return made._replace(gates={**made.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
 
@@ -144,9 +141,7 @@ class ABC(_Slotted):
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"m": (sizes.heads, sizes.d_key), "sum": (sizes.heads, sizes.d_key)}
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         s, since = _scores(params, x).clamp(-self.limit, self.limit), Masks(None, masks.reset)
         with torch.no_grad():
             m = running_max(torch.zeros_like(s), s, held["m"], masks)
@@ -159,3 +154,56 @@ class ABC(_Slotted):
         kept = torch.where(earlier > 0, earlier * fall / divisor, 1.0)
         kept = kept - (kept.detach() - 1).relu()  # above 1 by rounding alone
         return made._replace(gates={**made.gates, "retain": kept, "write": own / divisor}), {"m": last, "sum": final}
+
+
+class Raven(_Slotted):
+    r"""raven: retain = exp(g c_i) in slot i, write = 1 - retain, c the largest sigmoid(W x), brought to the sum 1.
+
+    g = -A softplus(a x + b) per head is how much a token replaces, c how that is shared out: the product of retain over
+    slots is exp(g). A slot that is not chosen has c = 0, keeps all (retain is 1) and is given nothing (write is 0), to
+    the last bit. Of equal scores the first slots are chosen. A, a and b start as Mamba-2 starts them, W at
+    N(0, 1/d_model), ours. The choice itself has no derivative.
+
+    Formula: $\alpha_t = \exp(g_t c_t),\quad \mathrm{write}_t = 1 - \alpha_t,\quad g_t = -A\, \mathrm{softplus}(a^\top
+    x_t + b)$
+    $c_{t,i} = \frac{\mathrm{sigmoid}(W x_t)_i}{\sum_{j \in T} \mathrm{sigmoid}(W x_t)_j} \ \text{if } i \in
+    T,\ \text{else } 0,\quad T \ \text{the largest of them}$
+    Shapes: retain and write `[B, T, H, D]`; W `[H, D, d_model]`, a `[H, d_model]`, A and b `[H]`.
+    References: Raven (Afzal, Bick et al., goombalab, 2026) by its authors' pages and its layer in
+    flash-linear-attention; a paper could not be read. Left out: Gumbel noise on W x while training, SiLU of values,
+    the gate per slot of GLA in the place of g. [GATE-RAVEN-D1]
+    """
+
+    kind: Literal["raven"] = "raven"
+    top: Size | None = Field(
+        None, ge=1, description="slots that a token goes to; None: 32, or all where there are fewer"
+    )
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        if self.top is not None and self.top > sizes.d_key:
+            few = f"a token goes to {self.top} slots, and there are {sizes.d_key}, as many as a key is wide"
+            raise ConfigError(f"{few}; lower top or widen keys", path=("gating", "top"))
+        share: Shapes = {"share.weight": (sizes.heads, sizes.d_model)}
+        return super().shapes(sizes) | share | dict.fromkeys(("share.bias", "share.rate"), (sizes.heads,))
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name == "share.bias":
+            return rate_start(shape, source)
+        rate = name == "share.rate"
+        return spread(shape, source, 0.0, 16.0) if rate else super().start(name, shape, sizes, source)
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        shares = _shares(_scores(params, x), _TOP if self.top is None else self.top)
+        log = shrink(params, "share", x).unsqueeze(-1) * shares
+        return made._replace(gates={**made.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
+
+
+def _shares(scores: Tensor, top: int) -> Tensor:
+    """The `top` largest sigmoids over their sum, 0 elsewhere; as a softmax of logarithms, which never divides by 0."""
+    logs = logsigmoid(scores)
+    if top < scores.shape[-1]:
+        # By scores, which differ where their sigmoids have reached 1; stable, so that equal ones are chosen alike.
+        order = scores.detach().sort(dim=-1, descending=True, stable=True).indices
+        left = torch.ones_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], False)
+        logs = logs.masked_fill(left, -torch.inf)
+    return torch.softmax(logs, -1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import reduce
 from operator import add
 from typing import Any, ClassVar, Literal
@@ -12,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hecate.gating.base import Gating, Masks, Shapes, Sizes, Written, last_written, running
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running
 from hecate.gating.heads import head, inverse_softplus
 from hecate.variant import Conflicts
 
@@ -83,9 +82,7 @@ class TargetConv(Gating):
         taps[self._behind] = self.own
         return taps
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         after: dict[str, Tensor] = {}
 
         def back(now: Tensor, name: str, depth: int) -> list[Tensor]:
@@ -144,9 +141,7 @@ class LargeChunk(Gating):
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         return torch.full(shape, inverse_softplus(self.lr) if name == "lr.bias" else 0.0, dtype=torch.float64)
 
-    def forward(
-        self, params: Mapping[str, Tensor], x: Tensor, made: Written, held: Mapping[str, Tensor], masks: Masks
-    ) -> tuple[Written, dict[str, Tensor]]:
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         lr = torch.einsum("btd,whd->bthw", wide, params["lr.weight"].to(wide.dtype))
         lr = softplus(lr + params["lr.bias"].mT.to(wide.dtype))

@@ -16,8 +16,7 @@ from hecate.distributed import gathered, is_sharded, overwrite
 from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, not_known
 from hecate.optim import options
 from hecate.optim.options import Allowed, Group, MatrixView, NonNegative, OptimizerKind, name_of
-from hecate.optim.sharding import agreed, local
-from hecate.optim.tensors import state_dtype, sum_is_finite
+from hecate.optim.tensors import agreed, local, state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 from hecate.variant import Config
 

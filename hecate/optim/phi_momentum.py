@@ -13,6 +13,7 @@ from torch import Tensor
 from hecate.errors import ConfigError, NonFiniteError
 from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
 from hecate.optim.lift import (
+    Bent,
     LiftName,
     PhiOptimizer,
     RowMap,
@@ -24,11 +25,22 @@ from hecate.optim.lift import (
     scaled,
     taught,
 )
-from hecate.optim.linear import Bent
 from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
-from hecate.optim.sharding import like, local, rows_are_whole
-from hecate.optim.tensors import Bulk, Tensors, as_matrix, blocks, by_group, grouped, outline, pointwise, state_dtype
+from hecate.optim.tensors import (
+    Bulk,
+    Tensors,
+    as_matrix,
+    blocks,
+    by_group,
+    grouped,
+    like,
+    local,
+    outline,
+    pointwise,
+    rows_are_whole,
+    state_dtype,
+)
 from hecate.phi import FeatureMap, Identity
 
 Change = Callable[[Tensors], Tensors]

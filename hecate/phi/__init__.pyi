@@ -14,13 +14,11 @@ from hecate.phi.elementwise import (
     Tanh,
 )
 from hecate.phi.gaussian import SORF, Nystrom, RandomFourier
-from hecate.phi.learned import GLU, MLP, T2R, Hadamard, Linear
+from hecate.phi.learned import GLU, MLP, T2R, Hadamard, Hedgehog, Linear, Softmax
 from hecate.phi.performer import ArcCosine, Favor, PerformerReLU
 from hecate.phi.polynomial import Polynomial, Rebased, Taylor
-from hecate.phi.random_polynomial import Polysketch, RandomMaclaurin
+from hecate.phi.random_polynomial import SLAY, Polysketch, RandomMaclaurin
 from hecate.phi.rectified import DPFP, CosFormer, CReLU
-from hecate.phi.slay import SLAY
-from hecate.phi.softmax import Hedgehog, Softmax
 
 __all__ = [
     "DPFP",

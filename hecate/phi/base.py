@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hecate.checks import MAX_NUMBERS, check_shapes, check_size, without_storage
 from hecate.errors import ConfigError, ShapeError
-from hecate.phi.series import PowerForm
 from hecate.tape import Block, Tensors
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Variant
@@ -86,6 +85,33 @@ class MapForm(NamedTuple):
 
     name: Literal["same", "elu", "relu", "leaky", "square"]
     number: float = 0.0
+
+
+class PowerForm(NamedTuple):
+    """phi(x).phi(y) = sum_i coefficients[i] (x.y)^i for x, y of one width, and features of that kernel.
+
+    Fields:
+        coefficients: a_0 .. a_n.
+        width: of the features.
+        features: (x `[..., d]`, out or None) -> `[..., width]`, put into `out` if given.
+        pullback: (x, cotangent of the features) -> that of x.
+        spread: weights `[..., P]` of phi -> those of the features; its transpose is `gathered`.
+        gathered: weights of the features -> those of phi `[..., P]`; undoes `spread`.
+    """
+
+    coefficients: tuple[float, ...]
+    width: int
+    features: Callable[..., Tensor]
+    pullback: Callable[[Tensor, Tensor], Tensor]
+    spread: Callable[[Tensor], Tensor]
+    gathered: Callable[[Tensor], Tensor]
+
+    def kernel(self, product: Tensor) -> Tensor:
+        """sum_i a_i z^i of inner products z."""
+        total = torch.full_like(product, self.coefficients[-1])
+        for factor in reversed(self.coefficients[:-1]):
+            total = total * product + factor
+        return total
 
 
 class _Trait(Generic[Value]):

@@ -1,4 +1,4 @@
-"""Learned projections, and the maps that are made of them."""
+"""Learned projections and the maps that are made of them, and the softmax over features that some of them end in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.activation import GELU, ActivationKind, SiLU
+from hecate.activation import GELU, Activation, ActivationKind, SiLU
 from hecate.checks import Size
 from hecate.phi.base import (
     FeatureMap,
@@ -33,9 +33,6 @@ def affine_vjp(x: Tensor, weight: Tensor, bias: Tensor, g: Tensor) -> tuple[Tens
     """Cotangents of x, weight and bias from the cotangent g of `affine`."""
     gx, gweight = project_vjp(x, weight, g)
     return gx.to(x.dtype), {"weight": gweight, "bias": sum_to_heads(g, len(bias)).to(bias.dtype)}
-
-
-_SILU = SiLU()
 
 
 class Linear(FeatureMap):
@@ -102,7 +99,34 @@ class T2R(FeatureMap):
         return affine_vjp(x, weight, bias, torch.ops.aten.threshold_backward(g.to(features.dtype), features, 0))
 
 
-class Hadamard(FeatureMap):
+class _Product(FeatureMap):
+    """Helper for products act(x W_1) * (x W_2) of two learned projections, or of these themselves."""
+
+    _names: ClassVar[tuple[str, str]]
+    _act: ClassVar[Activation | None] = None
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys(self._names, (d, self.output_dim(d)))
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        w_1, w_2 = self.parameters(params, *self._names)
+        a, b = project_precisely(x, w_1), project_precisely(x, w_2)
+        first = a if self._act is None else self._act.value(a)
+        return (first * b).to(x.dtype), (x, a, b, w_1, w_2)
+
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x, a, b, w_1, w_2 = residuals
+        g = g.to(a.dtype)
+        first, ga = a, g * b
+        if self._act is not None:
+            first = self._act.value(a)
+            ga = self._act.slope(a, first) * ga
+        gx_1, gw_1 = project_vjp(x, w_1, ga)
+        gx_2, gw_2 = project_vjp(x, w_2, g * first)
+        return (gx_1 + gx_2).to(x.dtype), dict(zip(self._names, (gw_1, gw_2), strict=True))
+
+
+class Hadamard(_Product):
     r"""hadamard: phi(x) = (x W_1) * (x W_2), both matrices learned per head.
 
     A polynomial map of degree 2 that chooses d_phi features instead of keeping all D (D + 1) / 2; unlike those of
@@ -123,24 +147,10 @@ class Hadamard(FeatureMap):
     d_phi: Size | None = Field(default=None, gt=0, description="number of features; null: 4 D")
     widening: ClassVar[int] = 4
     promises = Traits(parity="even", degree=2)
-
-    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("w_1", "w_2"), (d, self.output_dim(d)))
-
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
-        w_1, w_2 = self.parameters(params, "w_1", "w_2")
-        a, b = project_precisely(x, w_1), project_precisely(x, w_2)
-        return (a * b).to(x.dtype), (x, a, b, w_1, w_2)
-
-    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x, a, b, w_1, w_2 = residuals
-        g = g.to(a.dtype)
-        gx_1, gw_1 = project_vjp(x, w_1, g * b)
-        gx_2, gw_2 = project_vjp(x, w_2, g * a)
-        return (gx_1 + gx_2).to(x.dtype), {"w_1": gw_1, "w_2": gw_2}
+    _names = ("w_1", "w_2")
 
 
-class GLU(FeatureMap):
+class GLU(_Product):
     r"""glu: phi(x) = silu(x W_g) * (x W_u), both matrices learned per head.
 
     The hidden layer of a gated MLP as the map: a matrix memory behind it is that MLP's last layer, written at test
@@ -160,25 +170,11 @@ class GLU(FeatureMap):
 
     kind: Literal["glu"] = "glu"
     d_hidden: Size | None = Field(default=None, gt=0, description="number of features; null: 4 D")
+    _names = ("w_gate", "w_up")
+    _act = SiLU()
 
     def output_dim(self, d: int) -> int:
         return 4 * d if self.d_hidden is None else self.d_hidden
-
-    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        return dict.fromkeys(("w_gate", "w_up"), (d, self.output_dim(d)))
-
-    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
-        w_gate, w_up = self.parameters(params, "w_gate", "w_up")
-        a, b = project_precisely(x, w_gate), project_precisely(x, w_up)
-        return (_SILU.value(a) * b).to(x.dtype), (x, a, b, w_gate, w_up)
-
-    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        x, a, b, w_gate, w_up = residuals
-        g = g.to(a.dtype)
-        active = _SILU.value(a)
-        gx_gate, gw_gate = project_vjp(x, w_gate, _SILU.slope(a, active) * (g * b))
-        gx_up, gw_up = project_vjp(x, w_up, g * active)
-        return (gx_gate + gx_up).to(x.dtype), {"w_gate": gw_gate, "w_up": gw_up}
 
 
 class MLP(FeatureMap):
@@ -233,3 +229,120 @@ class MLP(FeatureMap):
         if self.residual:
             gx = gx + g
         return gx.to(x.dtype), {"w_in": gw_in, "w_out": gw_out}
+
+
+# Softmax over the features of one key.
+
+
+class Softmax(FeatureMap):
+    r"""softmax: phi(x) = softmax(x / temperature) over the components of x.
+
+    Positive features that sum to 1: a soft choice of a slot, not the softmax of attention, which runs over keys.
+    `half_space` appends softmax(-x / temperature), which sees the smallest components as sharply as the largest.
+
+    Formula: $\phi(x) = \mathrm{softmax}(x / \tau),\quad \tau = \mathrm{temperature}$
+    $\phi(x) = [\mathrm{softmax}(x / \tau),\ \mathrm{softmax}(-x / \tau)] \quad \text{with half space}$
+    Shapes: x `[..., D]` -> `[..., D]`, with half_space `[..., 2 D]`.
+    VJP: with f = phi(x): gx = f (g - f.g) / temperature, minus the same of the other half.
+    Traits: non_negative, kernel_non_negative, norm_bound 1 (half_space 2).
+    Cost: O(D).
+    Warning: a constant added to all components of x changes nothing, in either form.
+    References: Efficient Attention: Attention with Linear Complexities (Shen et al., 2018, arXiv 1812.01243) for one
+    half; The Hedgehog & the Porcupine (Zhang et al., 2024, arXiv 2402.04347) for both. [PHI-SOFTMAX-D1]
+    """
+
+    kind: Literal["softmax"] = "softmax"
+    temperature: float = Field(default=1.0, gt=0, description="small: close to an argmax")
+    half_space: bool = Field(default=False, description="append softmax(-x / temperature)")
+
+    def output_dim(self, d: int) -> int:
+        return 2 * d if self.half_space else d
+
+    def traits(self) -> Traits:
+        bound = 2.0 if self.half_space else 1.0
+        return Traits(non_negative=True, kernel_non_negative=True, norm_bound=bound)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        z = x.to(compute_dtype(x)) / self.temperature
+        features = both_softmax(z) if self.half_space else z.softmax(-1)
+        return features.to(x.dtype), features
+
+    def vjp(self, residuals: Tensor, g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        pull = both_softmax_vjp if self.half_space else softmax_vjp
+        return (pull(residuals, g.to(residuals.dtype)) / self.temperature).to(g.dtype), {}
+
+
+def softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = z.softmax(-1)`."""
+    pulled: Tensor = torch.ops.aten._softmax_backward_data(g, features, -1, features.dtype)
+    return pulled
+
+
+def both_softmax(z: Tensor) -> Tensor:
+    """`[softmax(z), softmax(-z)]`, each with a sum of 1: `[..., 2 D]`."""
+    return torch.cat([z.softmax(-1), (-z).softmax(-1)], -1)
+
+
+def joint_softmax(z: Tensor) -> Tensor:
+    """`softmax([2 z, -2 z])`, both halves with a sum of 1 together: `[..., 2 D]`."""
+    return torch.cat([2 * z, -2 * z], -1).softmax(-1)
+
+
+def joint_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = joint_softmax(z)`."""
+    up, down = softmax_vjp(features, g).chunk(2, -1)
+    return 2 * (up - down)
+
+
+def both_softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
+    """Cotangent of z from that of `features = both_softmax(z)`."""
+    (up, down), (gup, gdown) = features.chunk(2, -1), g.chunk(2, -1)
+    return softmax_vjp(up, gup) - softmax_vjp(down, gdown)
+
+
+class Hedgehog(FeatureMap):
+    r"""hedgehog: phi(x) = [softmax(z), softmax(-z)], z = x W + b, W and b learned per head; joint: softmax([2 z,
+    -2 z]).
+
+    Spiky, positive features that can be trained until linear attention mimics softmax attention. W starts as the
+    identity and b at 0, where phi is `softmax` with half_space. `joint` is one softmax over both halves, as the library
+    flash-linear-attention has it: another kernel, in which the half with the largest component takes what the other
+    loses.
+
+    Formula: $\phi(x) = [\mathrm{softmax}(z),\ \mathrm{softmax}(-z)],\quad z = W^\top x + b$
+    $\phi(x) = \mathrm{softmax}([2 z,\ -2 z]) \quad \text{if joint}$
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., 2 D]`; learned weight `[H, D, D]`, bias `[H, D]`.
+    VJP: gz = f (g - f.g) of the first half minus that of the second, joint twice that with f.g over both; gx = gz W^T,
+    gW = x^T gz and gb = gz summed over tokens.
+    Traits: non_negative, kernel_non_negative, norm_bound 2 (joint 1).
+    Cost: O(D^2).
+    Warning: the paper learns one map for queries and another for keys; here one serves both, so that phi(q).phi(k) is a
+    kernel. Give q and k projections of their own before the map.
+    References: The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry (Zhang et al., 2024,
+    arXiv 2402.04347). [PHI-HEDGEHOG-D1]
+    """
+
+    kind: Literal["hedgehog"] = "hedgehog"
+    widening: ClassVar[int] = 2
+    joint: bool = Field(default=False, description="one softmax over [2 z, -2 z]")
+
+    def traits(self) -> Traits:
+        return Traits(non_negative=True, kernel_non_negative=True, norm_bound=1.0 if self.joint else 2.0)
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"weight": (d, d), "bias": (d,)}
+
+    def start(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        if name == "bias":
+            return super().start(name, shape, generator)
+        return torch.eye(shape[-1], dtype=torch.float64).repeat(shape[0], 1, 1)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight, bias = self.parameters(params, "weight", "bias")
+        features = (joint_softmax if self.joint else both_softmax)(affine(x, weight, bias))
+        return features.to(x.dtype), (features, x, weight, bias)
+
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        features, x, weight, bias = residuals
+        pull = joint_softmax_vjp if self.joint else both_softmax_vjp
+        return affine_vjp(x, weight, bias, pull(features, g.to(features.dtype)))

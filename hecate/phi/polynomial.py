@@ -7,12 +7,19 @@ of two blocks is (x.y)^i.
 Monomials of degree i are ordered by their largest variable v: each is a monomial of degree i - 1 in the variables 0 ..
 v times x_v, and those are a prefix of the block before. All tables below follow from that and are computed on the
 device, without atomics, so results are reproducible bit by bit.
+
+Block engines have a layout of their own. Where phi(x).phi(y) = sum_i a_i (x.y)^i, tokens meet each other in kernels of
+d numbers each, and features are needed only where tokens meet a state. There any features F of the same kernel serve,
+since F(x) = E phi(x) with E^T E = I: a memory M of phi is M E^T of F and comes back as (M E^T) E. Merged monomials of
+degree 2 have to be gathered one by one; in blocks of `BLOCK` components they are outer products x_I x_J^T for I <= J, a
+quarter wider than phi and made and pulled back by a few broadcast products. [PHI-SERIES-D1]
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from math import comb, prod
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,10 +28,10 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Count
-from hecate.phi.base import FeatureMap, Params, Traits, bounded, compute_dtype, per_head, sum_to_heads
-from hecate.phi.series import PowerForm, merged_squares, own_features
+from hecate.phi.base import FeatureMap, Params, PowerForm, Traits, bounded, compute_dtype, per_head, sum_to_heads
 from hecate.variant import Conflicts, still_declared
 
+BLOCK = 16
 Coefficients = Literal["exponential", "ones", "learned"]
 Degree = Annotated[int, Field(le=64)]
 """Highest power: beyond it factorials and powers leave the range of floats."""
@@ -207,9 +214,14 @@ def _power_form(own: FeatureMap, d: int, coefficients: list[float], *, merged: b
     if merged and len(coefficients) == 3:
         return merged_squares((coefficients[0], coefficients[1], coefficients[2]), d)
     none: Params = {"learned": {}, "frozen": {}}
-    return own_features(
-        tuple(coefficients), own.output_dim(d), lambda x: own.forward(x, none), lambda kept, g: own.vjp(kept, g)[0]
-    )
+
+    def features(x: Tensor, out: Tensor | None = None) -> Tensor:
+        return _put(own.forward(x, none)[0], out)
+
+    def pullback(x: Tensor, g: Tensor) -> Tensor:
+        return own.vjp(own.forward(x, none)[1], g)[0]
+
+    return PowerForm(tuple(coefficients), own.output_dim(d), features, pullback, _same, _same)
 
 
 def _root(i: int) -> float:
@@ -335,7 +347,7 @@ def _spread(g: Tensor, step: _Step, width: int) -> Tensor:
 def _take(x: Tensor, index: Tensor) -> Tensor:
     """Columns of `[..., n]`; on a CPU ten times faster from a matrix."""
     *lead, width = x.shape
-    return x.reshape(prod(lead), width).index_select(1, index).reshape(*lead, len(index))
+    return x.reshape(prod(lead), width).index_select(1, index.to(x.device)).reshape(*lead, len(index))
 
 
 def _steps(x: Tensor, degree: int) -> list[_Step]:
@@ -352,3 +364,88 @@ def _steps(x: Tensor, degree: int) -> list[_Step]:
         steps.append(_Step(parent, variable, (i / run.to(x.dtype)).sqrt(), sizes, starts))
         sizes, last = ends, variable
     return steps
+
+
+# The layout of block engines.
+
+
+def given_features(width: int) -> PowerForm:
+    """The form of features that are there already: phi(x) = x."""
+    return PowerForm((0.0, 1.0), width, _put, lambda x, g: g, _same, _same)
+
+
+def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerForm:
+    """The form of [sqrt(a_0), sqrt(a_1) x, sqrt(a_2) merged products], ordered as in `powers`."""
+    zeroth, first, second = (math.sqrt(a) for a in coefficients)
+    parts = [slice(at, min(at + BLOCK, d)) for at in range(0, d, BLOCK)]
+
+    widths = [1, d, *((part.stop - part.start) * (d - part.start) for part in parts)]
+
+    def factors(x: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The factors of a block's products: own components, and these with all later ones."""
+        return second * x[..., part], torch.cat((x[..., part], math.sqrt(2) * x[..., part.stop :]), -1)
+
+    def features(x: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            pairs = [factors(x, part) for part in parts]
+            blocks = [(own.unsqueeze(-1) * others.unsqueeze(-2)).flatten(-2) for own, others in pairs]
+            return torch.cat((torch.full_like(x[..., :1], zeroth), first * x, *blocks), -1)
+        constant, linear, *blocks = out.split(widths, -1)
+        constant.fill_(zeroth)
+        torch.mul(x, first, out=linear)
+        for part, block in zip(parts, blocks, strict=True):
+            own, others = factors(x, part)
+            torch.mul(own.unsqueeze(-1), others.unsqueeze(-2), out=block.unflatten(-1, (own.shape[-1], -1)))
+        return out
+
+    def pullback(x: Tensor, g: Tensor) -> Tensor:
+        _, linear, *blocks = g.split(widths, -1)
+        gx = first * linear
+        for part, block in zip(parts, blocks, strict=True):
+            (own, others), size = factors(x, part), part.stop - part.start
+            pairs = block.unflatten(-1, (size, -1))
+            gown = second * (pairs @ others.unsqueeze(-1)).squeeze(-1)
+            gothers = (own.unsqueeze(-2) @ pairs).squeeze(-2)
+            later = torch.cat((gown + gothers[..., :size], math.sqrt(2) * gothers[..., size:]), -1)
+            gx = gx + torch.nn.functional.pad(later, (part.start, 0))
+        return gx
+
+    where, factor, first_place, second_place = _places(d)
+
+    def spread(weights: Tensor) -> Tensor:
+        return _take(weights, where) * factor.to(weights)
+
+    def gathered(weights: Tensor) -> Tensor:
+        scaled = torch.cat((weights * factor.to(weights), torch.zeros_like(weights[..., :1])), -1)
+        return _take(scaled, first_place) + _take(scaled, second_place)
+
+    return PowerForm(coefficients, len(where), features, pullback, spread, gathered)
+
+
+@lru_cache(maxsize=16)
+def _places(d: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For every feature its place in phi and E's number; for every number of phi the one or two features that hold it,
+    one past the last feature where there is no second."""
+    pairs = torch.tensor(
+        [(i, j) for at in range(0, d, BLOCK) for i in range(at, min(at + BLOCK, d)) for j in range(at, d)]
+    )
+    low, high = pairs.aminmax(dim=1)
+    where = torch.cat((torch.arange(1 + d), 1 + d + high * (high + 1) // 2 + low))
+    # Both orders of a pair within a block hold it, each 1 / sqrt(2) times.
+    twice = (low // BLOCK == high // BLOCK) & (low != high)
+    once = torch.ones(len(twice), dtype=torch.float64).masked_fill(twice, math.sqrt(0.5))
+    factor = torch.cat((torch.ones(1 + d, dtype=torch.float64), once))
+    places = torch.full((2, 1 + d + d * (d + 1) // 2), len(where))
+    ordered = torch.cat((torch.ones(1 + d, dtype=torch.bool), pairs[:, 0] <= pairs[:, 1]))
+    here = torch.arange(len(where))
+    places[0, where[ordered]] = here[ordered]
+    places[1, where[~ordered]] = here[~ordered]
+    return where, factor, places[0], places[1]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _put(found: Tensor, out: Tensor | None = None) -> Tensor:
+    return found if out is None else out.copy_(found)

@@ -1,5 +1,4 @@
 from hecate.readout.base import Asked, Direct, Means, Readout, ReadoutKind
-from hecate.readout.ridge import Ridge
-from hecate.readout.slots import Slots
+from hecate.readout.keys import Ridge, Slots
 
 __all__ = ["Asked", "Direct", "Means", "Readout", "ReadoutKind", "Ridge", "Slots"]

@@ -1,6 +1,4 @@
 from hecate.retention.base import GateForm, Retention, RetentionKind
-from hecate.retention.decay import L2, Decay, ElasticNet, NoRetention
-from hecate.retention.lengths import NormCap, Sphere
 from hecate.retention.mirror import (
     KL,
     Bounded,
@@ -14,6 +12,7 @@ from hecate.retention.mirror import (
     SignedSoftmaxLink,
     SoftmaxLink,
 )
+from hecate.retention.primal import L2, Decay, ElasticNet, NoRetention, NormCap, Sphere
 
 __all__ = [
     "KL",

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.retention.base import LinkAt
-from hecate.retention.decay import Decaying
+from hecate.retention.primal import Decaying
 from hecate.tape.ops import inner_axes, torch_vjp
 from hecate.variant import Conflicts, Variant, delegating
 

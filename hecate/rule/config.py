@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import NoRetention, RetentionKind
-from hecate.rule.forms import Forms, acts_of
 from hecate.rule.layer import LayerOptions
-from hecate.rule.rule import MemoryRule
+from hecate.rule.rule import Forms, MemoryRule, acts_of
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
 from hecate.variant import Config, Conflicts, briefly
@@ -529,33 +529,16 @@ class NamedRule(NamedTuple):
         return f"{self.paper}; unlike the published layer it has {differences}" if differences else self.paper
 
 
-class Rules(MutableMapping[str, NamedRule]):
+class Rules(UserDict[str, NamedRule]):
     """Rules by name. One that is set as a function of nothing is made when it is first asked for: checking all of them,
     and tracing their formulas, would take half of the time of an import."""
 
-    def __init__(self) -> None:
-        self._rules: dict[str, NamedRule | Callable[[], NamedRule]] = {}
+    data: dict[str, Any]
 
     def __getitem__(self, name: str) -> NamedRule:
-        found = self._rules[name]
-        if not isinstance(found, NamedRule):
-            found = self._rules[name] = found()
-        return found
-
-    def __setitem__(self, name: str, rule: NamedRule | Callable[[], NamedRule]) -> None:
-        self._rules[name] = rule
-
-    def __delitem__(self, name: str) -> None:
-        del self._rules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rules)
-
-    def __len__(self) -> int:
-        return len(self._rules)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rules
+        if not isinstance(self.data[name], NamedRule):
+            self.data[name] = self.data[name]()
+        return self.data[name]
 
 
 RULES = Rules()

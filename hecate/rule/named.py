@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 from hecate import readout, retention
 from hecate.activation import Tanh
@@ -32,7 +34,6 @@ from hecate.gating import (
 from hecate.phi import ELU, GLU, Concat, Identity, Linear, Normalise, Polynomial
 from hecate.retention import KL, Decay, Lq, Sphere
 from hecate.rule.config import RULES, Difference, MemoryConfig, NamedRule
-from hecate.rule.equations import EQUATIONS
 from hecate.structure import MLP, GatedMLP, Matrix, Slots, TwoPass
 
 _UNGATED = Heads(lr=False)  # every token is written with lr 1
@@ -74,49 +75,64 @@ def _differs(**by: float) -> tuple[Difference, ...]:
     return tuple([Difference(name, _HAS[name], number) for name, number in by.items()])
 
 
-_MIRAS = MLP(layers=2, residual=True, norm="layer")
 _CODES = 16
+_KDA = Decay(channels=True, rank="head", gate="softplus")
+
+
+def _sum(**own: Any) -> MemoryConfig:
+    """A sum of writes, in a layer that leaves q, k and v as its maps make them."""
+    return MemoryConfig(**{"bias": Dot(), "layer_qk_norm": "none", "layer_activation": "none", **own})
+
+
+def _gated(**own: Any) -> MemoryConfig:
+    """A gated delta rule: keys of unit length are unlearned from what is kept."""
+    shared = {"retention": Decay(gate="softplus"), "decay_order": "before_gradient", "key_norm": "l2"}
+    return MemoryConfig(**{**shared, **own})
+
+
+def _ttt(layers: int) -> MemoryConfig:
+    """A network p + LN(f(p)) that takes gradients at the start of blocks of 16."""
+    structure = MLP(layers=layers, residual=True, norm="layer", bias=True)
+    return MemoryConfig(
+        structure=structure, algorithm=GD(lr=0.1), chunk=16, layer_activation="none", layer_v_norm="rms"
+    )
+
+
+def _miras(**own: Any) -> MemoryConfig:
+    """A network p + LN(f(p)) of two layers, for values of one size."""
+    structure = MLP(layers=2, residual=True, norm="layer")
+    return MemoryConfig(structure=structure, key_norm="l2", layer_v_norm="rms", **own)
+
+
+def _window(**own: Any) -> MemoryConfig:
+    """One linear layer on squares of keys, written by the last four tokens."""
+    phi, algorithm = Polynomial(degree=2), Omega(window=4, decay=0.9, **own)
+    return MemoryConfig(retention=Decay(), algorithm=algorithm, feature_map=phi, key_norm="l2")
+
 
 _LITERATURE: dict[str, Callable[[], NamedRule]] = {
     "hebbian": lambda: NamedRule(
-        MemoryConfig(bias=Dot(), gating=_UNGATED, layer_qk_norm="none", layer_activation="none"),
+        _sum(gating=_UNGATED),
         "Linear Transformers Are Secretly Fast Weight Programmers (Schlag et al., 2021, arXiv 2102.11174), the sum "
         "rule",
         _differs(conv=0.06, norm=0.97, output_gate=0.97),
     ),
     "linear_attention": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
-            feature_map=ELU(),
-            gating=_UNGATED,
-            normalizer="sum",
-            layer_qk_norm="none",
-            layer_activation="none",
-        ),
+        _sum(feature_map=ELU(), gating=_UNGATED, normalizer="sum"),
         "Transformers are RNNs (Katharopoulos et al., 2020, arXiv 2006.16236): a layer leaves q and k their lengths, "
         "features of vectors of unit length are too alike to tell keys apart",
         _differs(conv=0.04, norm=2.36, output_gate=0.96),
     ),
     "retnet": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
-            retention=Decay(retain="retnet"),
-            gating=_CONSTANT,
-            query_scale="key_dim",
-            layer_qk_norm="none",
-            layer_activation="none",
-        ),
+        _sum(retention=Decay(retain="retnet"), gating=_CONSTANT, query_scale="key_dim"),
         "Retentive Network (Sun et al., 2023, arXiv 2307.08621): one retain per head, 1 - 2^(-5-h), without a gate",
         _differs(conv=0.06, turned=0.86),
     ),
     "gla": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
+        _sum(
             retention=Decay(retain=2 ** (-1 / 16), channels=True, rank=16, gate="root"),
             gating=_UNGATED,
             query_scale="key_dim",
-            layer_qk_norm="none",
-            layer_activation="none",
         ),
         "Gated Linear Attention (Yang et al., 2024, arXiv 2312.06635): retain per phi channel, gates.retain [B, T, H, "
         "P], in a layer sigmoid(W_2 W_1 x + b)^(1/16) of rank 16",
@@ -134,36 +150,24 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(output_gate=0.97),
     ),
     "gated_delta": lambda: NamedRule(
-        MemoryConfig(retention=Decay(), decay_order="before_gradient", key_norm="l2"),
-        "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)",
-        _differs(decay=0.62),
+        _gated(retention=Decay()), "Gated Delta Networks (Yang et al., 2024, arXiv 2412.06464)", _differs(decay=0.62)
     ),
     "kda": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(channels=True, rank="head", gate="softplus"), decay_order="before_gradient", key_norm="l2"
-        ),
+        _gated(retention=_KDA),
         "Kimi Linear (Kimi Team, 2025, arXiv 2510.26692): the gated delta rule with retain per phi channel, "
         "gates.retain [B, T, H, P], in a layer exp(-A softplus(W_2 W_1 x + b))",
         _differs(sigmoid_gate=0.90),
     ),
     "gated_delta_2": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(channels=True, rank="head", gate="softplus"),
-            decay_order="before_gradient",
-            key_norm="l2",
+        _gated(
+            retention=_KDA,
             gating=Heads(erase=Head(channels=True, bias=False), value=Head(channels=True, bias=False), lr=False),
         ),
         "Gated DeltaNet-2 (2026, arXiv 2605.22791): kda with a gate per channel on the erased key and one on the "
         "value; lr is 1",
     ),
     "delta_product": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(gate="softplus"),
-            algorithm=GD(lr=2.0),
-            decay_order="before_gradient",
-            key_norm="l2",
-            writes=2,
-        ),
+        _gated(algorithm=GD(lr=2.0), writes=2),
         "DeltaProduct (Siems et al., 2025, arXiv 2502.10297), gated, of two writes with lr up to 2, whose products are "
         "rotations; set writes for another number",
     ),
@@ -176,13 +180,7 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(conv=0.07, layer_norm=0.25, bonus=0.08),
     ),
     "comba": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(gate="softplus"),
-            decay_order="before_gradient",
-            key_norm="l2",
-            layer_qk_norm="none",
-            gating=Comba(),
-        ),
+        _gated(layer_qk_norm="none", gating=Comba()),
         "Comba (Hu et al., 2025, arXiv 2506.02475): a layer corrects q by k as both come and brings them to unit "
         "length then, as the released one",
         _differs(sigmoid_gate=0.91, unit_erase=0.06),
@@ -194,11 +192,9 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(output_gate=0.96),
     ),
     "momentum_delta": lambda: NamedRule(
-        MemoryConfig(
+        _gated(
             retention=Decay(),
             algorithm=Momentum(bounded=False),
-            decay_order="before_gradient",
-            key_norm="l2",
             layer_qk_norm="none",
             gating=MomentumDeltaGates(correction=True),
         ),
@@ -212,21 +208,11 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(norm=0.64),
     ),
     "pgdn": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(gate="softplus"),
-            decay_order="before_gradient",
-            key_norm="l2",
-            gating=Curvature(gate="softplus"),
-        ),
+        _gated(gating=Curvature(gate="softplus")),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): gated_delta with a preconditioned written key",
     ),
     "pkda": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(channels=True, rank="head", gate="softplus"),
-            decay_order="before_gradient",
-            key_norm="l2",
-            gating=Curvature(gate="softplus"),
-        ),
+        _gated(retention=_KDA, gating=Curvature(gate="softplus")),
         "Preconditioned DeltaNet (Tumma et al., 2026, arXiv 2604.21100): kda with a preconditioned written key, and an "
         "output gate of full rank",
         _differs(sigmoid_gate=0.89),
@@ -256,13 +242,7 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(v_conv=0.72, layer_norm=0.63),
     ),
     "hgrn2": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
-            retention=Decay(retain=0.9, channels=True),
-            gating=Complement(lr=False, query="silu"),
-            layer_qk_norm="none",
-            layer_activation="none",
-        ),
+        _sum(retention=Decay(retain=0.9, channels=True), gating=Complement(lr=False, query="silu")),
         "HGRN2 (Qin et al., 2024, arXiv 2404.07904): what is not kept is written; in a layer the key is the logit of "
         "retain, as in the released one; without the lower bounds of retain that grow over layers",
         _differs(conv=0.06, whole_norm=0.48, output_gate=0.97),
@@ -306,29 +286,14 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         "solution; solved exactly, set readout.solver for the paper's 30 steps of Chebyshev's iteration",
     ),
     "gsa": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
-            retention=Decay(channels=True),
-            layer_qk_norm="none",
-            layer_activation="silu",
-            readout=readout.Slots(),
-            gating=GSA(),
-        ),
+        _sum(retention=Decay(channels=True), layer_activation="silu", readout=readout.Slots(), gating=GSA()),
         "Gated Slot Attention (Zhang et al., 2024, arXiv 2409.07146): as many slots as a key is wide, whose scores are "
         "not scaled, as released; a layer leaves q and k their lengths, a softmax of what unit vectors score is nearly "
         "even",
         _differs(conv=0.03, answers=0.05, whole_norm=0.15, output_gate=0.97),
     ),
     "abc": lambda: NamedRule(
-        MemoryConfig(
-            bias=Dot(),
-            retention=Decay(channels=True),
-            query_scale="key_dim",
-            layer_qk_norm="none",
-            layer_activation="none",
-            readout=readout.Slots(),
-            gating=ABC(),
-        ),
+        _sum(retention=Decay(channels=True), query_scale="key_dim", readout=readout.Slots(), gating=ABC()),
         "ABC: Attention with Bounded-memory Control (Peng et al., 2021, arXiv 2110.02488), with learned control: as "
         "many slots as a key is wide",
         _differs(conv=0.04, turned=0.08),
@@ -373,26 +338,14 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(residual=0.89, v_conv=0.03, lengths=0.21, turned=0.76, mean=0.49, post_norm=0.26, gelu_gate=0.15),
     ),
     "ttt_linear_norm": lambda: NamedRule(
-        MemoryConfig(
-            structure=MLP(layers=1, residual=True, norm="layer", bias=True),
-            algorithm=GD(lr=0.1),
-            chunk=16,
-            layer_activation="none",
-            layer_v_norm="rms",
-        ),
+        _ttt(layers=1),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(W x + b), without gain and "
         "offset of the norm; lr is eta of the released code, whose gate also divides by the head's width; beside the "
         "layer of its Mamba backbone, whose q and k share a projection",
         _differs(v_conv=0.04, lengths=1.18, turned=0.47, mean=0.96, post_norm=0.06, gelu_gate=0.15, values=0.17),
     ),
     "ttt_mlp": lambda: NamedRule(
-        MemoryConfig(
-            structure=MLP(layers=2, residual=True, norm="layer", bias=True),
-            algorithm=GD(lr=0.1),
-            chunk=16,
-            layer_activation="none",
-            layer_v_norm="rms",
-        ),
+        _ttt(layers=2),
         "Learning to (Learn at Test Time) (Sun et al., 2024, arXiv 2407.04620): x + LN(f(x)), f of two layers with "
         "gelu; norm, lr and layer as in ttt_linear_norm",
         _differs(v_conv=0.04, lengths=1.07, turned=0.49, mean=0.78, post_norm=0.06, gelu_gate=0.15, values=0.18),
@@ -436,26 +389,14 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(one_key=1.31, units=0.68, conv=0.08, norm=49.68, output_gate=0.97),
     ),
     "moneta": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS,
-            bias=Lp(p=3.0),
-            retention=Lq(q=4.0, eps=1e-3),
-            algorithm=GD(lr=2e-3),
-            key_norm="l2",
-            layer_v_norm="rms",
-        ),
+        _miras(bias=Lp(p=3.0), retention=Lq(q=4.0, eps=1e-3), algorithm=GD(lr=2e-3)),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Moneta, with the exact map of q = 4; the "
         "printed one, retention.form='paper', lacks the power of the coordinates",
         _differs(values=0.64),
     ),
     "yaad": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS,
-            bias=Yaad(delta=32.0, eps=1e-3),
-            retention=retention.L2(penalty=1e-4, decoupled=True),
-            algorithm=GD(lr=0.01),
-            key_norm="l2",
-            layer_v_norm="rms",
+        _miras(
+            bias=Yaad(delta=32.0, eps=1e-3), retention=retention.L2(penalty=1e-4, decoupled=True), algorithm=GD(lr=0.01)
         ),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Yaad, with one delta for all channels, several "
         "times the length of a value at the start: where delta is crossed the write jumps, and training that meets "
@@ -464,29 +405,17 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
         _differs(towards=0.0, values=0.21),
     ),
     "memora": lambda: NamedRule(
-        MemoryConfig(
-            structure=_MIRAS, retention=KL(scale=8.0), algorithm=GD(lr=0.05), key_norm="l2", layer_v_norm="rms"
-        ),
+        _miras(retention=KL(scale=8.0), algorithm=GD(lr=0.05)),
         "It's All Connected (Behrouz et al., 2025, arXiv 2504.13173), Memora: rows of weights are distributions",
         _differs(values=0.44),
     ),
     "omeganet": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(),
-            algorithm=Omega(lr=0.4, window=4, decay=0.9),
-            feature_map=Polynomial(degree=2),
-            key_norm="l2",
-        ),
+        _window(lr=0.4),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735), OmegaNet with one linear layer; the window's weights are "
         "powers of a constant",
     ),
     "atlas": lambda: NamedRule(
-        MemoryConfig(
-            retention=Decay(),
-            algorithm=Omega(window=4, decay=0.9, inner=NewtonSchulz()),
-            feature_map=Polynomial(degree=2),
-            key_norm="l2",
-        ),
+        _window(inner=NewtonSchulz()),
         "ATLAS (Behrouz et al., 2025, arXiv 2505.23735) with one linear layer, as omeganet; it descends along NS(S)",
     ),
     "lattice": lambda: NamedRule(
@@ -516,9 +445,16 @@ _LITERATURE: dict[str, Callable[[], NamedRule]] = {
 }
 
 
+@cache
+def _equations() -> dict[str, str]:
+    """The equations of every rule, as `hecate.variant.equation` gives them of a variant."""
+    _, *entries = Path(__file__).with_name("equations.tex").read_text("ascii").strip().split("\n\n")
+    return {name.removeprefix("% "): lines for name, _, lines in (entry.partition("\n") for entry in entries)}
+
+
 def _with_equation(name: str) -> NamedRule:
-    return _LITERATURE[name]()._replace(equation=EQUATIONS[name])
+    return _LITERATURE[name]()._replace(equation=_equations()[name])
 
 
 for _name in _LITERATURE:
-    RULES[_name] = partial(_with_equation, _name)
+    RULES.data[_name] = partial(_with_equation, _name)

@@ -40,7 +40,7 @@ from hecate.files import (
     sync,
     write_file,
 )  # fmt: skip
-from hecate.optim.sharding import local
+from hecate.optim.tensors import local
 from hecate.variant import Config, Conflicts, read_json
 
 FORMAT = "hecate-checkpoint"

@@ -315,7 +315,7 @@ def test_auto_takes_it():
 
 
 def test_constants_are_as_precise_under_a_default_of_float32():
-    from hecate.phi import series
+    from hecate.phi import polynomial as series
 
     series._places.cache_clear()
     before = torch.get_default_dtype()

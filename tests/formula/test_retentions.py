@@ -12,8 +12,8 @@ from torch import Tensor
 from hecate import MemoryConfig
 from hecate.engine import Plan, choose
 from hecate.errors import ConfigError
+from hecate.formula import Weights, retention_formula
 from hecate.formula.printer import printed
-from hecate.formula.retention import Weights, retention_formula
 from hecate.retention import Bregman, ElasticNet, Link, NormCap, Retention, SoftmaxLink
 from hecate.tape.ops import over
 from hecate.testing.rule import in_torch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hecate import HealthWarning
-from hecate.optim import KernelMomentum, PhiMomentum, linear
-from hecate.optim.linear import LINEAR, STEPS, bend
+from hecate.optim import KernelMomentum, PhiMomentum, lift
+from hecate.optim.lift import LINEAR, STEPS, bend
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
@@ -116,7 +116,7 @@ def test_kernels_of_short_keys_are_said_to_be_linear():
 @pytest.mark.spec("OPT-PHI-I5")
 def test_no_step_waits_for_numbers(monkeypatch):
     waiting = []
-    monkeypatch.setattr(linear, "put_off", lambda value, then: waiting.append((value, then)))
+    monkeypatch.setattr(lift, "put_off", lambda value, then: waiting.append((value, then)))
     optimizer = PhiMomentum(parameters(), 1e-6, feature_map="tanh")
     assert steps(optimizer, 1e-3) == [] and len(waiting) == 1
     value, then = waiting.pop()
@@ -137,7 +137,7 @@ def test_a_copy_watches_anew_and_a_state_dict_knows_nothing_of_it():
 @pytest.mark.spec("OPT-PHI-I5")
 def test_the_bound_is_what_rounding_to_bfloat16_changes():
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    rounded = float(bend([linear.Bent(x, x, x.bfloat16().double())])[0])
+    rounded = float(bend([lift.Bent(x, x, x.bfloat16().double())])[0])
     assert LINEAR / 2 < rounded < LINEAR
-    bent = float(bend([linear.Bent(x, x, (x + 0.1 * x.abs()).double())])[0])
+    bent = float(bend([lift.Bent(x, x, (x + 0.1 * x.abs()).double())])[0])
     assert bent == pytest.approx(0.1 / (1 + 0.1**2) ** 0.5, rel=0.02)  # |x| is orthogonal to x, and as long

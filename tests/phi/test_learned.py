@@ -8,8 +8,7 @@ from torch import Tensor
 from hecate import phi
 from hecate.errors import ConfigError
 from hecate.phi.base import project_vjp
-from hecate.phi.learned import affine_vjp
-from hecate.phi.softmax import both_softmax_vjp
+from hecate.phi.learned import affine_vjp, both_softmax_vjp
 from hecate.tape import Block
 from hecate.testing import check_vjp
 from tests.reference import phi as reference

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from hecate.formula import Weights
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import literal, said, uses
-from hecate.formula.retention import Weights
 
 SIGNATURES = {
     "step": "X, D, rv, rp, O, V, P, v, p, x, c",

@@ -28,7 +28,7 @@ from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
 from hecate.rule import MemoryConfig
-from hecate.rule.forms import acts_of
+from hecate.rule.rule import acts_of
 from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op

@@ -24,8 +24,7 @@ from torch import Tensor
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
-from hecate.formula import Formula
-from hecate.formula.retention import Weights
+from hecate.formula import Formula, Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 from hecate.engine.cpu import lanes
 from hecate.engine.cpu.cells import Scratch, link_of, step_of
 from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, mad, per_vector, store
-from hecate.formula import Formula
+from hecate.formula import Formula, Weights
 from hecate.formula.nodes import SUMS, Node
 from hecate.formula.printer import literal, said, uses
-from hecate.formula.retention import Weights
 
 SIGNATURES = {"learn": "p, v, u, n, c", "learn_back": "p, v, u, gu, gp, gv, n, c", "act": "x, y, d, dd, n, c"}
 

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 
 from hecate.bias import Bias
-from hecate.formula import Formula, Unprintable, bias_formula
+from hecate.formula import Formula, Unprintable, Weights, bias_formula, retention_formula
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import Text, printed
-from hecate.formula.retention import Weights, retention_formula
 from hecate.retention import Retention
 
 

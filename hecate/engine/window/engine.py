@@ -12,7 +12,7 @@ system of n W rows), or `gram_block`, where a function of the momentum's Gram ma
 matrices of V x V).
 
 Where phi(x).phi(y) is a polynomial of x.y, the kernels are that polynomial and features are made for one block at a
-time, in the layout of `hecate.phi.series`; elsewhere they are made first and the kernel is their product.
+time, in the layout of `hecate.phi.polynomial`; elsewhere they are made first and the kernel is their product.
 
 The backward pass goes through the blocks in reverse. Of B blocks the forward keeps the base states of every sqrt(B)-th,
 and of all others what they are combinations of, from which they are made again. The products with
@@ -44,7 +44,7 @@ from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import gram, linear
 from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
 from hecate.engine.window.rows import Leaves, Outcome, Rows, Settings, rows_of
-from hecate.phi.series import given_features
+from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one, several

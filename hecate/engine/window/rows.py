@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate.algorithm import WindowForm
 from hecate.engine.tokens import constants
-from hecate.phi.series import PowerForm
+from hecate.phi.base import PowerForm
 from hecate.rule import MemoryConfig
 
 

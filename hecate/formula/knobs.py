@@ -1,0 +1,247 @@
+"""Knobs as formulas, from the variant's own methods: a bias's u = grad(pred, target) and its derivative, an activation
+and its two, a retention's step of whole weights and the memory of what is carried, each with its pullback."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hecate.activation import Activation
+from hecate.bias import Bias
+from hecate.errors import shorten
+from hecate.formula.nodes import ALONG, DOWN, SUMS, Node, Nodes, Unprintable
+from hecate.formula.printer import Text, nodes_of, printed
+from hecate.retention import Retention
+from hecate.variant import Variant
+
+MIXES = "a coordinate needs the whole row, where an activation goes coordinate by coordinate"
+KEPT = 4096  # formulas that are remembered
+CELLS = ALONG | DOWN
+MIXED = {*SUMS, "in N", "in M"}  # operations by which one number needs others
+
+
+class Formula(NamedTuple):
+    """A bias as nodes and text: `psi(p, v, c)` is u = grad(p, v), `pull(p, v, u, g, c)` the cotangents of p and v from
+    that of u.
+
+    The traits are read off the nodes: `coordinatewise`, no number of a row needs another; `target`, u = -v, and
+    `error`, u = p - v, both with the derivative that belongs to it; `linear`, a Jacobian without p, v and u.
+    """
+
+    u: Node
+    pulled: tuple[Node, Node]
+    psi: Text
+    pull: Text
+    coordinatewise: bool
+    target: bool
+    error: bool
+    linear: bool
+
+    @property
+    def digest(self) -> str:
+        """A name by which equal texts are equal."""
+        return hashlib.sha256(f"{self.psi.source}\n{self.pull.source}".encode()).hexdigest()[:24]
+
+
+def bias_formula(bias: Bias) -> Formula:
+    """The formula of a bias. Raises Unprintable, which says why it has none."""
+    found = formula_of(bias)
+    if isinstance(found, str):
+        raise Unprintable(found)
+    return found
+
+
+def formula_of(bias: Bias) -> Formula | str:
+    """The formula of a bias, or why it has none."""
+    found: Formula | str = kept(bias, _of_bias)
+    return found
+
+
+def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
+    """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
+    found: tuple[Node, Node, Node] | str = kept(activation, _of_activation)
+    return found
+
+
+def kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
+    """The formula that is made of a variant, once, or why it could not be made."""
+    # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
+    return _made(make, tuple(_methods(variant)), repr(variant), variant)
+
+
+def _methods(variant: Variant) -> Iterator[Any]:
+    """Methods that are its formulas, and those of the variants in its fields."""
+    for name in variant._formulas:
+        yield getattr(type(variant), name, None)
+    for field in type(variant).model_fields:
+        if isinstance(inner := getattr(variant, field), Variant):
+            yield type(inner)
+            yield from _methods(inner)
+
+
+@lru_cache(KEPT)
+def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
+    with ThreadPoolExecutor(1) as apart:  # which knows nothing of what transforms, compiles or differentiates here
+        return apart.submit(tried, make, variant).result()
+
+
+def tried(make: Callable[[Any], Any], variant: Variant) -> Any:
+    """The formula that is made of a variant, or why it could not be made."""
+    try:
+        return make(variant)
+    except Unprintable as reason:
+        return str(reason)
+    except Exception as error:  # of the user's own formula, which may run in the token loop all the same
+        return f"tracing it ended in {type(error).__name__}: {shorten(str(error))}"
+
+
+def _of_bias(bias: Bias) -> Formula:
+    nodes = Nodes()
+    p, v = nodes.input("p", ALONG), nodes.input("v", ALONG)
+    (u,) = nodes_of(bias, lambda own: own.grad, dict.fromkeys("pv", ALONG), nodes)
+    gp, gv = nodes_of(bias, lambda own: own.grad_vjp, dict.fromkeys("pvg", ALONG), nodes)
+    known = {} if u.op in ("in", "const") else {u: "u"}
+    psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
+    whole = psi.operations | pull.operations
+    apart = not whole & MIXED
+    linear = apart and not pull.operations & {"in p", "in v", "in u"}
+    g = nodes.input("g", ALONG)
+    target = u is -v and (gp, gv) == (nodes.const(0.0), -g)
+    return Formula(u, (gp, gv), psi, pull, apart, target, error=u is p - v and (gp, gv) == (g, -g), linear=linear)
+
+
+def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
+    def orders(own: Any) -> Callable[..., Any]:
+        def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            y = own.value(x)
+            slope = own.slope(x, y)
+            return y, slope, own.bend(x, y, slope)
+
+        return function
+
+    y, slope, bend = nodes_of(activation, orders, {"x": ALONG}, Nodes())
+    if printed("act", "x", [y, slope, bend]).operations & MIXED:
+        raise Unprintable(MIXES)
+    return y, slope, bend
+
+
+# Retentions.
+
+
+class Weights(NamedTuple):
+    """A function of weights as nodes: `out`, and `pulled`, the cotangents of its inputs from that of `out`, g. It is a
+    `sum` if it is r X + D or X + D; `operations` are those of `out`.
+    """
+
+    out: Node
+    pulled: tuple[Node, ...]
+    operations: frozenset[str]
+    sum: bool
+
+    @property
+    def gate(self) -> Node | None:
+        """The cotangent of r cell by cell, of which that of one retain for all is the sum; None if it is no sum."""
+        gate = self.pulled[-1]
+        if gate.axes or gate.literal(0):
+            return gate
+        rows = gate.args[0] if gate.op == "column_total" else gate
+        summed: Node | None = rows.args[0] if rows.op == "total" else None
+        return summed
+
+    @property
+    def cellwise(self) -> bool:
+        """True if no cell needs another."""
+        return not self.operations & MIXED
+
+    @property
+    def rowwise(self) -> bool:
+        """True if no row needs another."""
+        return not self.operations & {"column_total", "column_top", "in M"}
+
+
+class RetentionFormula(NamedTuple):
+    """A retention as nodes, or in place of some of them why there are none.
+
+    Fields:
+        single: the step of X, D and r, one retain for a whole weight.
+        cells: the same where every cell has an r of its own.
+        link: the memory of the dual state A; None where the memory itself is carried.
+        adds: whether the step is r X + D, or X + D, with D as `centred` leaves it.
+    """
+
+    single: Weights
+    cells: Weights | str
+    link: Weights | None
+    adds: bool
+
+    def step(self, *, single: bool) -> Weights | str:
+        """The step, for one retain or for one of every cell, or why there is none."""
+        return self.single if single else self.cells
+
+    @property
+    def plain(self) -> bool:
+        """True if the step is r X + D, or X + D, of the memory itself."""
+        return self.single.sum and self.link is None
+
+    @property
+    def cellwise(self) -> bool:
+        """True if no cell of a memory needs another."""
+        return self.single.cellwise and (self.link is None or self.link.cellwise)
+
+
+def retention_formula(retention: Retention) -> RetentionFormula | str:
+    """The formula of a retention, or why it has none."""
+    found: RetentionFormula | str = kept(retention, _of_retention)
+    return found
+
+
+def retention_texts(retention: Retention) -> list[Text]:
+    """The functions of a step under one retain and of the link, if there is one. Raises Unprintable."""
+    formula = retention_formula(retention)
+    if isinstance(formula, str):
+        raise Unprintable(formula)
+    texts = [printed("step", "XDr", [formula.single.out]), printed("step_back", "XDrg", formula.single.pulled)]
+    if formula.link is not None:
+        texts += [printed("link", "A", [formula.link.out]), printed("link_back", "Ag", formula.link.pulled)]
+    return texts
+
+
+def _of_retention(retention: Retention) -> RetentionFormula:
+    def step(own: Any) -> Callable[..., Any]:
+        return own.step
+
+    def pulled(own: Any) -> Callable[..., Any]:
+        return own.step_vjp
+
+    state = {"X": CELLS, "D": CELLS}
+    single = _weights(retention, step, pulled, {**state, "r": 0})
+    cells = tried(lambda own: _weights(own, step, pulled, {**state, "r": CELLS}), retention)
+    link = None
+    if retention.dual:
+        link = _weights(retention, lambda own: own.weights, lambda own: own.weights_vjp, {"A": CELLS})
+    centred = nodes_of(retention, lambda own: own.centred, {"D": CELLS, "r": 0}, single.out.nodes, axes=2)
+    return RetentionFormula(single, cells, link, single.out in _sums(single.out.nodes, centred[0]))
+
+
+def _weights(
+    retention: Retention, method: Callable[[Any], Any], vjp: Callable[[Any], Any], inputs: Mapping[str, int]
+) -> Weights:
+    nodes = Nodes()
+    (out,) = nodes_of(retention, method, inputs, nodes, axes=2)
+    found = nodes_of(retention, vjp, {**inputs, "g": CELLS}, nodes, axes=2)
+    back = tuple([nodes.const(0.0) if node is None else node for node in found])
+    operations = printed("f", (), [out]).operations
+    if any(node.op == "in" and node.args[0] not in {*inputs, "g"} for node in (out, *back)):
+        raise Unprintable("it is no weight")
+    return Weights(out, back, operations, out in _sums(nodes, nodes.input("D", CELLS)))
+
+
+def _sums(nodes: Nodes, direction: Node) -> list[Node]:
+    """r X and X, plus a direction."""
+    x, r = nodes.input("X", CELLS), nodes.input("r")
+    return [a + b for own in (r * x, x * r, x) for a, b in ((own, direction), (direction, own))]

@@ -1,0 +1,329 @@
+"""Gates of published recurrent layers: Mamba-2 and Mamba-3, mLSTM, RWKV-7, Momentum DeltaNet."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import linear, logsigmoid, rms_norm, softplus
+
+from hecate.checks import Size
+from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running, running_max
+from hecate.gating.heads import head, normal, rate_start, shrink, spread
+from hecate.tape.ops import unit
+
+
+class Mamba2(Gating):
+    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
+
+    dt = softplus(W x + b) per head is how long a token lasts: lr, and what decides retain. A and d per head; d starts
+    at 0, in the released layer at 1, beside which what a fresh memory answers is hardly heard.
+
+    Formula: $\eta_t = \mathrm{softplus}(W x_t + b),\quad \alpha_t = \exp(-A \eta_t)$
+    $M_t = \alpha_t M_{t-1} + \eta_t v_t k_t^\top,\quad y_t = M_t q_t + d v_t$
+    Shapes: dt `[B, T, H]`; W `[H, d_model]`, b, log A (`rate`) and d `[H]`.
+    References: Transformers are SSMs (Dao and Gu, 2024, arXiv 2405.21060). [GATE-MAMBA2-D1]
+    """
+
+    kind: Literal["mamba2"] = "mamba2"
+    one_key: ClassVar[bool] = True
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
+
+    def refusal(self, config: Any) -> str | None:
+        return None if config.retention.uses_retain else f"retention {config.retention.kind!r} has no retain gate"
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        own: Shapes = {"dt.weight": (sizes.heads, sizes.d_model)}
+        return own | dict.fromkeys(("dt.bias", "rate", "d"), (sizes.heads,))
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name == "dt.weight":
+            return normal(shape, source, sizes.d_model**-0.5)
+        if name == "dt.bias":
+            return rate_start(shape, source)
+        return spread(shape, source, 1.0, 16.0) if name == "rate" else torch.zeros(shape, dtype=torch.float64)
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        dt = softplus(head(params, "dt", x))
+        gates = {**made.gates, "lr": dt, "retain": torch.exp(-params["rate"].to(dt.dtype).exp() * dt)}
+        return made._replace(gates=gates, skip=params["d"].to(made.v.dtype).unsqueeze(-1) * made.v), {}
+
+
+class _TwoWrites(Gating):
+    """Helper for gatings that make two writes of a token's one key and value."""
+
+    def refusal(self, config: Any) -> str | None:
+        if config.writes != 2 or not config.retention.uses_retain:
+            return "it makes two writes and retain; set writes=2 and retention 'decay'"
+        return None
+
+    def pairs(self, writes: int) -> int:
+        return 1
+
+
+class Mamba3(_TwoWrites):
+    r"""mamba3: M' = a M + (1 - l) dt a v_{t-1} k_{t-1}^T + l dt v k^T, with q and k turned by an angle of the data.
+
+    dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
+    tanh(W x) modulo 2 pi; pairs (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of
+    them. The token's own key and the one before are two writes of one token; d v is added to what is read.
+
+    Formula: $M_t = \alpha_t M_{t-1} + (1 - \lambda_t) \Delta_t \alpha_t v_{t-1} k_{t-1}^\top + \lambda_t \Delta_t v_t
+    k_t^\top,\quad y_t = M_t q_t + d \odot v_t$
+    $\Delta_t = \mathrm{softplus}(W_\Delta x_t + b),\quad \alpha_t = \exp(-\Delta_t \max(\mathrm{softplus}(W_\alpha
+    x_t), 10^{-4})),\quad \lambda_t = \mathrm{sigmoid}(W_\lambda x_t)$
+    $\theta_t = \theta_{t-1} + \pi \Delta_t \tanh(W_\theta x_t),\quad q_t \leftarrow R(\theta_t) (\mathrm{norm}(q_t) +
+    b_q),\quad k_t \leftarrow R(\theta_t) (\mathrm{norm}(k_t) + b_k)$
+    Shapes: dt, l `[B, T, H]`, angles `[B, T, H, A]`; state: the turned key, the value and the angle of the last token.
+    References: Mamba-3 (Lahoti et al., 2026, arXiv 2603.15569), one input and one output. [GATE-MAMBA-D1]
+    """
+
+    kind: Literal["mamba3"] = "mamba3"
+    turned: float = Field(0.5, ge=0, le=1, description="share of the pairs")
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain")
+
+    def _angles(self, sizes: Sizes) -> int:
+        return int(self.turned * (sizes.d_key // 2))
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        heads, model, angles = sizes.heads, sizes.d_model, self._angles(sizes)
+        found: Shapes = {
+            "dt.weight": (heads, model),
+            "dt.bias": (heads,),
+            "a.weight": (heads, model),
+            "trapezoid.weight": (heads, model),
+        }
+        if angles:
+            found["angle.weight"] = (heads * angles, model)
+        return found | {"q_bias": (heads, sizes.d_key), "k_bias": (heads, sizes.d_key), "d": (heads,)}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        key: Shapes = {"key": (sizes.heads, sizes.d_key), "value": (sizes.heads, sizes.d_value)}
+        return key | {"angle": (sizes.heads, self._angles(sizes))}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name.endswith("weight"):
+            return normal(shape, source, sizes.d_model**-0.5)
+        if name == "dt.bias":
+            return rate_start(shape, source)
+        return torch.ones(shape, dtype=torch.float64)
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        dt = softplus(head(params, "dt", x))
+        wide, width = dt.dtype, made.k.shape[-1]
+        a = torch.exp(-softplus(head(params, "a", x)).clamp(min=1e-4) * dt)
+        share = torch.sigmoid(head(params, "trapezoid", x))
+        q, k = (
+            rms_norm(item.to(wide), (width,), eps=1e-6) + params[name].to(wide)
+            for item, name in ((made.q, "q_bias"), (made.k, "k_bias"))
+        )
+        theta = held["angle"]
+        if theta.shape[-1] and x.shape[1]:
+            step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)
+            angles = running(torch.ones_like(step), step, theta, masks)
+            q, k, theta = turn(q, angles), turn(k, angles), angles[:, -1].remainder(2 * math.pi)
+        before, key = last_written(k, held["key"], masks)
+        earlier, value = last_written(made.v, held["value"], masks)
+        both = {"lr": torch.stack(((1 - share) * dt * a, share * dt), 2), "retain": a, "erase": None, "write": None}
+        pair = torch.stack((before, k), 2).to(made.k.dtype)
+        values = torch.stack((earlier, made.v), 2)
+        skip = params["d"].to(made.v.dtype).unsqueeze(-1) * made.v
+        written = Written(q.to(made.q.dtype), pair, values, {**made.gates, **both}, skip)
+        return written, {"key": key, "value": value, "angle": theta}
+
+
+def turn(x: Tensor, angle: Tensor) -> Tensor:
+    """The first pairs (2 i, 2 i + 1) of x `[..., D]` turned by angle `[..., A]`, A <= D / 2; the others as they are."""
+    count = 2 * angle.shape[-1]
+    first, second = x[..., 0:count:2], x[..., 1:count:2]
+    cosine, sine = torch.cos(angle), torch.sin(angle)
+    pairs = torch.stack((first * cosine - second * sine, first * sine + second * cosine), -1).flatten(-2)
+    return torch.cat((pairs, x[..., count:]), -1)
+
+
+class MLSTM(Gating):
+    r"""mlstm: lr = exp(i) and retain = sigmoid(f), read over max(|z.q|, 1), with numbers that stay in range.
+
+    With m_t = max(log retain + m_{t-1}, i), memory and z hold exp(-m) of themselves: lr' = exp(i - m_t), retain' =
+    exp(log retain + m_{t-1} - m_t), both in [0, 1], and the divisor is max(|z.q|, exp(-m_t)), the gate `floor` of
+    `normalizer="max"`. What is read does not depend on m, so no gradient flows through it. A state carries m, which is
+    0 at the start and after a reset.
+
+    Formula: $m_t = \max(\log\, \mathrm{sigmoid}(f_t) + m_{t-1},\ i_t),\quad i_t = w_i^\top x_t + b_i,\quad f_t =
+    w_f^\top x_t + b_f$
+    $\eta_t = \exp(i_t - m_t),\quad \alpha_t = \exp(\log\, \mathrm{sigmoid}(f_t) + m_{t-1} - m_t),\quad \mathrm{floor}_t
+    = \exp(-m_t)$
+    Shapes: i and f `[B, T, H]`; state m `[B, H]`.
+    References: xLSTM (Beck et al., 2024, arXiv 2405.04517). [GATE-MLSTM-D1]
+    """
+
+    kind: Literal["mlstm"] = "mlstm"
+    one_key: ClassVar[bool] = True
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "floor")
+
+    def refusal(self, config: Any) -> str | None:
+        if config.normalizer != "max" or not config.retention.uses_retain:
+            return "it makes lr, retain and the floor of the divisor; set normalizer='max' and retention 'decay'"
+        return None
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        gates = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("i", "f")}
+        return gates | {f"{name}.bias": (sizes.heads,) for name in ("i", "f")}
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"m": (sizes.heads,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name == "i.bias":
+            return normal(shape, source, 0.1)
+        return torch.linspace(3.0, 6.0, *shape, dtype=torch.float64) if name == "f.bias" else torch.zeros(shape)
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        i, kept = head(params, "i", x), logsigmoid(head(params, "f", x))
+        with torch.no_grad():
+            m = running_max(kept, i, held["m"], masks)
+            before, last = last_written(m, held["m"], Masks(None, masks.reset))
+        left = kept + (before - m)
+        left = left - left.detach().relu()  # above 0 by rounding alone
+        gates = {"lr": torch.exp(i - m), "retain": torch.exp(left), "floor": torch.exp(-m)}
+        return made._replace(gates={**made.gates, **gates}), {"m": last}
+
+
+class RWKV7(_TwoWrites):
+    r"""rwkv7: M' = M diag(w) - (M kk) (alpha * kk)^T + v k~^T, as two writes of which the first erases.
+
+    kk = normalise(k * xi) is erased with, weighed by alpha where it is written, and k~ = k * (1 + (alpha - 1) * zeta)
+    is written; w = exp(-e^(-1/2) sigmoid(w_0 + tanh(x W_1) W_2)) in (0.545, 1) and alpha = sigmoid(a_0 + x A_1 A_2) per
+    channel. The erasure reads the memory as it was, decay_order="with_step". Token shift, the value residual across
+    layers and the bonus behind the norm are not here; W_1 and A_1 start at N(0, 0.02^2), not at 0, from where W_2 would
+    learn nothing.
+
+    Formula: $M_t = M_{t-1} \mathrm{diag}(w_t) - (M_{t-1} \kappa_t) (a_t \odot \kappa_t)^\top + v_t \tilde k_t^\top$
+    $\kappa_t = \frac{k_t \odot \xi}{\Vert k_t \odot \xi \Vert},\quad \tilde k_t = k_t \odot (1 + (a_t - 1) \odot
+    \zeta)$
+    $w_t = \exp(-e^{-1/2}\, \mathrm{sigmoid}(w_0 + W_2 \tanh(W_1 x_t))),\quad a_t = \mathrm{sigmoid}(a_0 + A_2 A_1 x_t)$
+    Shapes: w and alpha `[B, T, H, D]`, xi and zeta `[H, D]`, ranks shared by all heads.
+    References: RWKV-7 (Peng et al., 2025, arXiv 2503.14456). [GATE-RWKV-D1]
+    """
+
+    kind: Literal["rwkv7"] = "rwkv7"
+    rank: Annotated[Size, Field(ge=1)] = 32
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "erase", "write")
+    channels: ClassVar[tuple[str, ...]] = ("retain", "write")
+
+    @property
+    def erases(self) -> float:
+        return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        keys = sizes.heads, sizes.d_key
+        low: Shapes = {"down": (self.rank, sizes.d_model), "up": (math.prod(keys), self.rank), "bias": keys}
+        gates: Shapes = {f"{gate}.{name}": shape for gate in ("w", "alpha") for name, shape in low.items()}
+        return gates | {"xi": keys, "zeta": keys}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name.endswith("down"):
+            return normal(shape, source, 0.02)
+        if name.endswith("up"):
+            return normal(shape, source, 0.1 * self.rank**-0.5)
+        if name == "w.bias":  # from quick to slow along the channels
+            return torch.linspace(-6.0, -1.0, shape[-1], dtype=torch.float64).expand(shape)
+        return torch.full(shape, {"xi": 0.7, "zeta": 1.0}.get(name, 0.0), dtype=torch.float64)
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        seen, keys = x.to(wide), made.k.shape[-2:]
+
+        def low(gate: str, squash: bool) -> Tensor:
+            inner = linear(seen, params[f"{gate}.down"].to(wide))
+            inner = torch.tanh(inner) if squash else inner
+            logits = linear(inner, params[f"{gate}.up"].to(wide)).unflatten(-1, keys)
+            return torch.sigmoid(logits + params[f"{gate}.bias"].to(wide))
+
+        w, alpha = torch.exp(-math.exp(-0.5) * low("w", True)), low("alpha", False)
+        k = made.k.to(wide)
+        erased = unit(k * params["xi"].to(wide))
+        written = k * (1 + (alpha - 1) * params["zeta"].to(wide))
+        ones = torch.ones_like(alpha)
+        both = {
+            "lr": ones[..., 0].unsqueeze(2).expand(*x.shape[:2], 2, keys[0]),
+            "erase": torch.stack((ones[..., 0], torch.zeros_like(ones[..., 0])), 2),
+            "write": torch.stack((alpha, ones), 2),
+            "retain": w,
+        }
+        pair = torch.stack((erased, written), 2).to(made.k.dtype)
+        values = torch.stack((torch.zeros_like(made.v), made.v), 2)
+        return made._replace(k=pair, v=values, gates={**made.gates, **both}), {}
+
+
+FLOOR = -2.0  # of log mu
+LEAST = 1e-16  # of b, by which the next token's momentum divides: a smaller one moves no digit of a memory
+
+
+class MomentumDeltaGates(Gating):
+    r"""momentum_delta: gates for S' = mu S - eta e k^T, M' = alpha M + b S', with b + alpha <= 1.
+
+    eta = 1 + tanh(W x / sqrt(d_model)), theta = arctan(eta f), b = sin(theta)^2 sigmoid(W x), alpha = cos(theta)^2
+    exp(-A softplus(W x + c)), log mu = max(-A' softplus(W x + c'), -2). The step b, 1e-16 at least, goes into the slot:
+    lr = b eta, retain = alpha, momentum = mu b_t / b_{t-1}, which may exceed 1. With `correction` the query is q - d k,
+    of q and k as the layer leaves them: `key_norm="l2"` brings both to unit length behind it, as released.
+
+    Formula: $\hat\eta_t = 1 + \tanh\left(\frac{w_\eta^\top x_t}{\sqrt{d_{model}}}\right),\quad \theta_t = \arctan(f\,
+    \hat\eta_t),\quad b_t = \sin^2 \theta_t\, \mathrm{sigmoid}(w_b^\top x_t)$
+    $\alpha_t = \cos^2 \theta_t\, \exp(-A\, \mathrm{softplus}(w_\alpha^\top x_t + c)),\quad \log \hat\mu_t = \max(-\hat
+    A\, \mathrm{softplus}(w_\mu^\top x_t + \hat c), -2)$
+    $\eta_t = b_t \hat\eta_t,\quad \mu_t = \hat\mu_t \frac{b_t}{b_{t-1}}$
+    Shapes: f, A, A', c and d `[H]`, f, A, A' and d as logarithms; state b `[B, H]`.
+    References: Momentum DeltaNet (Huang et al., 2026, arXiv 2605.05838). [GATE-MDN-D1]
+    """
+
+    kind: Literal["momentum_delta"] = "momentum_delta"
+    _makes: ClassVar[tuple[str, ...]] = ("lr", "retain", "momentum")
+    correction: bool = Field(False, description="whether a query is corrected by its token's key")
+
+    @property
+    def one_key(self) -> bool:  # type: ignore[override]
+        """True if it reads the one key of a token."""
+        return self.correction
+
+    def refusal(self, config: Any) -> str | None:
+        algorithm, retention = config.algorithm, config.retention
+        if not (algorithm.uses_momentum and retention.uses_retain):
+            own = f"algorithm {algorithm.kind!r} with retention {retention.kind!r} takes not both"
+            return f"it makes the gates momentum and retain, {own}; use 'momentum' with 'decay'"
+        if algorithm.momentum_top <= 1:
+            return f"its gate may exceed 1, the top of algorithm {algorithm.kind!r}; use 'momentum' with bounded=False"
+        return None
+
+    def shapes(self, sizes: Sizes) -> Shapes:
+        weights = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("eta", "b", "alpha", "mu")}
+        numbers = ["f", "alpha.bias", "alpha.rate", "mu.bias", "mu.rate", *(["d"] if self.correction else [])]
+        return weights | dict.fromkeys(numbers, (sizes.heads,))
+
+    def state_shapes(self, sizes: Sizes) -> Shapes:
+        return {"b": (sizes.heads,)}
+
+    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
+        if name.endswith("weight"):
+            return normal(shape, source, sizes.d_model**-0.5)
+        if name.endswith("bias"):
+            return rate_start(shape, source)
+        return spread(shape, source, 0.0, {"f": 4.0, "d": 1.0}.get(name, 16.0))
+
+    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+        eta = 1 + torch.tanh(head(params, "eta", x) * x.shape[-1] ** -0.5)
+        tangent = eta * params["f"].to(eta.dtype).exp()
+        cosine = 1 / (1 + tangent.square())  # squared
+        b = ((1 - cosine) * torch.sigmoid(head(params, "b", x))).clamp(min=LEAST)
+        alpha = cosine * torch.exp(shrink(params, "alpha", x))
+        mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
+        before, last = last_written(b, held["b"], masks)
+        ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
+        q = made.q
+        if self.correction:
+            q = q - params["d"].exp().to(q.dtype).unsqueeze(-1) * made.k
+        gates = {**made.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}
+        return made._replace(q=q, gates=gates), {"b": last}
