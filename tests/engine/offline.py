@@ -59,7 +59,8 @@ class Case(NamedTuple):
     width: int = 64
     dtype: torch.dtype = torch.bfloat16
     channels: bool = False  # retain of each phi channel
-    given: str = ""  # of "masks", "documents", "values" (retain of each value), "keys" (an erased and a written key)
+    # Of "masks", "documents", "parts" of a long row, "values" (retain of each value), "keys" (erased and written ones).
+    given: str = ""
     in_place: bool = False  # one token, by a stepper
     spilt: tuple[int, int] | None = (0, 512)  # bytes outside a thread's registers, of a walk forward and of the others
     beside: int = 2  # programs of a walk that a multiprocessor of sm_90 holds at least
@@ -73,6 +74,7 @@ CASES = {
     "delta": Case({"key_norm": "l2"}),
     "gated_delta": Case(DECAY),
     "gated_delta_documents": Case(DECAY, given="documents"),
+    "momentum_parts": Case({**DECAY, "algorithm": "momentum"}, given="parts", beside=1),
     "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True, beside=1),
     "wide_kda": Case({**DECAY, "decay_order": "before_gradient"}, width=128, channels=True, spilt=(64, 512), beside=1),
     "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
@@ -143,6 +145,7 @@ def noting(card: int) -> list[tuple[str, Any]]:
 
 def call(case: Case, length: int, heads: int) -> None:
     """A pass forward and backward, or a token in place."""
+    engine._part = lambda plan: 64 if "parts" in case.given else 0
     config = MemoryConfig.model_validate({**case.rule, "on_nonfinite": "propagate"})
     lead, width = (1, length, heads), case.width
 

@@ -50,10 +50,10 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
-    general: bool = False, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
+    general: bool = False, batch: int = 1, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
     borders: Sequence[int] = (), silence: bool = False, adverse: bool = False,
 ) -> None:  # fmt: skip
-    source, (p, v), lead = torch.Generator().manual_seed(0), widths, (1, length, heads)
+    source, (p, v), lead = torch.Generator().manual_seed(0), widths, (batch, length, heads)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=source, dtype=torch.float64)
@@ -240,6 +240,32 @@ def test_features_are_made_as_rows_are_read(
     assert asked and all(asked)
 
 
+PARTS = [  # of what `test_every_timing` and `trial` take, and whether keys go as in bfloat16
+    ("momentum", "before_gradient", "before", "l2", {}, False), ("gd", "with_step", "after", "dot", {}, True),
+    ("gd", "before_gradient", "after", "l2", {"channels": True}, True),
+    *(pytest.param(*timing, {"general": timing[3] == "l2"}, wide, marks=SLOW)
+      for at, timing in enumerate(TIMINGS) for wide in [at % 2 == 0]),
+]  # fmt: skip
+
+
+@pytest.mark.spec("ENG-TRITON-D11")
+@pytest.mark.parametrize(("algorithm", "order", "read", "bias", "given", "narrow"), PARTS)
+def test_parts_of_a_long_row_go_side_by_side(
+    algorithm: str, order: str, read: str, bias: str, given: dict[str, Any], narrow: bool,
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if narrow:
+        request.getfixturevalue("wide")
+    asked: list[int] = []
+    own = engine._part
+    monkeypatch.setattr(engine, "LONGEST", 100)
+    monkeypatch.setattr(engine, "PART", 64)
+    monkeypatch.setattr(engine, "_part", lambda plan: asked.append(own(plan)) or asked[-1])
+    config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read}
+    trial(config, widths=(12, 20), length=200, batch=2, **given)
+    assert set(asked) == {128}
+
+
 DOCUMENTS = [  # of a bias, an algorithm, an order, a read, and whether retain is one of each channel
     ("huber", "momentum", "before_gradient", "after", False), ("l2", "gd", "with_step", "before", True),
     *(pytest.param(*each, marks=SLOW) for each in [
@@ -256,7 +282,7 @@ def test_documents_go_side_by_side(
 ) -> None:
     grids: list[tuple[int, ...]] = []
     own = table._tables
-    monkeypatch.setattr(table, "_tables", lambda borders, segment: grids.append(borders) or own(borders, segment))
+    monkeypatch.setattr(table, "_tables", lambda borders, *rest: grids.append(borders) or own(borders, *rest))
     config = {"bias": bias, "algorithm": algorithm, "decay_order": order, "read": read, "retention": "decay"}
     borders = [0, 18, 19, 19, 35] if channels else [0, 5, 6, 6, 72]
     trial(config, widths=(8, 12), length=borders[-1], channels=channels, borders=borders, heads=1 + (bias == "huber"))
@@ -411,9 +437,10 @@ def test_second_derivatives_are_those_of_the_token_loop() -> None:
     assert near(second("triton"), second("sequential"), 1e-5)  # float32 on both sides
 
 
-def test_the_kernels_pass_their_own_gate() -> None:
+@pytest.mark.parametrize("flags", [("write", "reset", "phi_w"), ("write", "phi_w", "parted")])
+def test_the_kernels_pass_their_own_gate(flags: tuple[str, ...]) -> None:
     config = MemoryConfig(retention="decay", algorithm="momentum")
-    assert distrust(config, ("write", "reset", "phi_w"), torch.float32, "cpu", (24, 16)) is None
+    assert distrust(config, flags, torch.float32, "cpu", (24, 16)) is None
 
 
 @SLOW

@@ -43,14 +43,17 @@ def sequence_of(docs, T, H, DOCS: tl.constexpr):
 
 
 @triton.jit
-def first_state(M0, S0, Z0, n, own, cell, whole, size: tl.constexpr, MOMENTUM: tl.constexpr, DOCS: tl.constexpr):
-    """A program's first memory, a document's from Z0, and its momentum, 0 where there is none yet."""
-    if DOCS:
+def first_state(
+    M0, S0, Z0, n, own, cell, whole, size: tl.constexpr, MOMENTUM: tl.constexpr, DOCS: tl.constexpr, PARTS: tl.constexpr
+):
+    """A program's first memory, a document's from Z0 unless it is one of PARTS of a row, and its momentum, 0 where
+    there is none yet."""
+    if DOCS and not PARTS:
         M = tl.load(Z0 + own * size + cell, mask=whole, other=0.0)
     else:
         M = tl.load(M0 + n * size + cell, mask=whole, other=0.0)
     S = M * 0.0
-    if MOMENTUM and not DOCS:
+    if MOMENTUM and (PARTS or not DOCS):
         S = tl.load(S0 + n * size + cell, mask=whole, other=0.0)
     return M, S
 

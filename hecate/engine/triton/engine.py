@@ -36,6 +36,7 @@ from hecate.engine.triton.kernel import (
     NARROW,
     NORM,
     PACKED,
+    PARTED,
     PRECISION,
     interpreting,
     kernel_of,
@@ -50,6 +51,9 @@ from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
 
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
+# Tokens from which a row is parted, and of a part at least; programs that a card runs at once, and those at which it
+# has enough to do. By the algebra's operations; no time was measured.
+LONGEST, PART, PROGRAMS, FULL = 8192, 1024, 132, 33
 FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop, on average
 
 
@@ -68,6 +72,20 @@ def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
     found: tuple[int, ...] | None = BORDERS.get(plan.tensors.inputs.reset)
     most = max(FEW, plan.length // (LONG if _loops(plan) else SEGMENT))
     return found if found is not None and len(found) - 1 <= most else None
+
+
+def _part(plan: Plan | Call) -> int:
+    """Tokens of the parts of a long row that are walked side by side where memories are too few for a card, at the
+    price of a second walk for the states between them; 0 where rows are walked whole."""
+    linear = plan.config.forms.target or plan.config.forms.error
+    if plan.length < LONGEST or plan.steps is not None or plan.traced or _loops(plan) or not linear:
+        return 0
+    batch, _, heads, width = plan.tensors.inputs.v.shape
+    programs = batch * heads * -(-width // SEGMENT)
+    if "reset" in plan.masks or programs > FULL:
+        return 0
+    parts = min(plan.length // PART, PROGRAMS // programs)
+    return -(-plan.length // parts // SEGMENT) * SEGMENT
 
 
 class Triton(TokenEngine):
@@ -137,7 +155,7 @@ class Triton(TokenEngine):
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 
             return scanned(call.config, exact, raw, tokens, carry, initial[0])
-        kernel = kernel_of(call.config, carry, exact, raw=raw, borders=_borders(call))
+        kernel = kernel_of(call.config, carry, exact, raw=raw, borders=_borders(call), part=_part(call))
         return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
@@ -198,6 +216,7 @@ def _trusted(plan: Plan | Call, loops: bool) -> str | None:
         NARROW: raw and plan.values.itemsize < plan.dtype.itemsize,
         L2: config.key_norm == "l2" and not raw,
         PACKED: _borders(plan) is not None,
+        PARTED: _part(plan) > 0,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(MemoryConfig(**own), flags, plan.values, plan.device, plan.shape)

@@ -15,6 +15,7 @@ from hecate.engine.features import L2_NORM, featured
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import Carry
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
+from hecate.engine.triton.table import SEGMENT
 from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
@@ -23,8 +24,9 @@ from hecate.tape import ByHand, Tensors, execute, one, several
 PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8, "bf16": 2.0**-8}
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "tf32"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
-# Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents.
-LOOP, NARROW, L2, PACKED = "loop", "narrow", "l2", "packed"
+# Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents,
+# rows in parts that are walked side by side.
+LOOP, NARROW, L2, PACKED, PARTED = "loop", "narrow", "l2", "packed", "parted"
 BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
 NO_CARD = "no GPU is here to try its kernels on"
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
@@ -66,14 +68,16 @@ NORM, NARROW_NORM = _norm(False), _norm(True)
 
 
 def kernel_of(
-    config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool, borders: tuple[int, ...] | None = None
-) -> ByHand:
+    config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool, borders: tuple[int, ...] | None = None,
+    part: int = 0,
+) -> ByHand:  # fmt: skip
     """The block kernels in a precision, or with None the loop kernels; raw: those that make features themselves;
-    borders: of documents packed into one row, whose starts are all that reset tells."""
+    borders: of documents packed into one row, whose starts are all that reset tells; part: tokens of the parts of a row
+    that blocks walk side by side, or 0."""
     if exact is None:
         call = partial(importlib.import_module("hecate.engine.triton.loops").Loop, config, borders)
     else:
-        call = partial(_launch("Scan"), config, exact, raw, borders)
+        call = partial(_launch("Scan"), config, exact, raw, borders, part)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         return call(inputs).forward(keeps)
@@ -122,7 +126,7 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         states = tuple(item for item in numbers[: 1 + slots] if item is not None)
         carry = Carry(states[:1], states[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
         borders = BORDERS if PACKED in flags else None
-        return kernel_of(config, carry, exact, raw=not loops, borders=borders)
+        return kernel_of(config, carry, exact, raw=not loops, borders=borders, part=SEGMENT * (PARTED in flags))
 
     if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
         return reason

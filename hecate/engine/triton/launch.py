@@ -30,10 +30,11 @@ class Scan:
     `[N, T, *]` are those of one head."""
 
     def __init__(
-        self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, inputs: Tensors
+        self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, part: int, inputs: Tensors
     ) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
-        yet; borders: of the documents that reset tells of, which then are walked side by side."""
+        yet; borders: of the documents that reset tells of, which then are walked side by side; part: tokens of the
+        parts in which each row is walked side by side, or 0."""
         states = 1 + len(config.algorithm.slots)
         memory, *slots = several(inputs[:states])
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
@@ -42,6 +43,12 @@ class Scan:
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
         self.length = given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
+        self.parts = 0
+        if part:  # documents of one long row
+            count, length = given.v.shape[:2]
+            self.parts, self.count, self.length = -(-length // part), self.count // count, count * length
+            starts = [row + at for row in range(0, self.length, length) for at in range(0, length, part)]
+            borders = (*starts, self.length)
         retain = given.retain if config.retention.uses_retain else None
         momentum = given.momentum if slots else None
         masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
@@ -68,7 +75,8 @@ class Scan:
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
             "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
-            "CHANNELS": self.channels, "DOCS": borders is not None, "PSI": self.bias.psi, "PULL": self.bias.pull,
+            "CHANNELS": self.channels, "DOCS": borders is not None, "PARTS": part > 0, "HOLLOW": False,
+            "PSI": self.bias.psi, "PULL": self.bias.pull,
             "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
             "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
             "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
@@ -117,18 +125,53 @@ class Scan:
         )  # fmt: skip
         return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
 
+    def by_row(self, states: Tensor) -> Tensor:
+        """States of all parts, `[rows, parts, heads, V, P]`."""
+        return states.unflatten(0, (-1, self.parts, self.count))
+
+    def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> list[Tensor]:
+        """The last states of all parts from their first ones."""
+        rows, found, flags = walk
+        v, write, height = self.arguments[3], self.arguments[7], memory.shape[1]
+        last = [torch.empty_like(memory) for _ in (memory, slot)]
+        scan[(self.documents.programs * self.count, -(-height // self.walks.scan.tile))](
+            *rows, v, write, self.documents.docs, *found, memory, slot, memory, v, v, memory, slot, *last,
+            self.length, self.heads, self.count, self.bias.cu,
+            **self.told(scan, self.walks.scan, PART="ends", KEEPS=False, **flags, **({"V": height} | more)),
+        )  # fmt: skip
+        return last
+
+    def moves(self, walk: tuple[Any, ...]) -> list[list[Tensor]]:
+        """What each part makes of the memory and slot that enter it: from each of these to each, `[rows, parts, heads,
+        P, P]`."""
+        none = self.new(self.documents.programs * self.count, self.width, self.width).zero_()
+        one = none + torch.eye(self.width, dtype=none.dtype, device=none.device)
+        starts = ((one, none),) if self.slot is None else ((one, none), (none, one))
+        found = [self.ends(walk, *start, HOLLOW=True) for start in starts]
+        return [[self.by_row(item) for item in each[: len(starts)]] for each in found]
+
+    def first(self, walk: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """The memory and slot that programs start at: those of the rows, or in parts what each part starts at."""
+        slot = self.memory if self.slot is None else self.slot
+        if not self.parts:
+            return self.memory, slot
+        none = self.new(self.documents.programs * self.count, *self.memory.shape[1:]).zero_()
+        rows = [item.unflatten(0, (-1, self.count)) for item in (self.memory, slot)]
+        local = [self.by_row(item) for item in self.ends(walk, none, none)]
+        return chained(rows, local, self.moves(walk))
+
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
-        v, write, memory, documents = self.arguments[3], self.arguments[7], self.memory, self.documents
+        v, write, documents = self.arguments[3], self.arguments[7], self.documents
+        rows, found, flags = walk = self.factors()
+        memory, slot = self.first(walk)
         y, last = torch.empty_like(v), torch.empty_like(memory)
-        slot = memory if self.slot is None else self.slot
         last_slot = last if self.slot is None else torch.empty_like(slot)
         apart = self.walks.apart
         us = self.new(*v.shape) if keeps and self.bias.moves else v
         states = self.new(*self.kept, dtype=self.dtype) if keeps or apart else memory
         slots = states if self.slot is None or states is memory else torch.empty_like(states)
         restart = memory if self.restart is None else self.restart
-        rows, found, flags = self.factors()
         tiles, grids = -(-self.height // self.walks.scan.tile), (documents.programs, documents.segments)
         parts = ("states", "outputs") if apart else ("all",)
         for part, table, programs in zip(parts, (documents.docs, documents.spans), grids):  # noqa: B905
@@ -137,6 +180,8 @@ class Scan:
                 self.length, self.heads, self.count, self.bias.cu,
                 **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps, **flags),
             )  # fmt: skip
+        if self.parts:
+            last, last_slot = (self.by_row(item)[:, -1].flatten(0, 1) for item in (last, last_slot))
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (us, states, slots) if keeps else ()
 
@@ -149,24 +194,36 @@ class Scan:
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
         moves = self.bias.moves
-        gv, g0, y0 = torch.empty_like(v), self.documents.each(g1), self.documents.each(y1)
+        gv = torch.empty_like(v)
         us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         if self.bias.error:  # whose E is the cotangent of v, but in float32: lr's is a difference of what it comes to
             us, gv = preds, es
-        gz = torch.empty_like(g0) if self.flags["RESET"] else g0
+        g0, y0, gz = (self.memory.new_empty(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(3))
         numbers = (self.length, self.heads)
-        rows, weights, flags = self.factors()
-        pull[(len(g0), -(-self.height // self.walks.pull.tile))](
-            *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0, gz,
-            *numbers, self.bias.cu, self.bias.cg, **self.told(pull, self.walks.pull, **flags),
-        )  # fmt: skip
+        rows, weights, flags = walk = self.factors()
+
+        def pulled(g1: Tensor, y1: Tensor) -> None:
+            pull[(len(g0), -(-self.height // self.walks.pull.tile))](
+                *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0,
+                gz, *numbers, self.bias.cu, self.bias.cg, **self.told(pull, self.walks.pull, **flags),
+            )  # fmt: skip
+
+        if self.parts:  # once for what each part's own outputs ask, and then from what those behind it ask, too
+            pulled(torch.zeros_like(g0), torch.zeros_like(g0))
+            last = [item.unflatten(0, (-1, self.count)) for item in (g1, y1)]
+            g1, y1 = chained(last, [self.by_row(g0), self.by_row(y0)], self.moves(walk), back=True)
+        pulled(g1, y1)
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
         restart = self.memory if self.restart is None else self.restart
-        g0, y0, gz, gv = *self.documents.met(g0, y0, gz), gv.to(v.dtype)
+        if self.parts:
+            g0, y0 = (self.by_row(item)[:, 0].flatten(0, 1) for item in (g0, y0))
+        else:
+            g0, y0, gz = self.documents.met(g0, y0, gz)
+        gv = gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
@@ -190,6 +247,25 @@ class Scan:
                     **self.told(gates, self.rest.gates, OF=of, C=segment),
                 )  # fmt: skip
         return grads
+
+
+def chained(
+    first: list[Tensor], local: list[Tensor], moves: list[list[Tensor]], *, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What enters each part of a row, flat: `first` enters the first one, and a part hands on what it makes by itself
+    (local) plus what entered by its moves; or (back) the same of cotangents from the last part on."""
+    if back:
+        local = [item.flip(1) for item in local]
+        moves = [[row[at].mT.flip(1) for row in moves] for at in range(len(moves))]
+    states = [first[: len(moves)]]
+    for part in range(local[0].shape[1] - 1):
+        made = [own[:, part] for own in local[: len(moves)]]
+        for x, row in zip(states[-1], moves, strict=True):
+            made = [own + x @ move[:, part] for own, move in zip(made, row, strict=True)]
+        states.append(made)
+    found = [torch.stack(each, 1) for each in zip(*states, strict=True)]
+    found = [(item.flip(1) if back else item).flatten(0, 2).contiguous() for item in found]
+    return found[0], found[-1]
 
 
 def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:

@@ -74,7 +74,7 @@ def forward(
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
     cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-    A, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, SLOT, DOCS)
+    A, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, SLOT, DOCS, False)
     W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     for t in range(0, length):
         at = first + tl.cast(t, tl.int64) * H

@@ -101,6 +101,16 @@ def keep(kept, kept_S, place, cell, M, S, whole, MOMENTUM: tl.constexpr):
         tl.store(kept_S + place + cell, narrowed(S, DT).to(DT), mask=whole)
 
 
+@triton.jit
+def ending(n, own, beside, PARTS: tl.constexpr):
+    """(the place of a program's last state, whether it is asked for): of documents that of the last one, of PARTS of a
+    row that of each."""
+    at, last = own, n + beside >= tl.num_programs(0)
+    if PARTS:
+        at, last = n, n >= 0
+    return at, last
+
+
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def scan(
     q, k, kw, zq, zp, v, write, docs, lower, attend, numbers, ends, M0, S0, Z0, y, us, kept, kept_S, M1, S1, T, H, N,
@@ -109,10 +119,12 @@ def scan(
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     KEEPS: tl.constexpr, PART: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
     MAP: tl.constexpr, DOCS: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr,
+    PARTS: tl.constexpr, HOLLOW: tl.constexpr,
 ):  # fmt: skip
     """PART "all": one program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last
     states and, if it KEEPS them, u (of biases that are no error predictions) and the states at every SEG-th token;
-    "states": the same without outputs; "outputs": one for each chunk and tile, by the kept states."""
+    "states": the same without outputs; "ends": the last states alone, of values that are all 0 if HOLLOW; "outputs":
+    one for each chunk and tile, by the kept states. PARTS: documents are parts of a row, with states of their own."""
     R: tl.constexpr = SEG // C
     MOVES: tl.constexpr = FORM != "target"
     STATES: tl.constexpr = KEEPS or PART == "states"  # which `outputs` starts from, whoever else asks
@@ -129,7 +141,7 @@ def scan(
             S = tl.load(kept_S + n * V * P + cell, mask=whole, other=0.0)
     else:
         first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-        M, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, MOMENTUM, DOCS)
+        M, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, MOMENTUM, DOCS, PARTS)
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         place = (slot * R + step) * beside + own
         if PART != "outputs":
@@ -142,7 +154,9 @@ def scan(
         at, inside = placed, there
         w = writes_at(write, at, inside, MASK)
         side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
-        kt, vt = rows(k, at, w, op, P, MAP), tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
+        kt, vt = rows(k, at, w, op, P, MAP), tl.zeros([BV, C], tl.float32)
+        if not HOLLOW:
+            vt = tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
         written = kt
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
@@ -167,7 +181,7 @@ def scan(
                     X -= tl.load(lower + place * C * C + i * C + j)[None, :] * uj
                 if KEEPS:
                     tl.store(us + side, X, mask=cells)
-        if PART != "states":
+        if PART == "all" or PART == "outputs":
             qt = rows(q, at, inside, op, P, MAP)
             out = answers(
                 Mn, Sn, Z, qt, zq, at, inside, op, numbers, 0, place, i, P, C, MOMENTUM, RESET, CHANNELS, MAP, DT,
@@ -184,10 +198,10 @@ def scan(
                 M += Z * at_end(ends, 3, place, op, P, CHANNELS)
             M += times(weighed(D, numbers, 6, place, i, C, CHANNELS), written, DT, EXACT)
     if PART != "outputs":
-        last = whole & (n + beside >= tl.num_programs(0))  # of documents the last one's state is asked for
-        tl.store(M1 + own * V * P + cell, M, mask=last)
+        at, last = ending(n, own, beside, PARTS)
+        tl.store(M1 + at * V * P + cell, M, mask=whole & last)
         if MOMENTUM:
-            tl.store(S1 + own * V * P + cell, S, mask=last)
+            tl.store(S1 + at * V * P + cell, S, mask=whole & last)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -197,7 +211,7 @@ def pull(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
     FORM: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
     DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, MAP: tl.constexpr, DOCS: tl.constexpr,
-    CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
+    CHANNELS: tl.constexpr, STAGES: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document, and tile of values, from its last chunk to its first: E, the
     cotangents of values (E itself for an error or a target), u of other biases, and those of the states after every
@@ -208,11 +222,11 @@ def pull(
     in_v = (ov < V)[:, None]
     cell, whole = ov[:, None] * P + op[None, :], in_v & (op < P)[None, :]
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
-    last = whole & (n + beside >= tl.num_programs(0))
-    G = tl.load(G1 + own * V * P + cell, mask=last, other=0.0)
+    end, last = ending(n, own, beside, PARTS)
+    G = tl.load(G1 + end * V * P + cell, mask=whole & last, other=0.0)
     Y, to_Z = G * 0.0, G * 0.0
     if MOMENTUM:
-        Y = tl.load(Y1 + own * V * P + cell, mask=last, other=0.0)
+        Y = tl.load(Y1 + end * V * P + cell, mask=whole & last, other=0.0)
     chunks = tl.cdiv(length, C)
     for back in tl.range(0, chunks, num_stages=STAGES):
         step = chunks - 1 - back

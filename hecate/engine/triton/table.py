@@ -129,9 +129,8 @@ class Documents(NamedTuple):
         which stands for tables that are not read: a token decoded in place makes no tensor anew."""
         if borders is None:
             return cls(1, -(-length // segment), memory, memory)
-        tables = _tables(borders, segment)
-        docs, spans = (torch.tensor(table).to(memory.device, non_blocking=True) for table in tables)
-        return cls(len(tables[0]), len(tables[1]), docs, spans)
+        docs, spans = _tables(borders, segment, memory.device)
+        return cls(len(docs), len(spans), docs, spans)
 
     def each(self, states: Tensor) -> Tensor:
         """Room for a state of every document, in the order of documents, of memories `[N, V, P]`."""
@@ -147,13 +146,15 @@ class Documents(NamedTuple):
 
 
 @lru_cache(16)
-def _tables(borders: tuple[int, ...], segment: int) -> tuple[list[list[int]], list[list[int]]]:
+@torch.inference_mode(False)
+def _tables(borders: tuple[int, ...], segment: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept, so that a graph of a card may be captured of what has run once."""
     docs: list[list[int]] = []
     spans: list[list[int]] = []
     for start, end in pairwise(borders):
         docs.append([start, end - start, len(spans)])
         spans += [[at, end] for at in range(start, end, segment)]
-    return docs, spans
+    return torch.tensor(docs).to(device), torch.tensor(spans).to(device)
 
 
 def card_of(device: torch.device) -> int:
