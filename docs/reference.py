@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hecate.rule import RULES
-from hecate.train.catalogue import FAMILIES, VARIANTS, catalogue
-from hecate.train.settings import tables
+from hecate.train.catalogue import FAMILIES, VARIANTS, catalogue, tables
 from hecate.variant import equation
 
 FIRST: dict[str, tuple[str, ...]] = {

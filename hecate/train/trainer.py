@@ -26,11 +26,9 @@ from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.config import ExperimentConfig, OptimConfig
+from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
-from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
-from hecate.train.optimisers import PartialKind, is_vector
-from hecate.train.sampling import generate
+from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, generate, resets_of, solved_example
 from hecate.train.state import Carried, alike, pack, refuse_other_config, run_facts, unpack
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from hecate import files
 from hecate.bias import Bias
-from hecate.catalogue_cli import init
+from hecate.commands import init
 from hecate.errors import ConfigError
 from hecate.phi import DPFP
-from hecate.train import settings
-from hecate.train.catalogue import FAMILIES, VARIANTS
+from hecate.train import catalogue
+from hecate.train.catalogue import FAMILIES, VARIANTS, accepts, field_rows, flow, short, starter, tables, variant_page
 from hecate.train.compose import BACKBONES, load_experiment, shipped_presets
 from hecate.train.config import BudgetConfig, ExperimentConfig
-from hecate.train.settings import accepts, field_rows, flow, short, starter, tables, variant_page
 
 UNCOMMENTED = re.compile(r"(?m)^( *)#(?! \S)")
 
@@ -57,7 +56,7 @@ def test_init_writes_into_no_name_that_is_taken(tmp_path, monkeypatch):
         return "text"
 
     with monkeypatch.context() as patch:
-        patch.setattr(settings, "starter", meanwhile)
+        patch.setattr(catalogue, "starter", meanwhile)
         with pytest.raises(ConfigError, match="my.yaml is there already"):
             init(file)
     assert file.read_text() == "another's"
