@@ -60,6 +60,13 @@ def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
     return Batch(torch.tensor(tokens), torch.tensor(targets))
 
 
+def spread_windows(tokens: int, seq_len: int, most: int) -> NDArray[np.int64]:
+    """Starts of windows of a stream that share no label, `most` of them at most, spread evenly over it."""
+    available = (tokens - 1) // seq_len
+    count = min(most, available)
+    return np.arange(count, dtype=np.int64) * available // count * seq_len
+
+
 class Source(ABC):
     """Loaded data: training batches at any cursor and a fixed set of validation batches."""
 

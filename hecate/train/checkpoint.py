@@ -15,12 +15,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
@@ -146,12 +147,25 @@ class Content(Manifest):
 
     tensors: dict[str, Summary]
 
+    def blocks(self) -> dict[str, dict[str, Piece]]:
+        """Blocks of tensors by the file that holds them: each tensor in one, all in one file."""
+        shapes = {name: item.shape for name, item in self.tensors.items()}
+        return {TENSORS: {k: Piece(file=TENSORS, offset=(0,) * len(n), shape=n) for k, n in shapes.items()}}
+
 
 class ShardedContent(Manifest):
     """Of a checkpoint that many processes wrote, and its files."""
 
     files: dict[Annotated[str, Field(pattern=_FILE)], StoredFile]
     tensors: dict[str, Spread]
+
+    def blocks(self) -> dict[str, dict[str, Piece]]:
+        """Blocks of tensors by the file that holds them."""
+        found: dict[str, dict[str, Piece]] = {file: {} for file in self.files}
+        for name, spread in self.tensors.items():
+            for piece in spread.pieces:
+                found[piece.file][name] = piece
+        return found
 
     def conflicts(self) -> Conflicts:
         """As of any, and blocks in files that are not listed or too small."""
@@ -197,7 +211,8 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
     aliases = aliases_of(checkpoint.tensors)
-    return write_checkpoint(folder, step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
+    stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in aliases}
+    return write_checkpoint(folder, step, copies(stored), aliases, checkpoint.facts)
 
 
 def write_checkpoint(
@@ -246,7 +261,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if isinstance(content, ShardedContent):
         check_listed(path, content)
         check_files(path, content, content.files)
-        stored = _gathered(path, content)
+        check_blocks(path, content)  # before anything of the manifest's sizes is made
+        sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
+        check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
+        stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
+        read_blocks(path, content, {name: [((0,) * whole.dim(), whole)] for name, whole in stored.items()})
     else:
         stored = dict(whole(path, content))
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
@@ -275,7 +294,7 @@ def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[
 
 
 def check_listed(path: Path, content: Content | ShardedContent) -> None:
-    """The safetensors files of a checkpoint are those of its manifest: DCP reads whatever it finds."""
+    """The safetensors files of a checkpoint are those of its manifest: none is of a former world."""
     listed = set(content.files) if isinstance(content, ShardedContent) else {TENSORS}
     for name in sorted(listed ^ {file.name for file in path.glob("*.safetensors")}):
         raise bad(path / name, "is missing" if name in listed else "is not of this checkpoint: no manifest lists it")
@@ -306,30 +325,40 @@ def describe_file(file: Path) -> StoredFile:
     return StoredFile(bytes=file.stat().st_size, sha256=digest)
 
 
-def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
-    """The tensors of version 2, put together from verified files."""
-    blocks: dict[str, dict[str, Piece]] = {file: {} for file in content.files}
-    for name, spread in content.tensors.items():
-        for piece in spread.pieces:
-            blocks[piece.file][name] = piece
-    for file, listed in blocks.items():  # before anything of the manifest's sizes is made
+def check_blocks(path: Path, content: Content | ShardedContent) -> None:
+    """The blocks in a checkpoint's files are those of its manifest."""
+    for file, listed in content.blocks().items():
+        expected = {name: (piece.shape, content.tensors[name].dtype) for name, piece in listed.items()}
         with _opened(path / file) as opened:
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-        for name in sorted({*found, *listed}):
-            if name not in listed or found.get(name) != listed[name].shape:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            shapes = {name: tuple(own.get_shape()) for name, own in slices.items()}
+            # of none of its numbers: a block is not read for its dtype
+            dtypes = {name: named(own[(slice(0, 0),) * len(shapes[name])].dtype) for name, own in slices.items()}
+        for name in sorted({*shapes, *expected}):
+            if name not in shapes or (shapes[name], dtypes[name]) != expected.get(name):
                 raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
-    sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
-    check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
-    stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
-    for file, listed in blocks.items():
+
+
+Box = tuple[tuple[int, ...], Tensor]
+"""Where a block begins in its tensor, and its numbers."""
+
+
+def read_blocks(path: Path, content: Content | ShardedContent, wanted: Mapping[str, Sequence[Box]]) -> None:
+    """Fills boxes of stored tensors, by their names, from whatever blocks they lie in."""
+    for file, blocks in content.blocks().items():
         with _opened(path / file) as opened:
-            for name, piece in listed.items():
-                block = opened.get_tensor(name)
-                if block.dtype != stored[name].dtype:
-                    raise bad(path / file, f"holds tensor {name!r} in {block.dtype}, its manifest says otherwise")
-                place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
-                stored[name][place] = block
-    return stored
+            for name in sorted(wanted.keys() & blocks.keys()):
+                piece, block = blocks[name], opened.get_slice(name)
+                for offset, into in wanted[name]:
+                    low = np.maximum(offset, piece.offset)
+                    high = np.minimum(np.add(offset, into.shape), np.add(piece.offset, piece.shape))
+                    if (low < high).all():
+                        into[_span(low, high, offset)] = block[_span(low, high, piece.offset)]
+
+
+def _span(low: Any, high: Any, offset: Sequence[int]) -> tuple[slice, ...]:
+    """Indices `low` to `high` of a tensor, as those of a block of it that begins at `offset`."""
+    return tuple(slice(int(a - at), int(b - at)) for a, b, at in zip(low, high, offset, strict=True))
 
 
 @contextmanager
@@ -521,8 +550,8 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def copies(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, Tensor]:
-    """Copies of tensors to store, as they stand now, on the CPU: a `DTensor` stays one, with this process's part."""
-    stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors to store, as they stand now, on the CPU."""
     # Views of one storage that differ in shape are copied, too: safetensors refuses shared memory.
-    return {k: v.to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in stored.items()}
+    how: dict[str, Any] = {"copy": True, "memory_format": torch.contiguous_format}
+    return {name: tensor.detach().to("cpu", **how) for name, tensor in tensors.items()}

@@ -150,7 +150,8 @@ def loss_by_position(
     with evaluating(model):
         for batch in batches:
             state: Any = None
-            places = _places(batch)
+            starts = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.resets is None else batch.resets
+            places = places_of(starts)
             for first in range(0, batch.tokens.shape[1], piece):
                 part = batch.part(span=slice(first, first + piece))
                 carried = () if state is None else (state,)
@@ -166,32 +167,18 @@ def loss_by_position(
     return buckets.positions()
 
 
-def _places(batch: Batch) -> Tensor:
-    """Number of tokens before each in its document, or in its row: int64 `[B, T]`."""
-    if batch.resets is None:
-        return torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-    return places_of(batch.resets)
-
-
 def _own_part(batch: Batch, world: World) -> Batch:
-    """This rank's rows of a batch, and of these its tokens where ranks share sequences."""
-    own, ranks = _rows_of(batch, world), world.extent("context")
-    if ranks == 1 or world.mesh is None:
-        return own
-    return piece(own, world.mesh.get_local_rank("context"), ranks)
-
-
-def _rows_of(batch: Batch, world: World) -> Batch:
-    """This rank's rows of a batch; one without labels where there are fewer rows than ranks, for every rank has to
-    call the model."""
-    if world.batch_ranks == 1:
-        return batch
-    each = -(-len(batch.tokens) // world.batch_ranks)
-    own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
-    if len(own.tokens):
-        return own
-    one = batch.part(range(1))
-    return one._replace(targets=torch.full_like(one.targets, IGNORED))
+    """This rank's rows of a batch, and of these its tokens where ranks share sequences; one row without labels where
+    there are fewer than ranks, for every rank has to call the model."""
+    if world.batch_ranks > 1:
+        each = -(-len(batch.tokens) // world.batch_ranks)
+        own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
+        if not len(own.tokens):
+            own = batch.part(range(1))
+            own = own._replace(targets=torch.full_like(own.targets, IGNORED))
+        batch = own
+    ranks = world.extent("context")
+    return batch if ranks == 1 or world.mesh is None else piece(batch, world.mesh.get_local_rank("context"), ranks)
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:

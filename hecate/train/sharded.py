@@ -1,10 +1,9 @@
 """Checkpoints that many processes write and read together, each its own part. [CKPT-SHARD-D1]
 
-torch's distributed checkpoint (DCP) writes the parts as safetensors files and cuts them anew for a world of another
-size. It trusts the folder it reads: a missing file, one of a former world or another dtype passes silently. So here a
-manifest lists every file with its hash and every block of every tensor; it is written last, and held against the folder
-before anything is loaded. All processes succeed, or all raise the same `CheckpointError`. Nothing in a file is pickled.
-`Saver` writes those of a run while it goes on, by one process or many.
+Each writes the blocks that it has, of a tensor that several have the lowest of them, into a safetensors file of its
+own; a manifest lists every file with its hash and every block of every tensor. It is written last, and held against the
+folder before anything is loaded, by a world of any size. All processes succeed, or all raise the same
+`CheckpointError`. Nothing in a file is pickled. `Saver` writes those of a run while it goes on, by one process or many.
 """
 
 from __future__ import annotations
@@ -18,28 +17,25 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hecate.distributed import World, gathered, is_sharded
 from hecate.errors import CheckpointError, HecateError
-from hecate.files import cure, write_file
+from hecate.files import refusing, sync, write_file
 from hecate.train.checkpoint import (
     MANIFEST,
     SHARDED,
-    TENSORS,
+    Box,
     Checkpoint,
     Content,
     LeftAloneError,
-    Piece,
     ShardedContent,
     Skipped,
-    Spread,
     aliases_of,
-    bad,
+    check_blocks,
     check_files,
     check_listed,
     check_name,
@@ -53,29 +49,16 @@ from hecate.train.checkpoint import (
     newest_of,
     prune_checkpoints,
     publishing,
+    read_blocks,
     read_manifest,
     whole,
     write_checkpoint,
+    write_tensors,
 )
-from hecate.train.state import blank
+from hecate.train.state import Restorable, blank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.metadata import Metadata
-
-
-Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
-"""Tensor, file, offset, shape and dtype."""
-
-
-class Restorable(Protocol):
-    """Target that a checkpoint is loaded into: a `Trainer`."""
-
-    model: nn.Module
-    optimizers: dict[str, Optimizer]
-
-    def restore(self, checkpoint: Checkpoint, where: str) -> None:
-        """Continues from a checkpoint whose tensors are placed as this process's."""
 
 
 class Team:
@@ -123,17 +106,12 @@ class Team:
             padded = torch.cat([data, torch.zeros(len(texts[0]) - len(data), dtype=torch.uint8)])
             distributed.all_gather(texts, padded, group=self.group)
         except RuntimeError as error:
-            raise lost(what, error) from None
+            first = str(error).strip().partition("\n")[0]
+            raise LeftAloneError(
+                f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run "
+                "again with --resume (earlier checkpoints are intact)"
+            ) from None
         return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(texts, lengths, strict=True)]
-
-
-def lost(what: str, error: BaseException) -> LeftAloneError:
-    """The error of a process that the others have left alone."""
-    first = str(error).strip().partition("\n")[0]
-    return LeftAloneError(
-        f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
-        "--resume (earlier checkpoints are intact)"
-    )
 
 
 def group_of(world: World) -> ProcessGroup | None:
@@ -145,27 +123,61 @@ def group_of(world: World) -> ProcessGroup | None:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
-def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Copies on the CPU of what is to be stored, as it stands now, and aliases; together.
+class Staged(NamedTuple):
+    """Copies on the CPU of the blocks that this rank writes; what a manifest tells of all tensors; aliases."""
 
-    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
-    are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
+    blocks: dict[str, Tensor]
+    tensors: dict[str, dict[str, Any]]
+    aliases: dict[str, str]
+
+
+def staged(tensors: Mapping[str, Tensor], team: Team) -> Staged:
+    """Tensors to store, as they stand now; together.
+
+    Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors. Of a block that several
+    have the lowest rank's is written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not.
+    """
     tensors = {name: _summed(tensor) for name, tensor in sorted(tensors.items())}
+    own = {name: own_block(tensor.detach()) for name, tensor in tensors.items()}
 
     def known() -> list[Any]:
-        return [aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
+        kinds = {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}
+        return [aliases_of(tensors), kinds, {name: [at, list(block.shape)] for name, (at, block) in own.items()}]
 
     every = team.all("save a checkpoint", known)
-    for rank, (_, shapes) in enumerate(every):
-        for name in sorted({*shapes, *every[0][1]}):
-            one, other = (x.get(name, "missing") for x in (every[0][1], shapes))
+    for rank, (_, kinds, _) in enumerate(every):
+        for name in sorted({*kinds, *every[0][1]}):
+            one, other = (x.get(name, "missing") for x in (every[0][1], kinds))
             if one != other:
                 raise CheckpointError(
                     f"cannot save a checkpoint: tensor {name!r} is {one} on rank 0 and {other} on rank {rank}; all "
                     "ranks must have the same model and optimiser"
                 )
-    aliases: dict[str, str] = every[0][0]
-    return copies(tensors, aliases), aliases
+    aliases, blocks = every[0][0], dict[str, Tensor]()
+    told: dict[str, dict[str, Any]] = {
+        name: {"dtype": named(t.dtype), "shape": list(t.shape)} for name, t in tensors.items() if name not in aliases
+    }
+    for name, about in told.items():
+        pieces: dict[tuple[int, ...], dict[str, Any]] = {}
+        for rank, (at, shape) in enumerate(boxes[name] for *_, boxes in every):
+            if 0 not in shape and tuple(at) not in pieces:
+                pieces[tuple(at)] = {"file": _file_of(rank), "offset": at, "shape": shape}
+                if rank == team.rank:
+                    blocks[name] = own[name][1]
+        about["pieces"] = list(pieces.values())
+    return Staged(copies(blocks), told, aliases)
+
+
+def own_block(tensor: Any) -> Box:
+    """This process's block of a tensor, and where in the whole it begins."""
+    if not is_sharded(tensor):
+        return (0,) * tensor.dim(), tensor
+    (chunk,) = tensor.__create_chunk_list__()  # torch's own protocol of what a process has to store
+    return tuple(chunk.offsets), tensor.to_local()
+
+
+def _file_of(rank: int) -> str:
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def _summed(tensor: Tensor) -> Tensor:
@@ -175,14 +187,7 @@ def _summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def write_sharded(
-    folder: Path,
-    step: int,
-    stored: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    facts: Mapping[str, Any],
-    team: Team,
-) -> Path:
+def write_sharded(folder: Path, step: int, given: Staged, facts: Mapping[str, Any], team: Team) -> Path:
     """Writes `folder/step_XXXXXXXX`, of what is `staged`, together; the folder is one that all processes share.
     [CKPT-SHARD-D1]
 
@@ -196,99 +201,41 @@ def write_sharded(
 
         temporary, target = map(Path, team.all(what, begin)[0])
 
-        def seen() -> None:
-            if not temporary.is_dir():
-                raise CheckpointError(
-                    f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
-                    "disk that all machines share"
-                )
-
-        team.all(what, seen)
-        _write_blocks(what, temporary, stored, team)
-        parts = team.all(what, lambda: _blocks(temporary, team.rank))
+        files: dict[str, dict[str, Any]] = {}
+        for part in team.all(what, lambda: _write_blocks(what, temporary, given.blocks, team.rank)):
+            files |= part
 
         def conclude() -> None:
-            if first:
-                write_file(temporary / MANIFEST, _manifest(step, facts, aliases, stored, temporary, parts))
+            if not first:
+                return
+            for name, described in files.items():
+                if not (temporary / name).is_file() or (temporary / name).stat().st_size != described["bytes"]:
+                    raise CheckpointError(
+                        f"cannot write checkpoint {temporary}: rank 0 does not see {name} as another rank wrote it; "
+                        "give an --out on a disk that all machines share"
+                    )
+            about = {"step": step, "facts": facts, "aliases": given.aliases, "tensors": given.tensors}
+            write_file(temporary / MANIFEST, manifest_text(SHARDED, files=files, **about))
 
         team.all(what, conclude)
         team.all(what, held.close)  # here rank 0 publishes it
     return target
 
 
-def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: Team) -> None:
-    """Each rank's blocks, durable, in a file of its own."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    try:
-        save(
-            dict(stored),
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=team.group,
-        )
-    except CheckpointException as error:  # the same on all ranks
-        faults = [fault for fault, _ in error.failures.values()]
-        help_ = next((f"{cure(fault)} or " for fault in faults if isinstance(fault, OSError) and cure(fault)), "")
+def _write_blocks(what: str, folder: Path, blocks: Mapping[str, Tensor], rank: int) -> dict[str, dict[str, Any]]:
+    """Writes a rank's blocks, if it has any, into a file of its own, durable; the file's description by its name."""
+    if not folder.is_dir():
         raise CheckpointError(
-            f"cannot {what}: {_reasons(error)}; {help_}choose another --out (earlier checkpoints are intact)"
-        ) from None
-    except RuntimeError as error:
-        raise lost(what, error) from None
-
-
-def _reasons(error: Any) -> str:
-    """Failures in an error of DCP, by rank."""
-    found = sorted((rank, pair[0]) for rank, pair in error.failures.items())
-    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in found)
-
-
-def _blocks(folder: Path, rank: int) -> dict[str, Any]:
-    """Files that this rank wrote, and the blocks in them."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
-    found: dict[str, Any] = {"files": {file.name: describe_file(file).model_dump() for file in files}, "pieces": []}
-    if files:
-        for name, file, offset, shape, _ in _stored(HuggingFaceStorageReader(str(folder)).read_metadata()):
-            if file in found["files"]:
-                found["pieces"].append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
-    return found
-
-
-def _stored(metadata: Metadata) -> list[Block]:
-    """The blocks in a folder, as DCP understands it."""
-    return [
-        (index.fqn, Path(info.relative_path).name, tuple(index.offset or ()), tuple(info.shape), named(info.dtype))
-        for index, info in (metadata.storage_data or {}).items()
-    ]
-
-
-def _manifest(
-    step: int,
-    facts: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    stored: Mapping[str, Tensor],
-    folder: Path,
-    parts: list[Any],
-) -> str:
-    """The text of a manifest; refused where a file that a rank has written is not here."""
-    files = {name: described for part in parts for name, described in part["files"].items()}
-    for name, described in files.items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
-            raise CheckpointError(
-                f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
-                "on a disk that all machines share"
-            )
-    tensors: dict[str, dict[str, Any]] = {
-        name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in stored.items()
-    }
-    for name, piece in sorted((pair for part in parts for pair in part["pieces"]), key=lambda pair: pair[1]["file"]):
-        tensors[name]["pieces"].append(piece)
-    return manifest_text(SHARDED, step=step, facts=facts, aliases=aliases, files=files, tensors=tensors)
+            f"cannot {what}: rank {rank} does not see the folder that rank 0 has made; give an --out on a disk that "
+            "all machines share"
+        )
+    if not blocks:
+        return {}
+    file = folder / _file_of(rank)
+    with refusing(f"{what}: rank {rank}", "choose another --out (earlier checkpoints are intact)"):
+        write_tensors(blocks, file)
+        sync(file)
+    return {file.name: describe_file(file).model_dump()}
 
 
 def verified(path: Path, team: Team) -> Content | ShardedContent:
@@ -319,11 +266,6 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
     verify hashes, the ranks share the files among them). Names that are not asked for are not read. Raises the same
     `CheckpointError` on all ranks before anything is changed, but for a disk that fails in between.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    reader = HuggingFaceStorageReader(str(path))
 
     def fits() -> None:
         for name, tensor in tensors.items():
@@ -331,33 +273,16 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
             there = "missing" if stored is None else f"{list(stored.shape)} torch.{stored.dtype}"
             if there != (here := f"{list(tensor.shape)} {tensor.dtype}"):
                 raise CheckpointError(f"{path}: tensor {name!r} is {there} there and {here} here; load it into its own")
-        _check_blocks(path, content, reader.read_metadata())
+        check_blocks(path, content)
 
-    what = f"read {path}"
-    team.all(what, fits)
-    left = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
-    while left:  # names of one stored tensor may have another placement each
-        now = {content.aliases.get(name, name): name for name in left}
-        try:
-            load({base: left.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
-        except CheckpointException as error:
-            raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
-        except RuntimeError as error:
-            raise lost(what, error) from None
+    def read() -> None:
+        wanted: dict[str, list[Box]] = {}
+        for name, tensor in tensors.items():  # names of one stored tensor may have another placement each
+            wanted.setdefault(content.aliases.get(name, name), []).append(own_block(tensor.detach()))
+        read_blocks(path, content, wanted)
 
-
-def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
-    """The blocks that DCP would read are those of the manifest."""
-    expected: set[Block] = set()
-    for name, item in content.tensors.items():
-        pieces = (
-            item.pieces
-            if isinstance(item, Spread)
-            else (Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape),)
-        )
-        expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
-    for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
-        raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+    team.all(f"read {path}", fits)
+    team.all(f"read {path}", read)
 
 
 def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[Path, Checkpoint, list[Skipped]] | None:
@@ -401,14 +326,15 @@ class Saver:
         self.wait()
         if self._team is None:
             aliases = aliases_of(checkpoint.tensors)
-            stored = copies(checkpoint.tensors, aliases)
+            stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in aliases}
+            given = Staged(copies(stored), {}, aliases)
         else:
-            stored, aliases = staged(checkpoint.tensors, self._team)
-        given = step, stored, aliases, copy.deepcopy(checkpoint.facts)
+            given = staged(checkpoint.tensors, self._team)
+        work = step, given, copy.deepcopy(checkpoint.facts)
         if self._thread is None:
-            self._write(*given)
+            self._write(*work)
         else:
-            self._pending = self._thread.submit(self._write, *given)
+            self._pending = self._thread.submit(self._write, *work)
 
     def newest(self, run: Restorable) -> tuple[Path, Checkpoint, list[Skipped]] | None:
         """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's."""
@@ -420,13 +346,11 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _write(
-        self, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
-    ) -> None:
+    def _write(self, step: int, given: Staged, facts: Mapping[str, Any]) -> None:
         if self._team is None:
-            write_checkpoint(self.folder, step, stored, aliases, facts)
+            write_checkpoint(self.folder, step, given.blocks, given.aliases, facts)
         else:
-            write_sharded(self.folder, step, stored, aliases, facts, self._team)
+            write_sharded(self.folder, step, given, facts, self._team)
         if self._team is None or self._team.rank == 0:
             prune_checkpoints(self.folder, self.keep, upto=step)
 

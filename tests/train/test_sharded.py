@@ -45,7 +45,7 @@ SECONDS = 20.0
 def save_sharded(folder, step, tensors, facts, group):
     """Writes a checkpoint together."""
     team = Team(group)
-    return write_sharded(folder, step, *staged(tensors, team), facts, team)
+    return write_sharded(folder, step, staged(tensors, team), facts, team)
 
 
 def load_sharded(path, tensors, group):
