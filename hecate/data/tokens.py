@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from hecate.checks import Size
-from hecate.data.base import IGNORED, Batch, DataConfig, Source, spread_windows
+from hecate.data.base import IGNORED, Batch, DataConfig, Source, Split, spread_windows
 from hecate.data.shards import (
     SIDECAR,
     Sidecar,
-    Split,
     TokenFile,
     TokenStream,
     digest_of,

@@ -280,12 +280,6 @@ PATHS = {
     "logger": "loggers",
     "activation": "structure.activation",
 }
-_PLACES = {
-    "ExperimentConfig": "An experiment", "LanguageModelConfig": "model", "MemoryConfig": "model.memory",
-    "LevelConfig": "model.levels, a list of these", "AttentionConfig": "model.attention",
-    "SelfReferenceConfig": "model.self_reference", "FeatureMemoryConfig": "model.feature_memory",
-    "OptimConfig": "optim", "BudgetConfig": "budget", "ParallelConfig": "parallel", "SampleConfig": "sample",
-}  # fmt: skip
 
 
 def field_rows(schema: Mapping[str, Any]) -> list[list[str]]:
@@ -326,21 +320,6 @@ def accepts(schema: Mapping[str, Any]) -> str:
     ]
     named = {"object": "mapping", "string": "text", "boolean": "true or false"}.get(kind, kind)
     return " ".join([named, " and ".join(low + high)]).strip()
-
-
-def tables() -> dict[str, Table]:
-    """Every table of settings, by the place that they are written in: sections first, then each kind of each family
-    that has settings."""
-    schema = experiment_schema()
-    found: dict[str, Table] = {_PLACES["ExperimentConfig"]: (HEADER, field_rows(schema))}
-    objects = schema["$defs"]
-    for name, place in _PLACES.items():
-        if name in objects:
-            found[place] = (HEADER, field_rows(objects[name]))
-    for name, own in objects.items():
-        if name not in _PLACES and (rows := field_rows(own)):
-            found[name] = (HEADER, rows)
-    return found
 
 
 def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:

@@ -116,7 +116,8 @@ def _preset(name: str) -> tuple[Document, Path]:
     if name in _FILES:
         return read_yaml(_FILES[name]), _FILES[name]
     stem, _, part = name.rpartition("-")
-    mark, replaced = f"preset {name}", ("memory",)
+    mark = f"preset {name}"
+    replaced: tuple[str, ...] = ("memory",)
     if stem in BY_BACKBONE and part in BACKBONES:
         over = read_yaml(BACKBONES[part])
     elif stem in BY_RULE and part in RULES:
@@ -124,7 +125,7 @@ def _preset(name: str) -> tuple[Document, Path]:
         memory = {"kind": part, "chunk": RECALL_CHUNK} if chunked else part
         over = Document({"memory": memory}, {(): mark, ("memory",): mark}, mark)
         # The layer is the rule's own: what the preset has for its memory's goes with that.
-        replaced += tuple(LanguageModelConfig.follows)
+        replaced += LanguageModelConfig.follows
     else:
         listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
         raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain, islice
 from operator import getitem
@@ -443,19 +444,18 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
     saved, own = facts.get("config"), trainer.config.model_dump(mode="json")
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
-    try:  # with the fields that it had no name for when it was written
-        saved = ExperimentConfig.model_validate(saved).model_dump(mode="json")
-    except ConfigError:  # which `Trainer.restore` tells
-        saved = copy.deepcopy(saved)
+    tree: Any = copy.deepcopy(saved)
+    with suppress(ConfigError):  # which `Trainer.restore` tells; else with fields that an older version had not
+        tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     for name in names:
         path = parse_path(name) or ()
-        here, there = _at(own, path), _at(saved, path)
+        here, there = _at(own, path), _at(tree, path)
         if here is not None and there is not None and here != there:
             changed[name] = (there[0], here[0])
-            reduce(getitem, path[:-1], saved)[path[-1]] = here[0]
+            reduce(getitem, path[:-1], tree)[path[-1]] = here[0]
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     facts |= {
-        "config": saved,
+        "config": tree,
         "cursor": _cursor(facts.get("cursor"), trainer, names, changed),
         "optimizer": _options(facts.get("optimizer"), groups, [name for name in changed if _within("optim", name)]),
     }
