@@ -101,7 +101,7 @@ class _Work:
                 time.sleep(POLL)
         finally:
             self._end()
-        return [self._result(job) for job in jobs]
+        return [self._read(job) for job in jobs]
 
     def _recall(self) -> None:
         """Reads what earlier calls have kept of finished runs, one a line."""
@@ -132,11 +132,11 @@ class _Work:
         return str(job.folder.relative_to(self.out))
 
     def _done(self, job: _Job) -> bool:
-        found = self._result(job)
+        found = self._read(job)
         whole = job.measure or not job.positions or "positions" in found or found.get("status") == "diverged"
         return bool(found) and whole
 
-    def _result(self, job: _Job) -> Row:
+    def _read(self, job: _Job) -> Row:
         """Result of a run, by its folder or by the records; empty where it is not finished."""
         path = job.folder / RESULT
         if not path.is_file():
@@ -149,13 +149,13 @@ class _Work:
     def _keep(self, job: _Job) -> None:
         """Adds what a run came to to the records, which are all that going on needs of finished runs."""
         text = dump_experiment(job.config)
-        self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._result(job)}
+        self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._read(job)}
         lines = [json.dumps(record) for _, record in sorted(self.known.items())]
         with refusing(f"write {self.out / RECORDS}", then="call the same line again"):
             write_file(self.out / RECORDS, "\n".join(lines) + "\n")
 
     def _told(self, job: _Job) -> str:
-        found = self._result(job)
+        found = self._read(job)
         if job.measure:
             return f"{found['steps_per_second']:.3g} steps/s"
         return "diverged" if found["status"] == "diverged" else f"loss {found['loss']:.4f} in {found['seconds']:.0f} s"
