@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hecate.rule import RULES
-from hecate.train.catalogue import FAMILIES, VARIANTS, catalogue
-from hecate.train.settings import tables
+from hecate.train.catalogue import FAMILIES, HEADER, VARIANTS, catalogue, field_rows
+from hecate.train.compose import experiment_schema
+from hecate.train.report import Table
 from hecate.variant import equation
 
 FIRST: dict[str, tuple[str, ...]] = {
@@ -41,6 +42,14 @@ FIRST: dict[str, tuple[str, ...]] = {
     "hecate.readout": ("Readout",),
 }
 """Packages in the order in which a newcomer meets them, and of each the names that come first."""
+
+PLACES = {
+    "ExperimentConfig": "An experiment", "LanguageModelConfig": "model", "MemoryConfig": "model.memory",
+    "LevelConfig": "model.levels, a list of these", "AttentionConfig": "model.attention",
+    "SelfReferenceConfig": "model.self_reference", "FeatureMemoryConfig": "model.feature_memory",
+    "OptimConfig": "optim", "BudgetConfig": "budget", "ParallelConfig": "parallel", "SampleConfig": "sample",
+}  # fmt: skip
+"""Sections of an experiment, by the names of their classes."""
 
 
 def write_reference(root: Path) -> None:
@@ -157,6 +166,21 @@ def settings() -> str:
     for place, table in tables().items():
         parts.append(f"## {place}\n\n" + lines(*table))
     return "\n".join(parts)
+
+
+def tables() -> dict[str, Table]:
+    """Every table of settings, by the place that they are written in: sections first, then each kind of each family
+    that has settings."""
+    schema = experiment_schema()
+    found: dict[str, Table] = {PLACES["ExperimentConfig"]: (HEADER, field_rows(schema))}
+    objects = schema["$defs"]
+    for name, place in PLACES.items():
+        if name in objects:
+            found[place] = (HEADER, field_rows(objects[name]))
+    for name, own in objects.items():
+        if name not in PLACES and (rows := field_rows(own)):
+            found[name] = (HEADER, rows)
+    return found
 
 
 def lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

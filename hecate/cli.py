@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from hecate import catalogue_cli, data_cli, gym_cli, serve_cli, terminal
-from hecate.data_cli import Command, importing
+from hecate import commands, terminal
+from hecate.commands import Command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
 
@@ -81,7 +81,7 @@ def _show_version(asked: bool) -> None:
 
 
 _command = partial(app.command, cls=Command)
-app.add_typer(data_cli.app, name="data")
+app.add_typer(commands.data, name="data")
 
 
 def _presets(incomplete: str) -> list[str]:
@@ -114,17 +114,17 @@ _command(
     "list",
     short_help="The variants of a family, or all about one of them.",
     epilog="Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets",
-)(catalogue_cli.list_)
+)(commands.list_)
 
 _command(
     short_help="The text of a bias or retention that kernels are made of.",
     epilog="Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention",
-)(catalogue_cli.formula)
+)(commands.formula)
 
 _command(
     short_help="A commented file with every setting, to start from.",
     epilog="Examples: hecate init my.yaml | hecate init levels.yaml --from hope, then hecate train my.yaml",
-)(catalogue_cli.init)
+)(commands.init)
 
 
 @_command(
@@ -157,7 +157,7 @@ def show(
 _command(
     short_help="The JSON schema of an experiment, for editors.",
     epilog="Example: hecate schema > experiment.schema.json",
-)(catalogue_cli.schema)
+)(commands.schema)
 
 
 @_command(
@@ -438,7 +438,7 @@ def generate(
     import torch
 
     from hecate.tape import exact as exactly
-    from hecate.train.sampling import Draws, prompts_of, written
+    from hecate.train.evaluate import Draws, prompts_of, written
     from hecate.train.trained import open_model, reads_text
 
     trained = open_model(run, checkpoint)
@@ -571,14 +571,14 @@ _command(
     short_help="What memories remember, learn and follow, against peers.",
     epilog="Examples: hecate gym --quick | hecate gym titans 'titans + gated_delta' attention --tasks odd,two_paces | "
     "hecate gym gated_delta mine:memory --out runs/mine",
-)(gym_cli.gym)
+)(commands.gym)
 
 _command(
     short_help="What this machine has and lacks, and which engines run.",
     epilog="Examples: hecate doctor | hecate doctor --warm titans delta",
-)(catalogue_cli.doctor)
+)(commands.doctor)
 
 _command(
     short_help="Answer OpenAI's clients with a model.",
     epilog="Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users",
-)(serve_cli.serve)
+)(commands.serve)

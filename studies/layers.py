@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Generator, nn
 
-from hecate.data import IGNORED, DataConfig
-from hecate.data.tasks import Task
+from hecate.data import IGNORED, DataConfig, Task
 from hecate.errors import NonFiniteError
 from hecate.gym.training import BATCH, Fields, trained
 from hecate.rule import bytes_of

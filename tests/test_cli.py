@@ -15,7 +15,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from hecate import data_cli
+from hecate import commands
 from hecate.cli import main
 from hecate.engine import Engine
 from hecate.rule import RULES, named_rule
@@ -351,11 +351,11 @@ def test_a_terminated_process_saves_and_can_be_resumed(tmp_path):
 @pytest.mark.spec("TRAIN-RUN-D8")
 @pytest.mark.parametrize(("quiet", "rank", "said"), [(False, "0", True), (True, "0", False), (False, "1", False)])
 def test_imports_that_take_long_are_said_once(monkeypatch, capsys, quiet, rank, said):
-    monkeypatch.setattr(data_cli, "LONG", 0.01)
+    monkeypatch.setattr(commands, "LONG", 0.01)
     monkeypatch.setenv("RANK", rank)
-    with data_cli.importing(quiet):
+    with commands.importing(quiet):
         time.sleep(0.3)
-    with data_cli.importing(quiet):
+    with commands.importing(quiet):
         pass
     time.sleep(0.1)
     out, err = capsys.readouterr()

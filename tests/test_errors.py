@@ -17,8 +17,8 @@ from hecate.microscope import View
 from hecate.models import LanguageModelConfig
 from hecate.optim import PhiMomentum, level_groups
 from hecate.train import load_experiment
-from hecate.train.allow import check_allowed
 from hecate.train.catalogue import catalogue, warm
+from hecate.train.state import check_allowed
 from hecate.variant import Config
 
 

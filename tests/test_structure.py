@@ -25,17 +25,14 @@ FLOORS = [
     {"data", "models"},
     {
         "cli",
-        "data_cli",
-        "catalogue_cli",
+        "commands",
         "train",
         "hf",
         "microscope",
         "evals",
         "compare",
         "gym",
-        "gym_cli",
         "serve",
-        "serve_cli",
         "onnx",
         "onnx_graph",
         "__main__",
@@ -65,16 +62,17 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("engine", "rule"),
     ("rule", "formula"),
     ("cms", "nn"),
-    ("cli", "data_cli"),
-    ("cli", "catalogue_cli"),
-    ("catalogue_cli", "train"),
     ("cli", "hf"),
     ("cli", "onnx"),
+    ("cli", "commands"),
+    ("commands", "train"),
+    ("commands", "gym"),
+    ("commands", "serve"),
+    ("commands", "hf"),
     ("onnx", "hf"),
     ("onnx", "onnx_graph"),
     ("onnx", "train"),
     ("cli", "train"),
-    ("data_cli", "train"),
     ("cli", "microscope"),
     ("hf", "train"),
     ("cli", "compare"),
@@ -82,19 +80,12 @@ ACROSS = {  # imports within a floor, each in one direction only
     ("cli", "evals"),
     ("evals", "train"),
     ("evals", "hf"),
-    ("cli", "gym_cli"),
-    ("gym_cli", "gym"),
-    ("gym_cli", "train"),
     ("gym", "compare"),
     ("gym", "train"),
     ("microscope", "train"),
     ("__main__", "cli"),
     ("serve", "train"),
     ("hf", "serve"),
-    ("cli", "serve_cli"),
-    ("serve_cli", "serve"),
-    ("serve_cli", "train"),
-    ("serve_cli", "hf"),
 }
 
 
@@ -410,7 +401,7 @@ def test_within_a_floor_imports_go_one_way():
 
 
 # A file is one thought; `__init__` and `__main__` may be short. The house is to have at most 25,500 lines in 160 files.
-MOST_LINES, MOST_FILES = 64_747, 272
+MOST_LINES, MOST_FILES = 64_586, 264
 
 
 def test_files_have_40_to_600_lines():

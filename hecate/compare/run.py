@@ -132,15 +132,15 @@ class _Work:
         return str(job.folder.relative_to(self.out))
 
     def _done(self, job: _Job) -> bool:
-        if self._key(job) not in self.known and not (job.folder / RESULT).is_file():
-            return False
         found = self._read(job)
-        return job.measure or not job.positions or "positions" in found or found["status"] == "diverged"
+        whole = job.measure or not job.positions or "positions" in found or found.get("status") == "diverged"
+        return bool(found) and whole
 
     def _read(self, job: _Job) -> Row:
+        """Result of a run, by its folder or by the records; empty where it is not finished."""
         path = job.folder / RESULT
-        if not path.is_file() and (known := self.known.get(self._key(job))) is not None:
-            return dict(known["result"])
+        if not path.is_file():
+            return dict(self.known.get(self._key(job), {}).get("result", {}))
         try:
             return _checked(read_json(read_whole(path)))
         except (OSError, ValueError, KeyError, TypeError) as error:

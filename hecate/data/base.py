@@ -1,11 +1,12 @@
-"""Training data: a config that loads into a source of batches, each a pure function of (seed, step), and the cursor
-over them."""
+"""Training data: a config, such as a synthetic task, that loads into a source of batches, each a pure function of
+(seed, step); and the cursor over them."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hecate.data.tokenizer import Tokenizer
-from hecate.errors import DataError
+from hecate.errors import ConfigError, DataError
 from hecate.variant import Variant
 
 IGNORED = -100
@@ -58,6 +59,13 @@ def stream(seed: int, split: Split, step: int) -> np.random.Generator:
 def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
     """A `Batch` of freshly owned tensors."""
     return Batch(torch.tensor(tokens), torch.tensor(targets))
+
+
+def spread_windows(tokens: int, seq_len: int, most: int) -> NDArray[np.int64]:
+    """Starts of windows of a stream that share no label, `most` of them at most, spread evenly over it."""
+    available = (tokens - 1) // seq_len
+    count = min(most, available)
+    return np.arange(count, dtype=np.int64) * available // count * seq_len
 
 
 class Source(ABC):
@@ -116,6 +124,83 @@ class DataConfig(Variant, family="data"):
     def load(self) -> Source:
         """Reads or prepares the data; raises `DataError` when it cannot be used."""
         raise NotImplementedError(f"{type(self).__name__} does not define load")
+
+
+Rows = NDArray[np.int64]
+VALIDATION_SEED = 0
+
+
+class Task(DataConfig):
+    """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
+
+    Every task has a fixed length and labels only the positions whose answer the row determines.
+    """
+
+    def vocabulary(self) -> int:
+        """Number of token ids the model must know: the field `vocab_size`, where a task does not say otherwise."""
+        found = vars(self).get("vocab_size")
+        return super().vocabulary() if found is None else int(found)
+
+    def length(self) -> int | None:
+        """Length of its sequences: the field `seq_len`, where a task does not say otherwise."""
+        found = vars(self).get("seq_len")
+        return super().length() if found is None else int(found)
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        """`rows` fresh examples: tokens and targets, both `[rows, length]`."""
+        raise NotImplementedError(f"{type(self).__name__} does not define sample")
+
+    def chances(self) -> dict[str, float]:
+        """Expected accuracy of predictors that know nothing but the format, by name."""
+        raise NotImplementedError(f"{type(self).__name__} does not define chances")
+
+    def of_length(self, length: int) -> Self:
+        """The same task with sequences of this length; `ConfigError` where its other fields decide that."""
+        if length == self.length():
+            return self
+        if "seq_len" not in type(self).model_fields:
+            raise ConfigError(
+                f"task {self.kind!r} has sequences of length {self.length()}, which follows from its fields, got a "
+                f"request for {length}; change those"
+            )
+        return self.model_copy(update={"seq_len": length})
+
+    def load(self) -> TaskSource:
+        """The task as a source of batches."""
+        return TaskSource(self)
+
+
+class TaskSource(Source):
+    """Batches of a task; training and validation draw from independent streams."""
+
+    metric = "accuracy"
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
+
+    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
+        self._check(seq_len)
+        batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+        return batch if rows is None else batch.part(rows)
+
+    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
+        self._check(seq_len)
+        for index in range(batches):
+            yield as_batch(*self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size))
+
+    def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
+        return self.task.chances()
+
+    def describe(self) -> dict[str, str | int | float]:
+        return {"task": self.task.kind, "vocabulary": self.task.vocabulary(), "length": self.task.length() or 0}
+
+    def _check(self, seq_len: int) -> None:
+        if seq_len != self.task.length():
+            raise DataError(
+                f"task {self.task.kind!r} has sequences of length {self.task.length()}, got a "
+                f"request for {seq_len}; leave seq_len out"
+            )
 
 
 class Loader:

@@ -6,7 +6,7 @@ import codecs
 import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
@@ -55,24 +55,24 @@ def find(inputs: Sequence[str]) -> list[Path]:
 
 def _matches(text: str) -> list[Path]:
     """The files that one input names."""
+    known = (*TEXT, *LINES, *TABLE)
+    found = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" would be the working directory
+    if found == [Path(text)] and _suffix(found[0]) not in known:
+        raise DataError(
+            f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
+        )
+    return found
+
+
+def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
+    """A file, those below a folder that are wanted, or those that match a pattern; none where a text is none of it."""
     path = Path(text)
-    if not text:  # which would be the working directory
-        return []
     if path.is_dir():
-        return [p for p in path.rglob("*") if p.is_file() and _suffix(p) in (*TEXT, *LINES, *TABLE)]
+        return [p for p in path.rglob("*") if p.is_file() and wanted(p)]
     if path.is_file():
-        if _suffix(path) not in (*TEXT, *LINES, *TABLE):
-            known = ", ".join((*TEXT, *LINES, *TABLE))
-            raise DataError(f"{path} has no suffix that tells what it is; known are {known}, also with .gz or .zst")
         return [path]
-    return globbed(text)
-
-
-def globbed(text: str) -> list[Path]:
-    """The files that match a pattern; none where a text is no pattern."""
     if not GLOB & set(text):
         return []
-    path = Path(text)
     anchor = Path(path.anchor) if path.anchor else Path()
     pattern = str(path.relative_to(path.anchor)) if path.anchor else text
     return [p for p in anchor.glob(pattern) if p.is_file()]
@@ -156,7 +156,9 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
         yield codecs.getincrementaldecoder("utf-8")().decode(_read(file, limits.cut))  # without half a character
         return
     if separator is None:
-        yield _limited(path, _read(file, limits.document + 1), limits).decode()
+        text = _read(file, limits.document + 1)
+        _check_length(path, len(text), limits)
+        yield text.decode()
         return
     held: list[bytes] = []
     mark, size = separator.encode(), 0
@@ -167,8 +169,7 @@ def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) ->
             continue
         held.append(line)
         size += len(line)
-        if size > limits.document:
-            _limited(path, b"".join(held), limits)
+        _check_length(path, size, limits)
     yield b"".join(held).decode()
 
 
@@ -180,10 +181,9 @@ def _read(file: BinaryIO, most: int) -> bytearray:
     return content
 
 
-def _limited(path: Path, text: bytes | bytearray, limits: Limits) -> bytes | bytearray:
-    if len(text) > limits.document:
+def _check_length(path: Path, size: int, limits: Limits) -> None:
+    if size > limits.document:
         raise _too_long(f"{path} has a document", limits.document, "part it with --separator", "--max-document")
-    return text
 
 
 def _too_long(what: str, most: int, cure: str, option: str) -> DataError:

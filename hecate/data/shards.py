@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.checks import Count
+from hecate.data.base import Split
 from hecate.data.tokenizer import MOST, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.files import read_file, reading
@@ -28,7 +29,6 @@ from hecate.variant import Config, read_json
 
 FORMAT, VERSION = "hecate-tokens", 1
 SIDECAR, TOKENIZER, LENGTHS = "tokens.json", "tokenizer.json", "lengths.bin"
-Split = Literal["train", "validation"]
 Dtype = Literal["uint16", "uint32"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -1,98 +1,19 @@
-"""Synthetic tasks, whose batches are generated: copying, recall with and without overwriting, and formal languages,
-whose next state needs all that was read."""
+"""Synthetic tasks, whose batches are generated: copying, recall with and without overwriting, formal languages, whose
+next state needs all that was read, and the tasks of mechanistic architecture design."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from itertools import combinations, permutations
 from math import factorial
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.checks import Size
-from hecate.data.base import IGNORED, Batch, DataConfig, Source, as_batch, stream
-from hecate.errors import ConfigError, DataError
+from hecate.data.base import IGNORED, Rows, Task
 from hecate.variant import Conflicts
-
-Rows = NDArray[np.int64]
-VALIDATION_SEED = 0
-
-
-class Task(DataConfig):
-    """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
-
-    Every task has a fixed length and labels only the positions whose answer the row determines.
-    """
-
-    def vocabulary(self) -> int:
-        """Number of token ids the model must know: the field `vocab_size`, where a task does not say otherwise."""
-        found = vars(self).get("vocab_size")
-        return super().vocabulary() if found is None else int(found)
-
-    def length(self) -> int | None:
-        """Length of its sequences: the field `seq_len`, where a task does not say otherwise."""
-        found = vars(self).get("seq_len")
-        return super().length() if found is None else int(found)
-
-    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
-        """`rows` fresh examples: tokens and targets, both `[rows, length]`."""
-        raise NotImplementedError(f"{type(self).__name__} does not define sample")
-
-    def chances(self) -> dict[str, float]:
-        """Expected accuracy of predictors that know nothing but the format, by name."""
-        raise NotImplementedError(f"{type(self).__name__} does not define chances")
-
-    def of_length(self, length: int) -> Self:
-        """The same task with sequences of this length; `ConfigError` where its other fields decide that."""
-        if length == self.length():
-            return self
-        if "seq_len" not in type(self).model_fields:
-            raise ConfigError(
-                f"task {self.kind!r} has sequences of length {self.length()}, which follows from its fields, got a "
-                f"request for {length}; change those"
-            )
-        return self.model_copy(update={"seq_len": length})
-
-    def load(self) -> TaskSource:
-        """The task as a source of batches."""
-        return TaskSource(self)
-
-
-class TaskSource(Source):
-    """Batches of a task; training and validation draw from independent streams."""
-
-    metric = "accuracy"
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
-
-    def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
-        self._check(seq_len)
-        batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
-        return batch if rows is None else batch.part(rows)
-
-    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        self._check(seq_len)
-        for index in range(batches):
-            yield as_batch(*self.task.sample(stream(VALIDATION_SEED, "validation", index), batch_size))
-
-    def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        return self.task.chances()
-
-    def describe(self) -> dict[str, str | int | float]:
-        return {"task": self.task.kind, "vocabulary": self.task.vocabulary(), "length": self.task.length() or 0}
-
-    def _check(self, seq_len: int) -> None:
-        if seq_len != self.task.length():
-            raise DataError(
-                f"task {self.task.kind!r} has sequences of length {self.task.length()}, got a "
-                f"request for {seq_len}; leave seq_len out"
-            )
 
 
 def distinct(rng: np.random.Generator, rows: int, pool: int, count: int) -> Rows:
@@ -362,3 +283,285 @@ def _swaps(degree: int) -> list[tuple[int, ...]]:
 def _generators(degree: int) -> list[tuple[int, ...]]:
     """Permutations of which every one is a product: a swap, a cycle, and back."""
     return list(dict.fromkeys(((1, 0, *range(2, degree)), (*range(1, degree), 0), (degree - 1, *range(degree - 1)))))
+
+
+# The six tasks of mechanistic architecture design (MAD), each labelled where its answer is determined.
+
+Length = Field(128, ge=4, le=1 << 20)
+
+
+def _even(length: int) -> Conflicts:
+    if length % 2:
+        yield ("seq_len",), f"must be even, pairs are two tokens, got {length}"
+
+
+class MADRecall(Task):
+    """mad_recall: k v k v ... with keys that return; a key that was seen before is labelled with its value.
+
+    In-context recall with several queries. The lower half of the ids are keys, the upper half values; a row draws its
+    own value for each key, and its keys with replacement; the last key was seen before, so every row has a label. The
+    label stands at the key.
+
+    Shapes: tokens, targets `[rows, seq_len]`, an even length.
+    Cost: O(rows (seq_len + vocab_size)), vectorised over rows.
+    Warning: MAD trains on every next token and counts these labels alone; here training sees these labels alone, too.
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
+    [DATA-MAD-D1]
+    """
+
+    kind: Literal["mad_recall"] = "mad_recall"
+    vocab_size: Size = Field(16, ge=4)
+    seq_len: int = Length
+
+    def conflicts(self) -> Conflicts:
+        return _even(self.seq_len)
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        return _pairs(rng, (rows, self.seq_len // 2), self.vocab_size, np.ones((rows, self.seq_len // 2), dtype=bool))
+
+    def chances(self) -> dict[str, float]:
+        return {"any value": 1 / (self.vocab_size - self.vocab_size // 2)}
+
+
+class MADNoisyRecall(Task):
+    """mad_noisy_recall: mad_recall where a share `noise` of the pairs are two tokens that mean nothing.
+
+    The `noise_vocab` last ids are noise. The first pair and the last are never noise, so every row has a label.
+
+    Shapes: tokens, targets `[rows, seq_len]`, an even length.
+    Cost: O(rows (seq_len + vocab_size)), vectorised over rows.
+    Warning: as for mad_recall. MAD keeps one pair at a random place free of noise, here it is the first.
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
+    [DATA-MAD-D1]
+    """
+
+    kind: Literal["mad_noisy_recall"] = "mad_noisy_recall"
+    vocab_size: Size = Field(32, ge=5)
+    noise_vocab: Size = Field(16, ge=1)
+    noise: float = Field(0.2, ge=0, lt=1)
+    seq_len: int = Length
+
+    def conflicts(self) -> Conflicts:
+        if self.vocab_size - self.noise_vocab < 4:
+            yield (
+                ("noise_vocab",),
+                f"noise_vocab={self.noise_vocab} leaves {self.vocab_size - self.noise_vocab} of "
+                f"vocab_size={self.vocab_size} for keys and values, which need 4 at least",
+            )
+        yield from _even(self.seq_len)
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        shape, used = (rows, self.seq_len // 2), self.vocab_size - self.noise_vocab
+        kept = rng.random(shape) >= self.noise
+        kept[:, [0, -1]] = True
+        tokens, targets = _pairs(rng, shape, used, kept)
+        noise = rng.integers(used, self.vocab_size, size=tokens.shape, dtype=np.int64)
+        return np.where(np.repeat(kept, 2, axis=1), tokens, noise), targets
+
+    def chances(self) -> dict[str, float]:
+        used = self.vocab_size - self.noise_vocab
+        return {"any value": 1 / (used - used // 2)}
+
+
+class MADFuzzyRecall(Task):
+    """mad_fuzzy_recall: mad_recall whose keys are `key_size` tokens and whose values 1 to `value_size`.
+
+    A key is `key_size` different ids of the lower half, a value a drawn number of different ids of the upper half. The
+    last key of a row was seen before; of every key that was, all tokens of its value are labels. What is left at the
+    front is the pad, the last id, without labels.
+
+    Shapes: tokens, targets `[rows, seq_len]`.
+    Cost: a loop over the pairs of each row: milliseconds a batch.
+    Warning: as for mad_recall. MAD trains on keys of 1 to `key_size` tokens and evaluates on those of `key_size`; a
+    shorter key that another one begins with determines no answer, so here all have `key_size`.
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
+    [DATA-MAD-D2]
+    """
+
+    kind: Literal["mad_fuzzy_recall"] = "mad_fuzzy_recall"
+    vocab_size: Size = Field(16, ge=3)
+    key_size: int = Field(3, ge=1, le=64)
+    value_size: int = Field(3, ge=1, le=64)
+    seq_len: int = Length
+
+    def conflicts(self) -> Conflicts:
+        keys = (self.vocab_size - 1) // 2
+        for name, size, ids in (("key", self.key_size, keys), ("value", self.value_size, self.vocab_size - 1 - keys)):
+            if size > ids:
+                yield (
+                    (f"{name}_size",),
+                    f"{name}_size={size} different tokens cannot be drawn from the {ids} of vocab_size="
+                    f"{self.vocab_size} that {name}s have",
+                )
+        if self.seq_len < 2 * (self.key_size + self.value_size):
+            yield (
+                ("seq_len",),
+                f"must be at least {2 * (self.key_size + self.value_size)}, a pair of key_size={self.key_size} and "
+                f"value_size={self.value_size} twice, got {self.seq_len}",
+            )
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        tokens = np.full((rows, self.seq_len), self.vocab_size - 1, dtype=np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        for row in range(rows):
+            pairs, known = self._row(rng), set()
+            place = self.seq_len - sum(len(key) + len(value) for key, value in pairs)
+            for key, value in pairs:
+                start = place + len(key)
+                tokens[row, place:start], tokens[row, start : start + len(value)] = key, value
+                if key in known:
+                    targets[row, start - 1 : start - 1 + len(value)] = value
+                known.add(key)
+                place = start + len(value)
+        return tokens, targets
+
+    def _row(self, rng: np.random.Generator) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Pairs of a row in order: as many as fit ahead of the last one, whose key is one of theirs."""
+        keys, longest = (self.vocab_size - 1) // 2, self.key_size + self.value_size
+        values: dict[tuple[int, ...], tuple[int, ...]] = {}
+        pairs, used = [], 0
+        while used + 2 * longest <= self.seq_len:
+            key = tuple(rng.permutation(keys)[: self.key_size].tolist())
+            if key not in values:
+                size = int(rng.integers(1, self.value_size + 1))
+                values[key] = tuple((keys + rng.permutation(self.vocab_size - 1 - keys)[:size]).tolist())
+            pairs.append((key, values[key]))
+            used += len(key) + len(values[key])
+        return [*pairs, pairs[int(rng.integers(len(pairs)))]]
+
+    def chances(self) -> dict[str, float]:
+        return {"any value token": 1 / (self.vocab_size - 1 - (self.vocab_size - 1) // 2)}
+
+
+class MADSelectiveCopy(Task):
+    """mad_selective_copy: `symbols` tokens among blanks, a sign, and as many blanks, labelled with them in order.
+
+    Symbols (ids 0 .. V-3) stand at random places among blanks (V-2); after the sign V-1 come as many blanks as
+    symbols, each labelled with the symbol of its number.
+
+    Shapes: tokens, targets `[rows, seq_len]`, `symbols` labels per row.
+    Cost: O(rows seq_len log seq_len), vectorised.
+    Warning: MAD's own places never have a blank between the last symbol and the sign; here all places are alike.
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844); Mamba
+    (Gu and Dao, 2023, arXiv 2312.00752). [DATA-MAD-D3]
+    """
+
+    kind: Literal["mad_selective_copy"] = "mad_selective_copy"
+    vocab_size: Size = Field(16, ge=4)
+    symbols: int = Field(16, ge=1, le=1 << 18)
+    seq_len: int = Field(256, ge=3, le=1 << 20)
+
+    def conflicts(self) -> Conflicts:
+        least = 2 * self.symbols + 1
+        if self.seq_len < least:
+            yield ("symbols",), f"symbols={self.symbols} twice and a sign need seq_len >= {least}, got {self.seq_len}"
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        count, room = self.symbols, self.seq_len - self.symbols - 1
+        symbols = rng.integers(0, self.vocab_size - 2, size=(rows, count), dtype=np.int64)
+        tokens = np.full((rows, self.seq_len), self.vocab_size - 2, dtype=np.int64)
+        np.put_along_axis(tokens, np.sort(distinct(rng, rows, room, count), axis=1), symbols, axis=1)
+        tokens[:, room] = self.vocab_size - 1
+        targets = np.full_like(tokens, IGNORED)
+        targets[:, room + 1 :] = symbols
+        return tokens, targets
+
+    def chances(self) -> dict[str, float]:
+        return {"any symbol": 1 / (self.vocab_size - 2)}
+
+
+class MADCompression(Task):
+    """mad_compression: x1 ... xn, a sign, and the places 1 ... n in random order, each labelled with what stood there.
+
+    Everything is to be kept, and any of it asked for: a state of constant size has to compress the row. Symbols are ids
+    0 .. V-2, the sign V-1, places V .. V+n-1, with n = (seq_len - 1) / 2.
+
+    Shapes: tokens, targets `[rows, seq_len]`, an odd length; n labels per row.
+    Cost: O(rows seq_len log seq_len), vectorised.
+    Warning: MAD decodes the row from the model's output at the sign alone, with a decoder beside the model that is told
+    the place; a causal language model has none, so its state is what is measured here, and MAD's figures do not
+    compare.
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
+    [DATA-MAD-D4]
+    """
+
+    kind: Literal["mad_compression"] = "mad_compression"
+    vocab_size: Size = Field(16, ge=3)
+    seq_len: int = Field(63, ge=3, le=1 << 20)
+
+    def conflicts(self) -> Conflicts:
+        if self.seq_len % 2 == 0:
+            yield ("seq_len",), f"must be odd, n symbols, a sign and n places, got {self.seq_len}"
+
+    def vocabulary(self) -> int:
+        return self.vocab_size + self.seq_len // 2
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        count = self.seq_len // 2
+        symbols = rng.integers(0, self.vocab_size - 1, size=(rows, count), dtype=np.int64)
+        places = distinct(rng, rows, count, count)
+        sign = np.full((rows, 1), self.vocab_size - 1, dtype=np.int64)
+        tokens = np.concatenate([symbols, sign, self.vocab_size + places], axis=1)
+        asked = np.take_along_axis(symbols, places, axis=1)
+        return tokens, np.concatenate([np.full((rows, count + 1), IGNORED, dtype=np.int64), asked], axis=1)
+
+    def chances(self) -> dict[str, float]:
+        return {"any symbol": 1 / (self.vocab_size - 1)}
+
+
+class MADMemorization(Task):
+    """mad_memorization: k ? k ? ..., each ? labelled with the value that its key has in every row.
+
+    Facts, held by the weights: keys (the lower half of the ids) have values (different ids of the upper half) that
+    `facts`, a seed, fixes once for training and validation. The sign ? is the last id.
+
+    Shapes: tokens, targets `[rows, seq_len]`, an even length; seq_len / 2 labels per row.
+    Cost: O(rows seq_len).
+    References: Mechanistic Design and Scaling of Hybrid Architectures (Poli et al., 2024, arXiv 2403.17844).
+    [DATA-MAD-D5]
+    """
+
+    kind: Literal["mad_memorization"] = "mad_memorization"
+    vocab_size: Size = Field(256, ge=3)
+    seq_len: int = Field(32, ge=2, le=1 << 20)
+    facts: int = Field(12345, ge=0, lt=1 << 63)
+
+    def conflicts(self) -> Conflicts:
+        return _even(self.seq_len)
+
+    def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
+        keys = (self.vocab_size - 1) // 2
+        values = keys + np.random.Generator(np.random.PCG64(self.facts)).permutation(self.vocab_size - 1 - keys)
+        asked = rng.integers(0, keys, size=(rows, self.seq_len // 2), dtype=np.int64)
+        tokens = np.full((rows, self.seq_len), self.vocab_size - 1, dtype=np.int64)
+        targets = np.full_like(tokens, IGNORED)
+        tokens[:, ::2], targets[:, 1::2] = asked, values[asked]
+        return tokens, targets
+
+    def chances(self) -> dict[str, float]:
+        return {"any value": 1 / (self.vocab_size - 1 - (self.vocab_size - 1) // 2)}
+
+
+def _pairs(
+    rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, kept: NDArray[np.bool_]
+) -> tuple[Rows, Rows]:
+    """Pairs `[rows, 2 pairs]` of keys and their row's values; those in `kept` count, the others are no labels and not
+    seen. The last key of a row is one of those seen before it."""
+    rows, pairs = shape
+    half = vocabulary // 2
+    keys = rng.integers(0, half, size=shape, dtype=np.int64)
+    values = rng.integers(half, vocabulary, size=(rows, half), dtype=np.int64)
+    first = np.zeros(shape, dtype=bool)  # whether a key is seen here for the first time
+    seen = np.zeros((rows, half), dtype=bool)
+    for place in range(pairs - 1):
+        key = keys[:, place, None]
+        first[:, place] = kept[:, place] & ~np.take_along_axis(seen, key, axis=1)[:, 0]
+        known = np.take_along_axis(seen, key, axis=1) | kept[:, place, None]
+        np.put_along_axis(seen, key, known, axis=1)
+    keys[:, -1] = np.argmax(rng.random((rows, half)) * seen, axis=1)  # uniform among those seen
+    tokens = np.empty((rows, 2 * pairs), dtype=np.int64)
+    answers = np.take_along_axis(values, keys, axis=1)
+    tokens[:, ::2], tokens[:, 1::2] = keys, answers
+    targets = np.full_like(tokens, IGNORED)
+    targets[:, ::2] = np.where(kept & ~first, answers, IGNORED)
+    return tokens, targets

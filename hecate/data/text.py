@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.checks import Count
-from hecate.data.base import Batch, DataConfig, Source, as_batch, stream
-from hecate.data.corpus import GLOB, globbed
+from hecate.data.base import Batch, DataConfig, Source, as_batch, spread_windows, stream
+from hecate.data.corpus import GLOB, files_of
 from hecate.data.tokenizer import BYTES, Bytes, Tokenizer
 from hecate.errors import DataError
 from hecate.files import read_file, reading
@@ -68,16 +68,12 @@ class Text(DataConfig):
     def _files(self) -> list[Path]:
         found: set[Path] = set()
         for text in self.paths:
-            path = Path(text)
-            if path.is_dir():
-                matches = [p for p in path.rglob("*") if p.is_file() and p.suffix in self.suffixes]
-                wanted = f"files ending in {', '.join(self.suffixes)} in folder"
-            elif path.is_file():
-                matches, wanted = [path], ""
-            else:
-                matches, wanted = globbed(text), "files matching" if GLOB & set(text) else "file or folder"
+            matches = files_of(text, lambda path: path.suffix in self.suffixes)
             if not matches:
-                raise DataError(f"data.paths: no {wanted} {text!r} (working directory {Path.cwd()})")
+                what = "files matching" if GLOB & set(text) else "file or folder"
+                if Path(text).is_dir():
+                    what = f"files ending in {', '.join(self.suffixes)} in folder"
+                raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
             found.update(matches)
         return sorted(found)
 
@@ -101,12 +97,14 @@ class TextSource(Source):
         return _windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        starts = self._validation_starts(batch_size, seq_len, batches)
+        self._check(seq_len)
+        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
         for first in range(0, len(starts), batch_size):
             yield _windows(self.validation, starts[first : first + batch_size], seq_len)
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        starts = self._validation_starts(batch_size, seq_len, batches)
+        self._check(seq_len)
+        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
         windows = self.validation[starts[:, None] + np.arange(seq_len + 1)]
         unigram, bigram = fit_ngrams(self.train).bits(windows[:, :-1].ravel(), windows[:, 1:].ravel())
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
@@ -120,13 +118,6 @@ class TextSource(Source):
     def describe(self) -> dict[str, str | int | float]:
         sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}
         return {**self._facts, **sizes, "sha256": self.fingerprint}
-
-    def _validation_starts(self, batch_size: int, seq_len: int, batches: int) -> NDArray[np.int64]:
-        """Starts of windows that share no label, spread evenly over the validation split."""
-        self._check(seq_len)
-        available = (len(self.validation) - 1) // seq_len
-        count = min(batch_size * batches, available)
-        return np.arange(count, dtype=np.int64) * available // count * seq_len
 
     def _check(self, seq_len: int) -> None:
         for name, part in (("training", self.train), ("validation", self.validation)):
@@ -200,10 +191,15 @@ def _topics() -> dict[str, bytes]:
 
 def _library() -> dict[str, bytes]:
     folder = sysconfig.get_paths().get("stdlib", "")
+    return _readable("library", Path(folder), Path(folder).glob("*.py")) if folder else {}
+
+
+def _readable(lead: str, root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
+    """Beginnings of files by their names below a root; one that cannot be read is one document fewer."""
     found: dict[str, bytes] = {}
-    for path in sorted(Path(folder).glob("*.py")) if folder else []:
-        with suppress(OSError):  # an unreadable module is one document fewer
-            found[f"library/{path.name}"] = read_file(path, _DOCUMENT_BYTES)
+    for path in sorted(paths):
+        with suppress(OSError):
+            found[f"{lead}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
     return found
 
 
@@ -211,12 +207,9 @@ def _packaged(name: str) -> dict[str, bytes]:
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"data.packages: {name!r} is no package that is installed; leave it out or install it")
-    root, found = Path(spec.submodule_search_locations[0]), {}
-    for path in sorted(root.rglob("*")):
-        if path.suffix in _SUFFIXES and path.is_file():
-            with suppress(OSError):
-                found[f"package/{name}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
-    return found
+    root = Path(spec.submodule_search_locations[0])
+    paths = (path for path in root.rglob("*") if path.suffix in _SUFFIXES and path.is_file())
+    return _readable(f"package/{name}", root, paths)
 
 
 _GRID = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)

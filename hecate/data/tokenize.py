@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hecate.data.base import Split
 from hecate.data.corpus import Limits, documents, find
 from hecate.data.shards import (
     LENGTHS,
@@ -33,7 +34,6 @@ from hecate.data.shards import (
     Number,
     Shard,
     Sidecar,
-    Split,
     digest_of,
     file_sha256,
 )

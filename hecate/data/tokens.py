@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from hecate.checks import Size
-from hecate.data.base import IGNORED, Batch, DataConfig, Source
+from hecate.data.base import IGNORED, Batch, DataConfig, Source, Split, spread_windows
 from hecate.data.shards import (
     SIDECAR,
     Sidecar,
-    Split,
     TokenFile,
     TokenStream,
     digest_of,
@@ -290,10 +289,9 @@ class TokenSource(Source):
         return batch._replace(resets=resets)
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        windows = self._windows("validation", self.validation, seq_len)
-        count = min(batch_size * batches, windows)
-        starts = np.arange(count, dtype=np.int64) * windows // count * seq_len
-        for first in range(0, count, batch_size):
+        self._windows("validation", self.validation, seq_len)  # or refused
+        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
+        for first in range(0, len(starts), batch_size):
             yield self._batch(self.validation, starts[first : first + batch_size], seq_len)
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:

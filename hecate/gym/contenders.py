@@ -27,8 +27,6 @@ from hecate.processes import import_modules
 from hecate.rule import RULES, MemoryConfig
 from hecate.train.document import parse_value, read_yaml
 
-SETTINGS = 8
-"""The most settings that a contender chooses from."""
 HEADS = 4
 """Heads of a layer that is trained."""
 Setting = Mapping[str, Any]

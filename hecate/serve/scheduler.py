@@ -25,7 +25,7 @@ from hecate.serve.memories import Memories
 from hecate.serve.parked import check_parked
 from hecate.serve.prefix import PrefixCache
 from hecate.tape import exact as exactly
-from hecate.train.sampling import likely
+from hecate.train.evaluate import likely
 
 Finish = Literal["stop", "length", "cancelled", "timeout", "error"]
 _LOG = logging.getLogger(__name__)

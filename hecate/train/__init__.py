@@ -11,8 +11,8 @@ from hecate.train.checkpoint import (
 )
 from hecate.train.compose import dump_experiment, load_experiment, presets
 from hecate.train.config import BudgetConfig, ExperimentConfig, OptimConfig, SampleConfig
+from hecate.train.evaluate import generate
 from hecate.train.run import Hooks, RunResult, open_run, run_experiment
-from hecate.train.sampling import generate
 from hecate.train.trained import open_model
 from hecate.train.trainer import Trainer, build_model
 

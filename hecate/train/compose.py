@@ -115,28 +115,24 @@ def _resolved(path: Path) -> Path:
 def _preset(name: str) -> tuple[Document, Path]:
     if name in _FILES:
         return read_yaml(_FILES[name]), _FILES[name]
-    stem, _, rule = name.rpartition("-")
-    if stem in BY_BACKBONE and rule in BACKBONES:
-        return _with_backbone(name, stem, rule)
-    if stem not in BY_RULE or rule not in RULES:
+    stem, _, part = name.rpartition("-")
+    mark = f"preset {name}"
+    replaced: tuple[str, ...] = ("memory",)
+    if stem in BY_BACKBONE and part in BACKBONES:
+        over = read_yaml(BACKBONES[part])
+    elif stem in BY_RULE and part in RULES:
+        chunked = stem == "mqar" and RULES[part].config.chunk > RECALL_CHUNK
+        memory = {"kind": part, "chunk": RECALL_CHUNK} if chunked else part
+        over = Document({"memory": memory}, {(): mark, ("memory",): mark}, mark)
+        # The layer is the rule's own: what the preset has for its memory's goes with that.
+        replaced += LanguageModelConfig.follows
+    else:
         listing = not_known(name[:80], folded_presets(), did_you_mean(name[:80], presets()))
         raise ConfigError(f"no preset {shorten(name)}{listing} A file must end in .yaml or .yml")
-    document, mark = read_yaml(_FILES[stem]), f"preset {name}"
-    chunked = stem == "mqar" and RULES[rule].config.chunk > RECALL_CHUNK
-    memory = {"kind": rule, "chunk": RECALL_CHUNK} if chunked else rule
-    # The layer is the rule's own: what the preset has for its memory's goes with that.
-    around = document.value.get("model", {}).items()
-    model = {name: value for name, value in around if name not in LanguageModelConfig.follows} | {"memory": memory}
-    marks = {**document.marks, ("name",): mark, ("model",): mark}
-    _remark(("model", "memory"), marks, {("model", "memory"): mark})
-    return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
-
-
-def _with_backbone(name: str, stem: str, backbone: str) -> tuple[Document, Path]:
-    document, part = read_yaml(_FILES[stem]), read_yaml(BACKBONES[backbone])
-    marks = {**document.marks, ("name",): f"preset {name}"}
-    rest = {key: value for key, value in document.value["model"].items() if key != "memory"}
-    model = _merge(rest, part.value, ("model",), marks, {("model", *path): mark for path, mark in part.marks.items()})
+    document = read_yaml(_FILES[stem])
+    marks = {**document.marks, ("name",): mark}
+    around = {key: value for key, value in document.value.get("model", {}).items() if key not in replaced}
+    model = _merge(around, over.value, ("model",), marks, {("model", *path): mark for path, mark in over.marks.items()})
     return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hecate.checks import check_room, memory_of, readable
@@ -163,11 +163,12 @@ def check_weights(config: ExperimentConfig) -> None:
     check_room(FLOAT * count, f"model: has {count:,} parameters", cure)
 
 
-def check_opening(config: ExperimentConfig, stored: Iterable[tuple[str, int]], where: str, *, scored: bool) -> None:
+def check_opening(config: ExperimentConfig, stored: Mapping[str, Tensor], where: str, *, scored: bool) -> None:
     """Refuses a model that this machine cannot hold, with a batch of its evaluation where it is `scored`, and one that
-    claims more parameters than the numbers that are `stored`, by name, before it is built. [TRAIN-EST-D6]"""
+    claims more parameters than the tensors that are `stored` have numbers, before it is built. [TRAIN-EST-D6]"""
     check_weights(config)
-    count, there = parameters_of(config.model_for_data()), sum(n for name, n in stored if name.startswith("model/"))
+    count = parameters_of(config.model_for_data())
+    there = sum(tensor.numel() for name, tensor in stored.items() if name.startswith("model/"))
     if count > there:
         raise CheckpointError(
             f"{where} has {there:,} numbers of a model, whose config claims {count:,} parameters: it belongs to "

@@ -1,23 +1,26 @@
-"""Evaluation of a model: its score on validation batches, its state and levels, and the text it goes on with."""
+"""Evaluation of a model: its score on validation batches, its state and levels, and the text it goes on with, drawn
+token by token."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hecate.checks import expect_ids
 from hecate.cms import CMS, LevelHealth
-from hecate.data import IGNORED, Batch, Source, places_of
+from hecate.data import IGNORED, Batch, Source, Tokenizer, places_of
 from hecate.distributed import World
 from hecate.distributed.context import piece
 from hecate.distributed.shard import unsharded
-from hecate.errors import HealthWarning
+from hecate.errors import ConfigError, DataError, HealthWarning
 from hecate.states import leaves
 
 
@@ -147,7 +150,8 @@ def loss_by_position(
     with evaluating(model):
         for batch in batches:
             state: Any = None
-            places = _places(batch)
+            starts = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.resets is None else batch.resets
+            places = places_of(starts)
             for first in range(0, batch.tokens.shape[1], piece):
                 part = batch.part(span=slice(first, first + piece))
                 carried = () if state is None else (state,)
@@ -163,32 +167,18 @@ def loss_by_position(
     return buckets.positions()
 
 
-def _places(batch: Batch) -> Tensor:
-    """Number of tokens before each in its document, or in its row: int64 `[B, T]`."""
-    if batch.resets is None:
-        return torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-    return places_of(batch.resets)
-
-
 def _own_part(batch: Batch, world: World) -> Batch:
-    """This rank's rows of a batch, and of these its tokens where ranks share sequences."""
-    own, ranks = _rows_of(batch, world), world.extent("context")
-    if ranks == 1 or world.mesh is None:
-        return own
-    return piece(own, world.mesh.get_local_rank("context"), ranks)
-
-
-def _rows_of(batch: Batch, world: World) -> Batch:
-    """This rank's rows of a batch; one without labels where there are fewer rows than ranks, for every rank has to
-    call the model."""
-    if world.batch_ranks == 1:
-        return batch
-    each = -(-len(batch.tokens) // world.batch_ranks)
-    own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
-    if len(own.tokens):
-        return own
-    one = batch.part(range(1))
-    return one._replace(targets=torch.full_like(one.targets, IGNORED))
+    """This rank's rows of a batch, and of these its tokens where ranks share sequences; one row without labels where
+    there are fewer than ranks, for every rank has to call the model."""
+    if world.batch_ranks > 1:
+        each = -(-len(batch.tokens) // world.batch_ranks)
+        own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
+        if not len(own.tokens):
+            own = batch.part(range(1))
+            own = own._replace(targets=torch.full_like(own.targets, IGNORED))
+        batch = own
+    ranks = world.extent("context")
+    return batch if ranks == 1 or world.mesh is None else piece(batch, world.mesh.get_local_rank("context"), ranks)
 
 
 def _one_sequence(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> tuple[Batch, Tensor, Any]:
@@ -235,3 +225,124 @@ def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch
             verdict = "right" if answer == target else "wrong"
             lines.append(f"position {position}: after {token} answer {answer}, label {target}: {verdict}")
     return "\n".join(lines)
+
+
+def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    """Probabilities `[V]` to draw from: softmax(logits / temperature) of the `top_k` likeliest tokens, of these the
+    fewest that hold a share `top_p`. [TRAIN-GEN-D2]"""
+    logits = logits / temperature
+    if top_k is not None and top_k < len(logits):
+        kept = torch.topk(logits, top_k).indices
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept])
+    chances = torch.softmax(logits, -1)
+    if top_p is not None and top_p < 1:
+        ordered, order = chances.sort(descending=True, stable=True)
+        ahead = ordered.cumsum(0) - ordered
+        chances = chances.index_fill(0, order[ahead >= top_p], 0.0)  # the likeliest has nothing ahead of it
+    return chances
+
+
+class Draws:
+    """Tokens drawn after several prompts at once, as far as they are asked for: a state of constant size each.
+    [TRAIN-GEN-D1]
+
+    Prompts are read once; shorter ones begin later, and what stands before them writes nothing. Row n draws from
+    generator n alone: what it says does not depend on the others.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        generators: Sequence[torch.Generator],
+        *,
+        temperature: float,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        for prompt in prompts:
+            expect_ids(prompt, "prompt")
+        if not all(prompts):
+            raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")
+        for name, value, bound, sound in (
+            ("temperature", temperature, "at least 0", temperature >= 0),
+            ("top_k", top_k, "at least 1", top_k is None or top_k >= 1),
+            ("top_p", top_p, "above 0 and at most 1", top_p is None or 0 < top_p <= 1),
+        ):
+            if not sound:
+                raise ConfigError(f"{name} must be {bound}, got {value}")
+        if temperature and not all(isinstance(draws, torch.Generator) for draws in generators):
+            raise ConfigError("generator must be a torch.Generator: torch.Generator().manual_seed(0) is one")
+        self._model, self._generators, self._how = model, list(generators), (temperature, top_k, top_p)
+        longest = max(map(len, prompts))
+        self._feed = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts], device=device)
+        here = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in prompts], device=device)
+        self._masks = {} if here.all() else {"write_mask": here}
+        self._state: Any = None
+        self._drawn: list[list[int]] = [[] for _ in prompts]
+
+    def row(self, number: int, tokens: int) -> Iterator[int]:
+        """The first `tokens` ids of a row, each as soon as it is drawn."""
+        for place in range(tokens):
+            while len(self._drawn[number]) <= place:
+                self._step()
+            yield self._drawn[number][place]
+
+    def _step(self) -> None:
+        with evaluating(self._model):
+            logits, self._state = self._model(self._feed, self._state, **self._masks)
+        temperature, top_k, top_p = self._how
+        for row, last, draws in zip(self._drawn, logits[:, -1].float().cpu(), self._generators, strict=True):
+            if temperature == 0:
+                row.append(int(last.argmax()))
+            else:
+                row.append(int(torch.multinomial(likely(last, temperature, top_k, top_p), 1, generator=draws)))
+        self._feed, self._masks = torch.tensor([[row[-1]] for row in self._drawn], device=self._feed.device), {}
+
+
+def generate(
+    model: nn.Module,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    temperature: float,
+    generator: torch.Generator,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    device: torch.device | None = None,
+) -> Iterator[int]:
+    """Yields `tokens` ids drawn after `prompt`; temperature 0 takes the likeliest. [TRAIN-GEN-D1]
+
+    The prompt is read once, then every token costs one step on the carried state, however long the text.
+    """
+    how: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "device": device}
+    return Draws(model, [prompt], [generator], **how).row(0, tokens)
+
+
+def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], stop: Sequence[str] = ()) -> Iterator[str]:
+    """A prompt and what follows it as text, in parts as soon as they are known; what follows ends ahead of the first
+    of `stop`, which is not shown. [TRAIN-GEN-D3]"""
+    if not all(text and text.encode("utf-8", "ignore").decode() == text for text in stop):
+        raise ConfigError("--stop must be a text of at least one character, in UTF-8")
+    ahead, held = len(tokenizer.decode(prompt)), ""
+    for text in tokenizer.pieces(chain(prompt, ids)):
+        shown, held = text[:ahead], held + text[ahead:]
+        ahead -= len(shown)
+        found = [place for place in map(held.find, stop) if place >= 0]
+        if found:
+            yield shown + held[: min(found)]
+            return
+        open_ = max((n for text in stop for n in range(1, len(text)) if held.endswith(text[:n])), default=0)
+        yield shown + held[: len(held) - open_]
+        held = held[len(held) - open_ :]
+    yield held
+
+
+def prompts_of(tokenizer: Tokenizer, texts: Sequence[str], size: int, where: str) -> list[list[int]]:
+    """The ids of prompts, all of which a model of `size` tokens knows."""
+    found = [ids.tolist() for ids in tokenizer.encode(list(texts))]
+    for text, ids in zip(texts, found, strict=True):
+        if ids and max(ids) >= size:
+            raise DataError(f"the prompt {text[:40]!r} has token {max(ids)}, and the model of {where} knows {size}")
+    return found

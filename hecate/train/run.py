@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from hecate.data.shards import TOKENIZER
 from hecate.distributed import World
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
 from hecate.files import commit_of, make_folder, refusing, sweep, write_file
-from hecate.train.allow import allowing, check_allowed
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Progress, Signals
@@ -38,12 +37,9 @@ from hecate.train.export import begin_from
 from hecate.train.loggers import MetricsWriter, Record, add_sample, check_loggers, open_loggers, rewind_samples, telling
 from hecate.train.report import write_report
 from hecate.train.sharded import Saver, group_of
-from hecate.train.state import model_state, run_facts
-from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, check_entries, chosen_checkpoint, expect_run, numbers_of
+from hecate.train.state import allowing, check_allowed, model_state, run_facts
+from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, check_entries, chosen_checkpoint, expect_run
 from hecate.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from hecate.train.trainer import Trainer
 
 
 class Hooks:
@@ -182,7 +178,7 @@ def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
     expect_run(folder)  # whose data it is scored on
     path, checkpoint = chosen_checkpoint(folder, which)
     config = load_experiment(folder / CONFIG)
-    check_opening(config, numbers_of(checkpoint), str(path), scored=True)
+    check_opening(config, checkpoint.tensors, str(path), scored=True)
     trainer = Trainer(config)
     trainer.model.load_state_dict(model_state(trainer.model, checkpoint.tensors, str(path)))
     return trainer, run_facts(checkpoint.facts, str(path)).step

@@ -18,11 +18,10 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from hecate.distributed import World, gathered, is_sharded
 from hecate.errors import CheckpointError, HecateError
@@ -57,7 +56,7 @@ from hecate.train.checkpoint import (
     whole,
     write_checkpoint,
 )
-from hecate.train.state import blank
+from hecate.train.state import Restorable, blank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,16 +65,6 @@ if TYPE_CHECKING:
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype."""
-
-
-class Restorable(Protocol):
-    """Target that a checkpoint is loaded into: a `Trainer`."""
-
-    model: nn.Module
-    optimizers: dict[str, Optimizer]
-
-    def restore(self, checkpoint: Checkpoint, where: str) -> None:
-        """Continues from a checkpoint whose tensors are placed as this process's."""
 
 
 class Team:

@@ -1,13 +1,17 @@
 """A training run as named tensors and plain facts, and back, the states that its rows go on with among them; and
-whether a checkpoint is of this run."""
+whether a checkpoint is of this run, or may be taken for one with other settings, where these are allowed by name."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import reduce
 from itertools import chain, islice
-from typing import Any
+from operator import getitem
+from typing import Any, Protocol
 
 import torch
 from pydantic import Field
@@ -15,12 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from hecate.data import Loader, Source
 from hecate.distributed import World, is_sharded
-from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
+from hecate.errors import CheckpointError, ConfigError, HecateError, did_you_mean, format_path, shorten
 from hecate.optim import Leveled
 from hecate.optim.base import MatrixOptimizer
 from hecate.states import leaves
+from hecate.train.checkpoint import Checkpoint
+from hecate.train.compose import parse_path, paths
 from hecate.train.config import ExperimentConfig
+from hecate.train.document import Location
 from hecate.variant import Config
 
 PREFIX = "carried/"
@@ -389,3 +397,120 @@ def _called(optimizers: Iterable[Optimizer]) -> str:
     return " + ".join(
         f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__ for o in optimizers
     )
+
+
+class Restorable(Protocol):
+    """Target that a checkpoint is loaded into: a `Trainer`."""
+
+    config: ExperimentConfig
+    model: nn.Module
+    optimizers: dict[str, Optimizer]
+    source: Source
+    loader: Loader
+
+    def restore(self, checkpoint: Checkpoint, where: str) -> None:
+        """Continues from a checkpoint whose tensors are placed as this process's."""
+
+
+CURSOR = {"seed": "seed", "batch_size": "budget.batch_size", "seq_len": "budget.seq_len"}
+"""The settings that entries of a data cursor are of; the fingerprint is of any below `data`."""
+Changes = dict[str, tuple[Any, Any]]
+
+
+def check_allowed(names: Sequence[str], config: ExperimentConfig, resume: bool) -> None:
+    """Refuses names that are no settings, or that have nothing to be compared with."""
+    if names and not resume:
+        raise ConfigError(f"--allow {names[0]} is for a run that is resumed; give --resume as well, or leave it out")
+    tree = config.model_dump(mode="json")
+    for name in names:
+        path = parse_path(name)
+        if path is None or _at(tree, path) is None:
+            known = map(format_path, paths(tree))
+            raise ConfigError(
+                f"--allow {shorten(name)}: an experiment has no such setting.{did_you_mean(name, known)} "
+                "Write its whole path, such as optim.lr"
+            )
+
+
+def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) -> tuple[Checkpoint, Changes]:
+    """The checkpoint with the run's own values of the settings that are named, and of what is below them; and of each
+    that differed both values. [CKPT-ALLOW-D1]
+
+    What depends on them follows: the options of the optimiser, and the data cursor, which goes on at the first batch of
+    the new size of which nothing was read. What is not named stays, for `Trainer.restore` to compare. Other batches
+    are refused where rows go on from batch to batch with their states.
+    """
+    facts, changed = dict(checkpoint.facts), Changes()
+    saved, own = facts.get("config"), trainer.config.model_dump(mode="json")
+    if not names or not isinstance(saved, Mapping):
+        return checkpoint, changed
+    tree: Any = copy.deepcopy(saved)
+    with suppress(ConfigError):  # which `Trainer.restore` tells; else with fields that an older version had not
+        tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
+    for name in names:
+        path = parse_path(name) or ()
+        here, there = _at(own, path), _at(tree, path)
+        if here is not None and there is not None and here != there:
+            changed[name] = (there[0], here[0])
+            reduce(getitem, path[:-1], tree)[path[-1]] = here[0]
+    groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+    facts |= {
+        "config": tree,
+        "cursor": _cursor(facts.get("cursor"), trainer, names, changed),
+        "optimizer": _options(facts.get("optimizer"), groups, [name for name in changed if _within("optim", name)]),
+    }
+    return Checkpoint(checkpoint.tensors, facts), changed
+
+
+def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Changes) -> Any:
+    if not isinstance(saved, Mapping):
+        return saved
+    own, cursor = trainer.loader.state_dict(), dict(saved)
+    free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
+    free += ["fingerprint"] if any(_within("data", name) for name in names) else []
+    free += ["seq_len"] if "data" in names else []
+    if trainer.source.carries and any(cursor.get(entry) != own[entry] for entry in free):
+        raise CheckpointError(
+            "--allow: rows go on from batch to batch with their states (data.state=carry), and only those of the same "
+            "data, seed and batch; start another run, with init_from"
+        )
+    step, before, now = cursor.get("step"), _tokens(cursor), _tokens(own)
+    if trainer.source.ordered and {"batch_size", "seq_len"} & set(free) and isinstance(step, int) and before and now:
+        cursor["step"] = -(-step * before // now)
+    if "fingerprint" in free and cursor.get("fingerprint") != own["fingerprint"]:
+        changed.setdefault("data", (cursor.get("fingerprint"), own["fingerprint"]))
+    return cursor | {entry: own[entry] for entry in free}
+
+
+def _tokens(cursor: Mapping[str, Any]) -> int:
+    """Tokens of a batch of a cursor; 0 of what is none."""
+    rows, length = cursor.get("batch_size"), cursor.get("seq_len")
+    return max(rows, 0) * max(length, 0) if isinstance(rows, int) and isinstance(length, int) else 0
+
+
+def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
+    """The saved groups with the run's own options where these were allowed to differ."""
+    if not names or not isinstance(saved, Mapping) or len(saved.get("groups", ())) != len(groups):
+        return saved
+    whole = {"optim", "optim.optimizer"} & set(names)
+    wanted = None if whole else {name.rpartition(".")[2] for name in names}
+    merged = [
+        there | {k: v for k, v in own.items() if k in there and k not in MOVING and (wanted is None or k in wanted)}
+        for there, own in zip(saved["groups"], groups, strict=True)
+    ]
+    return {**saved, "groups": merged}
+
+
+def _within(outer: str, inner: str) -> bool:
+    """True if setting `inner` is `outer`, or below it."""
+    return inner == outer or inner.startswith((f"{outer}.", f"{outer}["))
+
+
+def _at(tree: Any, path: Location) -> tuple[Any] | None:
+    """The value at a path, as a tuple of one; None if there is none."""
+    for part in path:
+        items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
+        if part not in items:
+            return None
+        tree = items[part]
+    return (tree,)

@@ -94,32 +94,27 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
 
     `device` None takes that of the run, or the CPU where it is not here.
     """
-    path, checkpoint = find_checkpoint(Path(folder), which)
+    path = Path(folder)
+    expect_choice(which, "checkpoint", ("best", "newest"))
+    if (path / MANIFEST).is_file():
+        checkpoint = load_checkpoint(path)
+    else:
+        expect_run(path)
+        path, checkpoint = chosen_checkpoint(path, which)
     facts = run_facts(checkpoint.facts, str(path))
     try:
         config = ExperimentConfig.model_validate(facts.config)
     except ConfigError as error:
         raise CheckpointError(f"{path} has a config that is not valid here: {error.line}") from None
-    check_opening(config, numbers_of(checkpoint), str(path), scored=False)
+    check_opening(config, checkpoint.tensors, str(path), scored=False)
     wanted = config.budget.device if device is None else device
     place = torch.device(wanted if wanted != "cuda" or torch.cuda.is_available() else "cpu")
     model = build_model(config)
     model.load_state_dict(model_state(model, checkpoint.tensors, str(path)))
-    return Trained(model.to(place).eval(), config, facts.step, _tokenizer(path, config), place)
-
-
-def numbers_of(checkpoint: Checkpoint) -> list[tuple[str, int]]:
-    """Number of elements of each tensor, by name."""
-    return [(name, tensor.numel()) for name, tensor in checkpoint.tensors.items()]
-
-
-def find_checkpoint(folder: Path, which: str = "best") -> tuple[Path, Checkpoint]:
-    """A verified checkpoint of a run folder, or the one whose folder it is."""
-    expect_choice(which, "checkpoint", ("best", "newest"))
-    if (folder / MANIFEST).is_file():
-        return folder, load_checkpoint(folder)
-    expect_run(folder)
-    return chosen_checkpoint(folder, which)
+    home = home_of(path)
+    own = None if home is None else home / TOKENIZER  # a copy: the data are not needed
+    tokenizer = open_tokenizer(own) if own is not None and own.is_file() else config.data.tokenizer()
+    return Trained(model.to(place).eval(), config, facts.step, tokenizer, place)
 
 
 def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
@@ -142,13 +137,6 @@ def reads_text(trained: Trained, where: str) -> Tokenizer:
     if trained.config.data.length() is None:
         what = "trained on tokens that came without a tokenizer: put its tokenizer.json into the run folder"
     raise ConfigError(f"{where} was {what}; see samples.txt in the run folder")
-
-
-def _tokenizer(path: Path, config: ExperimentConfig) -> Tokenizer | None:
-    """The copy that lies in the run folder, else the data's own."""
-    home = home_of(path)
-    copy = None if home is None else home / TOKENIZER
-    return open_tokenizer(copy) if copy is not None and copy.is_file() else config.data.tokenizer()
 
 
 class OfLength(NamedTuple):

@@ -26,11 +26,9 @@ from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
 from hecate.optim.options import Group, Named
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.config import ExperimentConfig, OptimConfig
+from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights
-from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, resets_of, solved_example
-from hecate.train.optimisers import PartialKind, is_vector
-from hecate.train.sampling import generate
+from hecate.train.evaluate import Score, batch_loss, bytes_per_label, evaluate, generate, resets_of, solved_example
 from hecate.train.state import Carried, alike, pack, refuse_other_config, run_facts, unpack
 
 
@@ -218,7 +216,19 @@ class Trainer:
         """Text from the model as it stands, drawn with the experiment's seed; of a task one solved example, of tokens
         without a tokenizer the ids."""
         with self.whole_sequences():
-            return self._sample()
+            if self.source.metric == "accuracy":
+                return solved_example(self.model, self.source, self.config.seq_len, self.device)
+            how, tokenizer = self.config.sample, self.tokenizer
+            if tokenizer is None:
+                prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
+            else:
+                prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
+            draws = torch.Generator().manual_seed(self.config.seed)
+            drawn = generate(
+                self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
+            )
+            ids = [*prompt, *drawn]
+        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -230,21 +240,6 @@ class Trainer:
         finally:
             if self.context is not None:
                 share(self.model, self.context)
-
-    def _sample(self) -> str:
-        if self.source.metric == "accuracy":
-            return solved_example(self.model, self.source, self.config.seq_len, self.device)
-        how, tokenizer = self.config.sample, self.tokenizer
-        if tokenizer is None:
-            prompt = next(iter(self.source.validation_batches(1, 1, 1))).tokens[0].tolist()
-        else:
-            prompt = tokenizer.encode([how.prompt or "\n"])[0].tolist()
-        draws = torch.Generator().manual_seed(self.config.seed)
-        drawn = generate(
-            self.model, prompt, how.tokens, temperature=how.temperature, generator=draws, device=self.device
-        )
-        ids = [*prompt, *drawn]
-        return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

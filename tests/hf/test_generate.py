@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import hecate
 from hecate.errors import ConfigError
 from hecate.hf import byte_tokenizer
-from hecate.train.sampling import generate
+from hecate.train.evaluate import generate
 from tests.hf.common import RULES, SOME, made, plain, tokens
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}

@@ -13,7 +13,7 @@ from hecate.models import LanguageModelConfig
 from hecate.rule import RULES
 from hecate.train import ExperimentConfig, OptimConfig, dump_experiment, load_experiment, presets
 from hecate.train.compose import BY_RULE, RECALL_CHUNK
-from hecate.train.optimisers import AdamW
+from hecate.train.config import AdamW
 
 from .common import tiny
 

@@ -23,7 +23,7 @@ from hecate.train import (
     save_checkpoint,
     state,
 )
-from hecate.train.optimisers import SGD, AdamW, Muon, PartialKind
+from hecate.train.config import SGD, AdamW, Muon, PartialKind
 from hecate.train.trainer import build_optimizers
 
 from .common import TiedGRU, same_bits, tiny

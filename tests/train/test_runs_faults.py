@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from hecate.distributed import ParallelConfig, start
 from hecate.errors import CheckpointError, ConfigError, HecateError, HookError
 from hecate.train import Trainer, run_experiment
-from hecate.train.allow import allowing
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.display import Display, peak_flops
 from hecate.train.export import begin_from
 from hecate.train.loggers import Logger, LoggerKind, read_metrics
+from hecate.train.state import allowing
 from tests.ranks import run_ranks
 
 from .common import TiedGRU, tiny
@@ -147,9 +147,7 @@ def cursor_after(step, before, **fields):
     )
     cursor = {"step": step, "seed": 0, "fingerprint": "x"} | before
     facts = {"config": tiny().model_dump(mode="json"), "cursor": cursor}
-    return allowing(Checkpoint({}, facts), trainer, ["budget.batch_size", "budget.seq_len"]).checkpoint.facts["cursor"][
-        "step"
-    ]
+    return allowing(Checkpoint({}, facts), trainer, ["budget.batch_size", "budget.seq_len"])[0].facts["cursor"]["step"]
 
 
 @pytest.mark.spec("CKPT-ALLOW-D1")

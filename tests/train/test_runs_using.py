@@ -19,8 +19,8 @@ from hecate.errors import CheckpointError, ConfigError, DataError
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.train import checkpoints, generate, open_model, open_run, run_experiment
 from hecate.train.display import Display
+from hecate.train.evaluate import Draws, likely, written
 from hecate.train.export import export_weights, import_weights
-from hecate.train.sampling import Draws, likely, written
 from hecate.train.trained import by_length, parse_lengths, source_of, tables
 
 from .common import tiny

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Literal
 
@@ -9,14 +10,14 @@ import pytest
 
 from hecate import files
 from hecate.bias import Bias
-from hecate.catalogue_cli import init
+from hecate.commands import init
 from hecate.errors import ConfigError
 from hecate.phi import DPFP
-from hecate.train import settings
-from hecate.train.catalogue import FAMILIES, VARIANTS
+from hecate.train import catalogue
+from hecate.train.catalogue import FAMILIES, VARIANTS, accepts, field_rows, flow, short, starter, variant_page
 from hecate.train.compose import BACKBONES, load_experiment, shipped_presets
 from hecate.train.config import BudgetConfig, ExperimentConfig
-from hecate.train.settings import accepts, field_rows, flow, short, starter, tables, variant_page
+from tests.spec_files import ROOT
 
 UNCOMMENTED = re.compile(r"(?m)^( *)#(?! \S)")
 
@@ -57,7 +58,7 @@ def test_init_writes_into_no_name_that_is_taken(tmp_path, monkeypatch):
         return "text"
 
     with monkeypatch.context() as patch:
-        patch.setattr(settings, "starter", meanwhile)
+        patch.setattr(catalogue, "starter", meanwhile)
         with pytest.raises(ConfigError, match="my.yaml is there already"):
             init(file)
     assert file.read_text() == "another's"
@@ -131,7 +132,8 @@ def test_values_are_written_short():
     assert accepts({"type": "array", "items": {"type": "integer", "minimum": 1}}) == "list of integer >= 1"
 
 
-def test_tables_cover_the_schema():
-    found = tables()
+def test_tables_cover_the_schema(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    found = importlib.import_module("reference").tables()
     assert {"model", "model.memory", "optim", "budget", "parallel", "sample", "feature_map.dpfp"} <= found.keys()
     assert all(len(row) == 4 and row[1] for _, rows in found.values() for row in rows)

@@ -11,8 +11,7 @@ from torch import nn
 from hecate.data import IGNORED, Batch
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError
 from hecate.train import Trainer, load_checkpoint, run_experiment, save_checkpoint
-from hecate.train.evaluate import evaluate, state_leaves
-from hecate.train.sampling import generate
+from hecate.train.evaluate import evaluate, generate, state_leaves
 from hecate.train.trainer import parameter_groups
 
 from .common import TiedGRU, same_bits, tiny

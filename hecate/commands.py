@@ -1,0 +1,437 @@
+"""Commands that need no experiment of their own: what there is (`hecate list`, `formula`, `schema`, `init`, `doctor`),
+`hecate data`, `gym` and `serve`; and what all commands do ahead of their work and say of slow imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from hecate.errors import MESSAGE, ConfigError, install_line, printable, shorten
+from hecate.processes import import_modules
+from hecate.terminal import afterwards, echo
+
+LONG = 1.0
+"""Seconds of imports after which a command says what it waits for."""
+
+
+@contextmanager
+def importing(quiet: bool) -> Iterator[None]:
+    """Around imports: the first process of a run says so where they take long."""
+    waiting = threading.Timer(LONG, echo, ["importing torch and the training code"], {"err": True})
+    waiting.daemon = True
+    if not quiet and os.environ.get("RANK", "0") == "0":
+        waiting.start()
+    try:
+        yield
+    finally:
+        waiting.cancel()
+
+
+class Command(TyperCommand):
+    """A command after the user's imports; a warning is one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs it."""
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: echo(
+                f"warning: {printable(str(message), MESSAGE)}", err=True
+            )
+            import_modules(ctx.find_root().params.get("imports") or [])
+            return super().invoke(ctx)
+
+
+def _families(incomplete: str) -> list[str]:
+    """Families that begin so."""
+    from hecate.train.catalogue import FAMILIES
+
+    return [name for name in FAMILIES if name.startswith(incomplete)]
+
+
+def list_(
+    family: Annotated[str | None, typer.Argument(
+        metavar="[FAMILY]", show_default=False, autocompletion=_families,
+        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, "
+        "rules or presets.",
+    )] = None,
+    name: Annotated[str | None, typer.Argument(
+        metavar="[NAME]", show_default=False, help="One of them: its text, its settings and an example.",
+    )] = None,
+) -> None:  # fmt: skip
+    """List the variants of a family with formula, traits, gradient and paper; of one, all there is to know."""
+    from hecate.train import catalogue, display
+
+    if family is None or name is None:
+        display.print_table(*catalogue.catalogue(family))
+        return
+    text, table, example = catalogue.variant_page(family, name)
+    echo(f"{text}\n")
+    if table is not None:
+        display.print_table(*table)
+        echo("")
+    echo(f"Example: {example}")
+
+
+def formula(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="A kind, or a mapping as in YAML.")],
+    family: Annotated[str, typer.Option(metavar="FAMILY", help="bias or retention.")] = "bias",
+) -> None:
+    """Print the functions that kernels are made of: traced from the variant's own methods in torch."""
+    from hecate.train.catalogue import formula_text
+
+    echo(formula_text(kind, family), end="")
+
+
+def schema() -> None:
+    """Print the JSON schema of an experiment, for editors that complete YAML."""
+    from hecate.train.compose import experiment_schema
+
+    echo(json.dumps(experiment_schema(), indent=1))
+
+
+def init(
+    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write; none may be there.")] = Path(
+        "my.yaml"
+    ),
+    source: Annotated[str, typer.Option(
+        "--from", metavar="PRESET|FILE", help="Whose settings it begins with; `hecate list presets` names them.",
+    )] = "quickstart",
+) -> None:  # fmt: skip
+    """Write a commented YAML file with every setting and its default, to change and train."""
+    from hecate.files import refusing, write_file
+    from hecate.train.catalogue import starter
+
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"the file must end in .yaml or .yml, as `hecate train` reads it, got {str(path)!r}")
+    text = starter(source, str(path))
+    with refusing(f"write {path}", "give another name", kind=ConfigError):
+        try:
+            path.touch(exist_ok=False)  # in one step, so that what others put there meanwhile stays; links, too
+        except FileExistsError:
+            raise ConfigError(f"{path} is there already; nothing was written: give another name or remove it") from None
+        try:
+            write_file(path, text)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    echo(f"{path}: change it, then hecate train {path}")
+
+
+def doctor(
+    rules: Annotated[list[str] | None, typer.Argument(
+        metavar="[RULE]...", help="Rules to warm; all of them if left out.", show_default=False,
+    )] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="Compile the kernels of rules and keep them on disk.")] = False,
+    width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
+) -> None:  # fmt: skip
+    """Say what this machine has, what is missing and the line that installs it, and which engines run here; or compile
+    kernels before their first use."""
+    from hecate.train import catalogue as found
+    from hecate.train.display import print_table
+
+    if not warm:
+        if rules:
+            raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
+        for table in (found.machine(), found.missing(), found.engines(), found.kernels()):
+            if table[1]:
+                print_table(*table)
+        return
+    for what, seconds in found.warm(rules or [], width):
+        echo(f"{what}, {seconds:.1f} s")
+
+
+_Inputs = Annotated[list[str], typer.Argument(
+    metavar="INPUT...", show_default=False,
+    help="Files, folders or globs: text, .jsonl (both also .gz, .zst), .parquet.",
+)]  # fmt: skip
+_Field = Annotated[str, typer.Option("--field", help="Where records of JSON and Parquet have their text.")]
+_Separator = Annotated[str | None, typer.Option(
+    "--separator", help="Line that parts the documents of a text; a file is one document if left out.",
+)]  # fmt: skip
+_Document = Annotated[int, typer.Option(
+    "--max-document", metavar="MIB", min=1, max=1 << 20, help="Longest document, unpacked; a longer one is refused.",
+)]  # fmt: skip
+_Line = Annotated[int, typer.Option(
+    "--max-line", metavar="MIB", min=1, max=1 << 20, help="Longest line of JSON, unpacked; a longer one is refused.",
+)]  # fmt: skip
+
+data = typer.Typer(
+    help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
+)
+_command = partial(data.command, cls=Command)
+
+
+@_command(
+    short_help="Turn a corpus into token shards.",
+    epilog="Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens",
+)
+def tokenize(
+    inputs: _Inputs,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the shards.", show_default=False)],
+    tokenizer: Annotated[str, typer.Option("--tokenizer", help="A tokenizer.json, or bytes.")] = "bytes",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if left out.")] = None,
+    field: _Field = "text",
+    separator: _Separator = None,
+    validation: Annotated[float, typer.Option(min=0, help="Share of the documents that is held out.")] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard is full.")] = 1 << 27,
+    document: _Document = 128,
+    line: _Line = 16,
+) -> None:
+    """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped."""
+    from hecate.data.corpus import Limits
+    from hecate.data.tokenize import Progress
+    from hecate.data.tokenize import tokenize as make
+
+    began, shown = time.monotonic(), 0.0
+
+    def say(state: Progress) -> None:
+        nonlocal shown
+        seconds = time.monotonic() - began
+        if state.note:
+            echo(state.note, err=True)
+        elif seconds - shown > 2:
+            shown = seconds
+            echo(
+                f"file {state.file}/{state.files}  {state.documents:,} documents  {state.tokens:,} tokens  "
+                f"{state.tokens / seconds:,.0f} tokens/s",
+                err=True,
+            )
+
+    sidecar = make(
+        inputs, out, tokenizer=tokenizer, workers=workers or os.cpu_count() or 1, field=field, separator=separator,
+        validation=validation, shard_tokens=shard_tokens, limits=Limits(document << 20, line << 20), progress=say,
+    )  # fmt: skip
+    end = "" if sidecar.validation else " --set data.validation=0.01"
+    with afterwards():
+        _table(out)
+        if end:
+            echo("no document was held out: data.validation=0.01 holds out the end of the tokens", err=True)
+        echo(f"train with: --set data.kind=tokens --set data.path={out}{end}")
+
+
+@_command(
+    "train-tokenizer",
+    short_help="Train a byte-level BPE on a corpus.",
+    epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
+)
+def train_tokenizer(
+    inputs: _Inputs,
+    vocab: Annotated[int, typer.Option("--vocab", help="Tokens, at most.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="The tokenizer.json to write.", show_default=False)],
+    field: _Field = "text",
+    separator: _Separator = None,
+    document: _Document = 128,
+    line: _Line = 16,
+) -> None:
+    """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it."""
+    from hecate.data.corpus import Limits, documents, find
+    from hecate.data.tokenizer import FileTokenizer, train_tokenizer
+    from hecate.errors import DataError
+    from hecate.files import refusing, write_file
+
+    if out.exists():
+        raise DataError(f"{out} exists; shards may have been made with it: choose another --out")
+    how: dict[str, Any] = {"field": field, "separator": separator, "limits": Limits(document << 20, line << 20)}
+    text = train_tokenizer((text for file in find(inputs) for text in documents(file, **how)), vocab)
+    with refusing(f"write {out}", "choose another --out", kind=DataError):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, text)
+    with afterwards():
+        echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
+
+
+@_command(
+    short_help="What token shards hold, and whether they are whole.", epilog="Example: hecate data inspect tokens"
+)
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.", show_default=False)],
+    show: Annotated[int, typer.Option("--documents", min=0, help="How many documents to print.")] = 3,
+    hashes: Annotated[bool, typer.Option("--hashes/--no-hashes", help="Whether to read and hash every file.")] = True,
+) -> None:
+    """Count what a folder of shards holds, print its first documents, and verify every file."""
+    from hecate.data.shards import file_sha256, first_documents, hashes_of, read_sidecar
+    from hecate.errors import DataError
+
+    _table(folder)
+    for number, (tokens, text) in enumerate(first_documents(folder, show), 1):
+        echo(f"--- document {number}, {tokens:,} tokens\n{text}")
+    if hashes:
+        wanted = hashes_of(folder, read_sidecar(folder))
+        for path, digest in wanted.items():
+            if file_sha256(path) != digest:
+                raise DataError(
+                    f"{path} is damaged: it has another SHA-256 than recorded; put it back as it was written"
+                )
+        echo(f"all {len(wanted)} files are whole")
+
+
+def _table(folder: Path) -> None:
+    from hecate.data.shards import TokenStream, files_of, read_sidecar
+    from hecate.train.display import print_table
+
+    sidecar = read_sidecar(folder)
+    rows = []
+    for split, shards in (("train", sidecar.train), ("validation", sidecar.validation)):
+        TokenStream(files_of(folder, sidecar, "train" if split == "train" else "validation"))  # are all there?
+        tokens, documents, text = (sum(getattr(s, name) for s in shards) for name in ("tokens", "documents", "text"))
+        ratio = f"{text / tokens:.3f}" if tokens else ""
+        rows.append((split, *(f"{n:,}" for n in (len(shards), documents, tokens, text)), ratio))
+    print_table(("split", "shards", "documents", "tokens", "bytes of text", "bytes a token"), rows)
+    made = "bytes" if sidecar.tokenizer is None else f"tokenizer {sidecar.tokenizer[:12]}"
+    end = "no token ends documents" if sidecar.end is None else f"token {sidecar.end} ends documents"
+    echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {made}; {end}")
+
+
+def gym(
+    named: Annotated[list[str] | None, typer.Argument(
+        metavar="CONTENDER", show_default=False,
+        help="Of --list, a rule, YAML of one or a file, several joined by + (levels) or | (heads), or your "
+        "module:function; all of --list if left out.",
+    )] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="TASK[,TASK]", help="Some of --list; all if left out.")] = None,
+    seeds: Annotated[int, typer.Option(help="Streams that are reported, with seeds 0 and on.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder of the results, where the same line again goes on.")] = Path(
+        "runs/gym"
+    ),
+    reference: Annotated[str | None, typer.Option(
+        metavar="NAME", help="The contender that others are compared with; gated_delta, or the first.",
+    )] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small tasks, two seeds and settings: a look.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Show tasks and contenders, and run none.")] = False,
+) -> None:  # fmt: skip
+    """Ask memories what they remember, learn and follow: streams with known levels, one table, gym.json, gym.csv and a
+    figure. Settings are chosen on another seed; differences to the reference are corrected by Dunnett; a contender that
+    sees what it may not, or is no better than chance, is told as such."""
+    from hecate.gym import contenders, report, run
+    from hecate.train.display import print_table, print_tables
+
+    if listed:
+        print_tables(report.listing([make() for make in contenders().values()]))
+        return
+    wanted = [name.strip() for name in tasks.split(",")] if tasks is not None else ()
+    say = partial(echo, err=True)
+    try:
+        found = run(named or (), wanted, seeds=seeds, out=out, reference=reference, quick=quick, say=say)
+    except KeyboardInterrupt:
+        echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
+        raise
+    except Exception as error:
+        if not (place := getattr(error, "__notes__", None)):
+            raise
+        told = f"{type(error).__name__}: {shorten(str(error))}"
+        raise ConfigError(f"{place[0]} fails with {told}; hecate --debug gym shows where") from error
+    written = report.write(found, out)
+    with afterwards():
+        print_table(*report.table(found))
+        for path in written:
+            echo(str(path))
+        if written[-1].suffix != ".svg":
+            echo(f"no figure without matplotlib: {install_line('plot')}")
+
+
+KEY = "HECATE_API_KEY"
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(
+        metavar="FOLDER", show_default=False, help="A run, a checkpoint, or a folder of export --to hf.",
+    )],
+    host: Annotated[str, typer.Option(help=f"Address; one beyond this machine needs a key in {KEY}.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
+    memories: Annotated[Path | None, typer.Option(help="Folder with a memory for each `user` of requests.")] = None,
+    prefixes: Annotated[Path | None, typer.Option(
+        help="Folder that states of shared beginnings are read from and, at the end, written to.",
+    )] = None,
+    prefix_mib: Annotated[int, typer.Option(min=0, max=1 << 20, help="Room for these states, in MiB.")] = 256,
+    parked_dtype: Annotated[str | None, typer.Option(
+        help="float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear it.",
+    )] = None,
+    exact: Annotated[bool, typer.Option(
+        "--exact", help="Answers have the same bits in any company; a token alone takes up to four times as long.",
+    )] = False,
+    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Requests at once, a power of two.")] = 16,
+    max_queue: Annotated[int, typer.Option(min=1, max=1 << 16, help="Requests that may wait.")] = 64,
+    name: Annotated[str | None, typer.Option(help="The model's for clients; that of the folder if left out.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="best or newest, of a run.")] = "best",
+) -> None:  # fmt: skip
+    """Answer OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models, /v1/memories, /health, /metrics."""
+    try:
+        from hecate.serve import server
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    from hecate import states
+    from hecate.checks import readable
+    from hecate.serve import Memories, PrefixCache, Scheduler
+
+    key = os.environ.get(KEY) or None
+    server.check_host(host, key)
+    model, texts = _exported(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
+    mark = states.fingerprint(model)
+    how: dict[str, Any] = {"parked_dtype": parked_dtype}
+    room = prefix_mib << 20
+    shared: dict[str, Any] = {"model": mark, "exact": exact, **how}
+    tree = PrefixCache.open(prefixes, room, **shared) if prefixes else PrefixCache(room, **shared)
+    kept = None if memories is None else Memories(memories, mark, **how)
+    scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept, exact=exact)
+    name = name or folder.resolve().name
+    echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))
+    server.serve(server.application(scheduler, texts, name=name, key=key), host, port, key=key)
+    if kept is not None:
+        kept.close()
+    if prefixes is not None:
+        tree.save(prefixes)
+
+
+def _of_run(folder: Path, checkpoint: str) -> tuple[Any, Any]:
+    """A run's language model and its texts."""
+    from hecate.models import LanguageModel
+    from hecate.serve import Texts, plain_chat
+    from hecate.train.trained import open_model, reads_text
+
+    trained = open_model(folder, checkpoint)
+    if not isinstance(trained.model, LanguageModel):
+        raise ConfigError(f"{folder} has trained a {type(trained.model).__name__}; language models alone are served")
+    tokenizer = reads_text(trained, str(folder))
+    return trained.model, Texts(lambda text: tokenizer.encode([text])[0].tolist(), tokenizer.decode, plain_chat)
+
+
+def _exported(folder: Path) -> tuple[Any, Any]:
+    """The model of a folder of transformers and its texts, with the chat template of its tokenizer if it has one."""
+    from hecate.serve import Texts, plain_chat
+
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder has all of it
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from hecate.hf import HecateForCausalLM
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} is no model with a tokenizer: {error}") from None
+    if not isinstance(model, HecateForCausalLM):
+        raise ConfigError(f"{folder} has a {type(model).__name__}; models of hecate alone are served")
+
+    def chat(messages: list[dict[str, str]]) -> str:
+        if not tokenizer.chat_template:
+            return plain_chat(messages)
+        try:
+            return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # templates raise what they like
+            raise ConfigError(f"the chat template of the model refuses these messages: {error}") from None
+
+    ends = model.generation_config.eos_token_id
+    stops = frozenset([ends] if isinstance(ends, int) else ends or ())
+    encode, decode = (lambda text: tokenizer(text)["input_ids"]), (lambda ids: tokenizer.decode(ids))
+    return model.model.lm, Texts(encode, decode, chat, stops)
