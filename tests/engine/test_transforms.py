@@ -91,11 +91,12 @@ def test_jacrev_twice_is_the_hessian(name, engine, autodiff):
     close(hessian, expected, 1e-10)
 
 
-COMPILED = [way for way in WAYS if way[0] == "titans"] + [
-    ("deep frozen", "sequential", "torch"),
-    pytest.param("chunk", "sequential", "tape", marks=pytest.mark.slow),
+COMPILED = [  # both engines, by tape and by torch
+    ("titans", "sequential", "tape"), ("titans", "parallel", "tape"), ("deep frozen", "sequential", "torch"),
     ("linear attention", "parallel", "torch"),
-]
+    *(pytest.param(*way, marks=pytest.mark.slow) for way in (
+        ("titans", "sequential", "torch"), ("titans", "parallel", "torch"), ("chunk", "sequential", "tape"))),
+]  # fmt: skip
 
 
 @pytest.mark.spec("ENG-COMPILE-I1")
@@ -120,7 +121,7 @@ def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
 
 @pytest.mark.spec("ENG-FUNC-I3")
 @pytest.mark.spec("ENG-COMPILE-I1")
-@pytest.mark.parametrize("gate", [None, 0.5])
+@pytest.mark.parametrize("gate", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_one_process_compiles_configs_and_gates_of_other_numbers(gate):
     """From the second number on, the compiler takes a config's floats and gates for symbols."""
 
