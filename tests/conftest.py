@@ -53,6 +53,12 @@ def float64() -> Iterator[None]:
 
 
 @pytest.fixture
+def float32(float64: None) -> None:
+    """As users have it."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.config.getoption("--device"))
 

@@ -35,9 +35,7 @@ def text_run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture(autouse=True)
-def single():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 def export(*arguments):
