@@ -510,7 +510,7 @@ def test_chunks_longer_than_a_step(fields, monkeypatch):
 @pytest.mark.spec("ENG-CHUNK-I3")
 def test_chunks_longer_than_a_step_compile(monkeypatch):
     monkeypatch.setattr(chunk, "DUAL", 2)
-    case = case_of(config_of(structure=SMOOTH, algorithm="momentum", chunk=4), length=5, d=2, width=2).fresh()
+    case = case_of(config_of(structure=SMOOTH, algorithm="momentum", chunk=4), length=3, d=2, width=2).fresh()
     run = function(case, "auto")
     y = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=False)(*case.leaves)
     grads = torch.autograd.grad(y.square().sum(), case.leaves)

@@ -103,7 +103,7 @@ COMPILED = [  # both engines, by tape and by torch
 @pytest.mark.parametrize(("name", "engine", "autodiff"), COMPILED)
 def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
     torch._dynamo.reset()
-    case = case_of(config_of(**CONFIGS[name]), batch=1, length=3, masks=True)
+    case = case_of(config_of(**CONFIGS[name]), batch=1, length=2, masks=True)
 
     def step(*leaves: Tensor) -> tuple[Tensor, ...]:
         y, state = case.with_leaves(list(leaves)).scan(engine=engine, autodiff=autodiff)
@@ -128,7 +128,7 @@ def test_one_process_compiles_configs_and_gates_of_other_numbers(gate):
     def scan(config, gates, *inputs):
         return memory_scan(config, *inputs, gates)[0]
 
-    q, k, v = (torch.randn(1, 4, 1, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (torch.randn(1, 2, 1, 3, generator=torch.Generator().manual_seed(i)) for i in range(3))
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     for number in (0.9, 0.7, 0.6):
         config = MemoryConfig(
