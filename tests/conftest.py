@@ -10,8 +10,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Deadlines measure the machine; the function-scoped fixtures below serve every example alike.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+settings.register_profile(
+    "local", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25
+)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
+settings.register_profile("night", settings.get_profile("local"), max_examples=300)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -47,6 +50,12 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def float32(float64: None) -> None:
+    """As users have it."""
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +53,7 @@ def files() -> list[Path]:
     return sorted(SPECS.glob("*.md"))
 
 
+@cache
 def stated() -> set[str]:
     return {name for path in files() for name in statements(path.read_text())}
 
@@ -59,11 +61,12 @@ def stated() -> set[str]:
 def marked(source: str) -> set[str]:
     """Ids in the `pytest.mark.spec(...)` calls of a test file."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.spec"):
+    for node in ast.walk(ast.parse(source)) if "mark.spec" in source else ():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "spec":
             names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant)}
     return names
 
 
+@cache
 def marked_in_tests() -> set[str]:
     return {name for path in (ROOT / "tests").rglob("*.py") for name in marked(path.read_text())}

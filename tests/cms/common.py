@@ -25,6 +25,22 @@ GATED: list[dict[str, Any]] = [
     {"name": "often", "period": 2, "memory": "gated_delta"},
     {"name": "seldom", "period": 4, "memory": {"kind": "gated_delta", "algorithm": "momentum"}},
 ]
+# A sum of weights, an unfinished chunk with an anchor, momentum, positions: all that is carried.
+CARRYING: list[dict[str, Any]] = [
+    {"name": "a", "memory": {"feature_map": "elu", "normalizer": "sum", "step": "normalized"}},
+    {
+        "name": "b",
+        "period": 3,
+        "memory": {
+            "feature_map": "elu",
+            "normalizer": "sum",
+            "key_norm": "l2",
+            "algorithm": {"kind": "momentum", "lr": 0.1},
+        },
+        "firing": "learned",
+    },
+]
+FROZEN: list[dict[str, Any]] = [{"name": "x", "memory": {**LEVELS[0]["memory"], "chunk": 2}}, *LEVELS[2:]]
 JOINS = [
     ("sequential", "sum"),
     ("nested", "sum"),

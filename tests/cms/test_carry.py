@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hecate.cms import CMS, CarryMemory, CMSConfig, LevelConfig
 from hecate.errors import ConfigError
@@ -75,24 +73,6 @@ def test_with_equal_weights_it_is_the_plain_memory(rule):
     own.scale = lambda x: torch.ones(*x.shape[:2], 2, 5)
     given_ = masks(length=LENGTH)
     near(own(x, **given_)[0], plain(x, **given_)[0])
-
-
-@pytest.mark.spec("CMS-CARRY-I1")
-@pytest.mark.parametrize("rule", OTHERS)
-@settings(max_examples=6)
-@given(
-    cuts=st.lists(st.integers(0, LENGTH), max_size=5),
-    write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
-    reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
-)
-def test_any_split(rule, cuts, write, reset):
-    layer, x = tree_of(**OTHERS[rule]), inputs(length=LENGTH)
-    own = {"write_mask": torch.tensor(write).reshape(2, LENGTH), "reset_mask": torch.tensor(reset).reshape(2, LENGTH)}
-    y, state = layer(x, **own)
-    pieces, last = in_pieces(layer, x, cuts, **own)
-    near(pieces, y, what="y")
-    near(last.levels[0].memory, state.levels[0].memory)
-    assert torch.equal(last.written, state.written)
 
 
 @pytest.mark.spec("CMS-CARRY-I1")

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from hecate.cms import CMS, CMSConfig, LevelConfig
+from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import Memory
 from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
@@ -137,7 +137,7 @@ def test_gradients_through_restarts():
         return torch.func.functional_call(layer, own, (x,))[0]
 
     x = inputs(1, 5).requires_grad_()
-    assert torch.autograd.gradcheck(outputs, (x, *values), rtol=1e-6, atol=1e-8)
+    assert torch.autograd.gradcheck(outputs, (x, *values), rtol=1e-6, atol=1e-8, fast_mode=True)
     # What the slow level starts from reaches the output of token 4 through the restart alone.
     with torch.no_grad():
         values[names.index("levels.1.qkv.weight")].zero_()
@@ -277,3 +277,20 @@ def test_compile_and_per_sample_gradients(join):
     whole = torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
     for (name, _), expected in zip(layer.named_parameters(), whole, strict=True):
         near(each[name].sum(0), expected, 1e-9, name)
+
+
+@pytest.mark.spec("CMS-LAYER-I2")
+@pytest.mark.parametrize("join", JOINS, ids="-".join)
+def test_masked_tokens_change_nothing_that_is_carried(join):
+    layer, x = cms_of(*join), inputs()
+    _, state = layer(x)
+    off = torch.zeros(2, 5, dtype=torch.bool)
+    _, after = layer(inputs(length=5, seed=8), state, write_mask=off)
+    near([level.memory for level in after.levels], [level.memory for level in state.levels], 0.0)
+    assert torch.equal(after.written, state.written)
+
+
+@pytest.mark.spec("CMS-LAYER-I1")
+def test_the_state_counts_what_was_written():
+    _, state = cms_of("nested")(inputs())
+    assert isinstance(state, CMSState) and state.written.tolist() == [11, 11]

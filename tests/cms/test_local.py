@@ -5,8 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hecate.cms import CMS, CMSConfig, LevelConfig
 from hecate.errors import ConfigError, ShapeError
@@ -14,7 +12,7 @@ from hecate.nn import Memory
 from hecate.train import load_experiment
 from tests.cms.common import DELTA, LEVELS, cms_of, inputs, masks
 from tests.cms.test_reference import compare
-from tests.nn.layers import in_pieces, near, seeded
+from tests.nn.layers import near, seeded
 from tests.reference import papers_2025
 from tests.reference.cms import projected
 
@@ -39,25 +37,6 @@ def two_scales(projection="sum", **options):
 def test_against_the_reference(projection, masked):
     given_masks = masks(length=LENGTH, seed=4) if masked else {}
     compare(two_scales(projection), inputs(length=LENGTH), **given_masks)
-
-
-@pytest.mark.spec("CMS-TNT-I1")
-@pytest.mark.parametrize("projection", ["none", "sum", "orthogonal"])
-@settings(max_examples=15)
-@given(
-    cuts=st.lists(st.integers(0, LENGTH), max_size=8),
-    write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
-    reset=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
-)
-def test_any_split(projection, cuts, write, reset):
-    layer, x = two_scales(projection), inputs(length=LENGTH)
-    own = {"write_mask": torch.tensor(write).reshape(2, LENGTH), "reset_mask": torch.tensor(reset).reshape(2, LENGTH)}
-    y, state = layer(x, **own)
-    pieces, last = in_pieces(layer, x, cuts, **own)
-    near(pieces, y, what="y")
-    for mine, theirs in zip(last.levels, state.levels, strict=True):
-        near(mine.memory, theirs.memory)
-        near(mine.projection, theirs.projection)
 
 
 @pytest.mark.spec("CMS-TNT-D1")

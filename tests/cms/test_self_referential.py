@@ -6,8 +6,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hecate import MemoryConfig
 from hecate.cms import SelfReferenceConfig, SelfReferential
@@ -187,57 +185,6 @@ def test_masks_are_the_references(case, plain):
     same_as_reference(case, layer, inputs(), **masks())
 
 
-@pytest.mark.spec("SELF-LAYER-I1")
-@settings(max_examples=40, deadline=None)
-@given(
-    case=st.sampled_from([*CASES]),
-    erase=st.sampled_from(["once", "twice"]),
-    cuts=st.lists(st.integers(0, LENGTH), max_size=4),
-    masked=st.booleans(),
-    features=st.booleans(),
-)
-def test_any_split(case, erase, cuts, masked, features):
-    if erase == "twice" and case not in ("delta", "far", "all", "momentum", "before"):
-        erase = "once"
-    slow = {"kind": "gd", "lr": 0.3}
-    inner = MemoryConfig.model_validate({"retention": "decay", "algorithm": slow})
-    inner = inner if features else None
-    layer = layer_of(config_of(case, erase=erase), feature_memory=inner)
-    own = masks() if masked else {}
-    whole, after = layer(inputs(), **own)
-    y, state = in_pieces(layer, inputs(), cuts, **own)
-    near(y, whole, 1e-12, "y")
-    if masked:  # documents of the convolution are known from the first reset on
-        near(state, after, 1e-12, "state")
-    else:
-        near(leaves(state), leaves(after), 1e-12, "state")
-
-
-@pytest.mark.spec("SELF-LAYER-I1")
-@pytest.mark.parametrize("case", ["delta", "chunks", "far"])
-def test_gradients_of_any_split(case):
-    layer, x = layer_of(config_of(case)), inputs()
-    weight = torch.randn(x.shape, generator=seeded(5), dtype=torch.float64)
-    grads = []
-    for cuts in ([], [1, 5, 5, 6]):
-        y, _ = in_pieces(layer, x, cuts)
-        grads.append(torch.autograd.grad((y * weight).sum(), [*layer.parameters()]))
-    near(grads[1], grads[0], 1e-11, "gradients")
-
-
-@pytest.mark.spec("SELF-CHUNK-E1")
-@pytest.mark.parametrize("case", ["delta", "chunks", "commit"])
-def test_nothing_sees_a_later_token(case):
-    layer, x = layer_of(config_of(case)), inputs()
-    y, _ = layer(x)
-    for t in range(1, LENGTH):
-        other = x.clone()
-        other[:, t] += 1
-        changed, _ = layer(other)
-        assert torch.equal(changed[:, :t], y[:, :t])
-        assert not torch.allclose(changed[:, t], y[:, t])
-
-
 @pytest.mark.spec("SELF-LAYER-I2")
 @pytest.mark.parametrize("case", ["delta", "chunks", "commit", "deep"])
 def test_engines_agree(case):
@@ -331,7 +278,7 @@ def test_gradients_are_finite_differences(fields):
         return y, after.boxes.memory["weight"]
 
     parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
-    assert torch.autograd.gradcheck(run, (x, *flat, *parameters))
+    assert torch.autograd.gradcheck(run, (x, *flat, *parameters), fast_mode=True)
 
 
 @pytest.mark.spec("SELF-START-I1")
@@ -360,7 +307,7 @@ def test_from_zero_nothing_ever_learns(phase):
 
 
 @pytest.mark.spec("SELF-START-I1")
-@pytest.mark.parametrize("phase", [2, 3])
+@pytest.mark.parametrize("phase", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_learns_to_recall(phase):
     # Four of eight keys, each with one of eight values, then the keys again in another order.
     width, pairs, one_hot = 8, 4, torch.eye(8)
@@ -459,16 +406,6 @@ def test_long_chunks_of_projections_are_stable_where_gradients_are_not(phase):
     assert sizes[64] > 1e3
 
 
-@pytest.mark.spec("SELF-LAYER-I1")
-def test_the_state_is_a_pytree_that_does_not_grow():
-    layer = layer_of(config_of("chunks"))
-    sizes = [layer(inputs(length=length))[1].bytes for length in (0, 1, 9)]
-    assert len(set(sizes)) == 1
-    _, state = layer(inputs(), **masks())
-    assert state.boxes.memory["weight"].requires_grad
-    assert not any(leaf.requires_grad for leaf in leaves(state.detach()))
-
-
 @pytest.mark.spec("SELF-START-I1")
 def test_one_seed_one_layer_on_any_device():
     config = config_of("far", memory={"feature_map": "hedgehog", "key_norm": "l2"})
@@ -502,42 +439,9 @@ def test_low_precision_keeps_the_boxes_in_float32(how):
 
 
 @pytest.mark.spec("SELF-LAYER-I2")
-@pytest.mark.parametrize("case", ["far", "chunks"])
-def test_per_sample_gradients(case):
-    layer, x = layer_of(config_of(case)), inputs(length=5)
-    own = dict(layer.named_parameters())
-
-    def loss(parameters, row):
-        y, _ = torch.func.functional_call(layer, parameters, (row.unsqueeze(0),))
-        return y.square().sum()
-
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(own, x)
-    for row in range(len(x)):
-        alone = torch.autograd.grad(loss(own, x[row]), [*own.values()])
-        near([grad[row] for grad in each.values()], [*alone], 1e-11)
-
-
-@pytest.mark.spec("SELF-LAYER-I2")
-def test_compile():
-    layer, x = layer_of(config_of("far"), conv_kernel=0), inputs(1, 4)
-    y, state = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    expected, after = layer(x)
-    near([y, leaves(state)], [expected, leaves(after)], 1e-12)
-
-
-@pytest.mark.spec("SELF-LAYER-I2")
 @pytest.mark.parametrize("case", ["far", "delta"])
-def test_checkpoint_and_second_derivatives(case):
+def test_second_derivatives(case):
     layer, x = layer_of(config_of(case)), inputs(1, 4)
-    parameters = [*layer.parameters()]
-
-    def through(run):
-        return torch.autograd.grad(run().square().sum(), parameters)
-
-    expected = through(lambda: layer(x)[0])
-    kept = torch.utils.checkpoint.checkpoint
-    near(through(lambda: kept(lambda z: layer(z)[0], x, use_reentrant=False)), expected, 1e-12)
-
     weight = layer.out.weight
     (first,) = torch.autograd.grad(layer(x)[0].square().sum(), weight, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), layer.boxes.gate_bias["lr"])

@@ -22,29 +22,18 @@ TRITON = Engine.registry["triton"]
 WITH = pytest.mark.skipif(find_spec("triton") is None, reason=f"needs triton: {install_line('gpu')}")
 
 
-def interpreted(marked: str, of: str = "") -> None:
-    """Kernels in the interpreter, which has to be asked for before Triton is loaded: a process of its own."""
-    asked = [sys.executable, "-m", "pytest", f"tests/interpreted/{of}", "-x", "-m", marked, "-p", "no:cacheprovider"]
+@WITH
+@pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2", "ENG-TRITON-D5", "ENG-TRITON-D6", "ENG-TRITON-D9", "ENG-TRITON-I1")
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(marked: str) -> None:
+    """Has to be asked for before Triton is loaded: a process of its own."""
+    asked = [sys.executable, "-m", "pytest", "tests/interpreted", "-x", "-m", marked, "-p", "no:cacheprovider"]
     own = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     own.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(asked, env=own, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
-
-
-@WITH
-@pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2", "ENG-TRITON-D5", "ENG-TRITON-D6", "ENG-TRITON-D9", "ENG-TRITON-I1")
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize("of", sorted(path.name for path in (ROOT / "tests/interpreted").glob("test_*.py")))
-def test_kernels_in_the_interpreter(of: str) -> None:
-    interpreted("not slow", of)
-
-
-@WITH
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-def test_every_kernel_in_the_interpreter() -> None:
-    interpreted("slow")
 
 
 @pytest.mark.spec("ENG-TRITON-I2")

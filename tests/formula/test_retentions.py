@@ -145,8 +145,7 @@ def test_text_equals_methods(dtype: torch.dtype) -> None:
 
 @pytest.mark.spec("ENG-FORMULA-D4", "ENG-NUM-D8")
 @pytest.mark.parametrize("retention", OWN, ids=lambda retention: retention.kind)
-@pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize(("channels", "values"), [(False, False), (True, True)])
 def test_a_retention_of_ones_own_runs_in_kernels(retention: Retention, channels: bool, values: bool) -> None:
     """Outputs, states and all gradients, at widths around whole vectors and fours."""
     pytest.importorskip("numba")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.fuzz import configs, scans
 from tests.fuzz.__main__ import run
@@ -14,13 +11,7 @@ SHORT = (0, 1, 2, 3, 5)
 SAMPLE, PARTS, CASES = 40, 20, 150
 
 
-@pytest.fixture(autouse=True)
-def users_default_dtype() -> Iterator[None]:
-    """float32, as users have it."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 @pytest.mark.parametrize("part", range(2))

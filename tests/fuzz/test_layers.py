@@ -14,7 +14,6 @@ from hecate.cms.config import LevelConfig
 from hecate.errors import HecateError
 from hecate.nn import Memory
 from hecate.rule.config import RULES, MemoryConfig
-from tests.fuzz.test_fuzz import users_default_dtype  # noqa: F401 - a fixture
 from tests.nn.test_write_strength import presets
 
 CASES, SEED = 1000, 20261126  # of cases SEED, SEED + 1, ...
@@ -92,7 +91,7 @@ def fault(case: Case, config: MemoryConfig | str) -> str | None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
-def test_no_layer_fails(users_default_dtype):  # noqa: F811
+def test_no_layer_fails(float32):
     known = memories()
     wrong = []
     for number in range(CASES):

@@ -16,9 +16,7 @@ SHORT = StateTracking(rows=4, length=8, steps=2, rates=(0.01,))
 REFLECTS = "{kind: delta, algorithm: {kind: gd, lr: 2}}"
 
 
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 class Dead(nn.Module):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -35,9 +35,7 @@ def text_run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture(autouse=True)
-def single():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 def export(*arguments):
@@ -94,7 +92,6 @@ def test_nothing_is_left_of_an_export_that_fails(text_run, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-@settings(max_examples=25)
 @given(st.text(), st.binary())
 @pytest.mark.spec("HF-BYTES-D1")
 def test_bytes_are_their_own_ids(text, raw):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate.errors import ConfigError, ShapeError
@@ -69,7 +69,6 @@ def test_against_every_weight_formed(causal, masked, fields):
 
 
 @pytest.mark.spec("TRF-LIN-I1", "TRF-LIN-I2")
-@settings(max_examples=25)
 @given(
     cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH),
     write=st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH),
@@ -192,7 +191,6 @@ def count(c):
 
 
 @pytest.mark.spec("TRF-LIN-D2")
-@settings(max_examples=80)
 @given(
     embed=st.integers(1, 12),
     heads=st.sampled_from([1, 2, 4, 6]),

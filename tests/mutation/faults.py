@@ -81,21 +81,21 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/nn/test_feature_memory.py",
+        "tests/nn/test_feature_memory.py tests/nn/test_laws.py",
         ("memory", "None if state is None else state.features", "None"),
         ("rule", "self.values(k), self.gates(x)", "self.values(q), self.gates(x)"),
         ("rule", '"initial": self.initial.tensors, ', ""),
     ),
     *_of(
         "nn",
-        "tests/nn/test_memory_as_phi.py",
+        "tests/nn/test_memory_as_phi.py tests/nn/test_laws.py",
         ("rule", "draw_normal(self.target, self.phi_width**-0.5, source)", "nn.init.zeros_(self.target)"),
         ("rule", "return d_key if self.d_value is None else self.d_value", "return d_key"),
         ("rule", "draw_normal(weight, 1.0 if structure.diagonal else self.d_phi**-0.5, source)", "weight.detach().zero_()"),
     ),
     *_of(
         "engine",
-        "tests/nn/test_memory_as_phi.py",
+        "tests/nn/test_memory_as_phi.py tests/nn/test_laws.py",
         ("scan", "(x + y if residual else y), after", "x + y, after"),
     ),
     *_of(
@@ -312,7 +312,7 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/nn/test_sliding.py tests/nn/test_compose.py",
+        "tests/nn/test_sliding.py tests/nn/test_compose.py tests/nn/test_laws.py",
         ("sliding", "place > rank - self.window", "place >= rank - self.window"),
         ("sliding", "(place < end)", "(place <= end)"),
         ("sliding", "(shown == own) &", "(shown <= own) & (shown >= 0) &"),
@@ -480,7 +480,7 @@ FAULTS = [
     ),
     *_of(
         "cms",
-        "tests/cms/test_streaming.py",
+        "tests/nn/test_laws.py tests/cms/test_levels.py",
         ("cms", "count[:, -1] if x.shape[1]", "count[:, 0] if x.shape[1]"),
     ),
     *_of(
@@ -508,7 +508,7 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/cms/test_local.py",
+        "tests/cms/test_local.py tests/nn/test_laws.py",
         ("projection", "opens = opens & write", "pass"),
         ("projection", "opens = opens | reset", "pass"),
         ("projection", "span = span + unit @ unit.mT", "span = span + k[:, t].unsqueeze(-1) @ unit.mT"),
@@ -517,7 +517,7 @@ FAULTS = [
     ),
     *_of(
         "cms",
-        "tests/cms/test_local.py",
+        "tests/cms/test_local.py tests/nn/test_laws.py",
         ("cms", "(before % level.restart == 0) & (before != count)", "count % level.restart == 0"),
     ),
     *_of(
@@ -582,7 +582,7 @@ FAULTS = [
     ),
     *_of(
         "nn",
-        "tests/nn/test_linear_attention.py",
+        "tests/nn/test_linear_attention.py tests/nn/test_laws.py",
         ("sums", 'writer = 0 if read == "after" else group - 1', "writer = 0"),
         ("sums", "bgvp\", v, written(k, self.write))", "bgvp\", v, k)"),
         ("sums", "reset = torch.cat([reset[:, 1:], torch.ones_like(reset[:, :1])], 1)", "pass"),

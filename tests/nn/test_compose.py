@@ -4,9 +4,6 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import AttentionConfig, Composed, Memory
@@ -100,62 +97,6 @@ def layers():
     return made
 
 
-rows_of = st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH)
-
-
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-@settings(max_examples=15)
-@given(cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH), write=st.none() | rows_of, reset=st.none() | rows_of)
-def test_any_split(layers, name, cuts, write, reset):
-    x, given_masks = inputs(), {"write_mask": write, "reset_mask": reset}
-    masks = {n: None if m is None else torch.tensor(m).view(2, -1) for n, m in given_masks.items()}
-    y, state = layers[name](x, **masks)
-    pieces, last = in_pieces(layers[name], x, cuts, **masks)
-    near(pieces, y, what="y")
-    near(numbers(last), numbers(state), what="state")
-
-
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-def test_token_by_token_and_its_gradients(layers, name):
-    layer, x = layers[name], inputs()
-    parameters = list(layer.parameters())
-    y, state = layer(x)
-    pieces, last = in_pieces(layer, x, list(range(LENGTH)))
-    near(pieces, y)
-    near(numbers(last), numbers(state))
-    whole = torch.autograd.grad(y.square().sum(), parameters)
-    near(torch.autograd.grad(pieces.square().sum(), parameters), whole, 1e-10)
-
-
-@pytest.mark.spec("ATT-COMP-I2")
-@every_kind
-@pytest.mark.parametrize("at", range(0, LENGTH, 2))
-def test_a_changed_token_changes_nothing_before_it(layers, name, at):
-    x = inputs(length=2 * LENGTH)
-    _, state = layers[name](x[:, :LENGTH])  # the memory has something to say
-    y, _ = layers[name](x[:, LENGTH:], state)
-    changed = x[:, LENGTH:].clone()
-    changed[:, at] += 1.0
-    moved = (layers[name](changed, state)[0] - y).abs().amax(-1)
-    assert (moved[:, :at] == 0).all()
-    assert (moved[:, at] > 1e-3).all()
-
-
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-def test_packed_documents_equal_separate_runs(layers, name):
-    layer, x = layers[name], inputs(1)
-    reset = torch.zeros(1, LENGTH, dtype=torch.bool)
-    reset[0, [2, 3, 8]] = True
-    parts = [layer(x[:, a:b]) for a, b in ((0, 2), (2, 3), (3, 8), (8, LENGTH))]
-    y, state = layer(x, reset_mask=reset)
-    near(y, torch.cat([part for part, _ in parts], 1))
-    more = inputs(1, 7, seed=9)
-    near(layer(more, state)[0], layer(more, parts[-1][1])[0])
-
-
 @pytest.mark.spec("ATT-COMP-I1")
 @every_kind
 def test_masked_tokens_take_no_place(name):
@@ -222,54 +163,6 @@ def test_the_layer_is_of_the_protocol_itself():
         near(numbers(last), numbers(state))
 
 
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-def test_no_sequence_no_token_one_token(layers, name):
-    for batch, length in ((0, 3), (2, 0), (0, 0), (2, 1)):
-        for masks in ({}, masks_of(batch, length)):
-            y, state = layers[name](inputs(batch, length), **masks)
-            assert y.shape == (batch, length, D_MODEL)
-            assert layers[name](inputs(batch, 1), state)[0].shape == (batch, 1, D_MODEL)
-
-
-@pytest.mark.spec("ATT-COMP-I1")
-@every_kind
-def test_state_is_a_pytree_that_detaches_and_does_not_grow(layers, name):
-    early = inputs().requires_grad_()
-    _, state = layers[name](early)
-    y, _ = layers[name](inputs(seed=3), state)
-    (through,) = torch.autograd.grad(y.square().sum(), early)
-    assert through.norm() > 1e-6
-    assert not any(item.requires_grad for item in leaves(state.detach()))
-    near(layers[name](inputs(seed=3), state.detach())[0], y, 0.0)
-    if layers[name].attention.window is not None:
-        assert layers[name](inputs(length=1))[1].bytes == state.bytes
-    assert state.bytes == sum(item.numel() * item.element_size() for item in leaves(state))
-
-
-@every_kind
-def test_inputs_are_not_mutated(layers, name):
-    x, masks = inputs(), masks_of(2, LENGTH)
-    _, state = layers[name](x, **masks)
-    given_tensors = [x, *masks.values(), *leaves(state)]
-    before = [item.clone() for item in given_tensors]
-    layers[name](x, state, **masks)[0].sum().backward()
-    assert all(torch.equal(a, b) for a, b in zip(given_tensors, before, strict=True))
-
-
-@pytest.mark.spec("ATT-SLIDE-I4")
-@pytest.mark.parametrize("name", ["mag", "mal_paper", "mac"])
-def test_checkpoint_and_copies(name):
-    layer, x = composed_of(name), inputs().requires_grad_()
-    wanted = [x, *layer.parameters()]
-    plain = torch.autograd.grad(layer(x)[0].square().sum(), wanted)
-    checkpoint(lambda x: layer(x)[0], x, use_reentrant=False).square().sum().backward()
-    near([item.grad for item in wanted], list(plain), 1e-13)
-    twin = composed_of(name, seed=9)
-    twin.load_state_dict(copy.deepcopy(layer).state_dict(), strict=True)
-    near(twin(x)[0], layer(x)[0], 0.0)
-
-
 @pytest.mark.spec("ATT-SLIDE-I4")
 @pytest.mark.parametrize("name", ["mag", "mal", "mac"])
 def test_autocast(name):
@@ -282,15 +175,6 @@ def test_autocast(name):
     assert state.memory.memory.memory["weight"].dtype == torch.float32
     # Attention, memory and gate each round about six times.
     near(y.float() / expected.norm(), expected / expected.norm(), 18 * 2**-8)
-
-
-@pytest.mark.spec("ATT-SLIDE-I4")
-@pytest.mark.parametrize("name", ["mag", "mal"])
-def test_compile(name):
-    torch._dynamo.reset()
-    layer, x = composed_of(name), inputs()
-    y, _ = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    near(y, layer(x)[0])
 
 
 @pytest.mark.spec("ATT-SLIDE-I4")

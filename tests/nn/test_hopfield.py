@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -78,7 +78,6 @@ def test_gradients_through_all_updates():
 
 
 @pytest.mark.spec("TRF-HOP-I1")
-@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 8),
@@ -130,7 +129,6 @@ def test_separated_patterns_are_fixed_points_and_attract():
 
 
 @pytest.mark.spec("TRF-HOP-I2")
-@settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 9), sharpness=st.floats(0.5, 8), distance=st.floats(0, 1))
 def test_the_retrieval_bound(seed, count, sharpness, distance):
     torch.set_default_dtype(torch.float64)

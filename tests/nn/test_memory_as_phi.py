@@ -11,7 +11,7 @@ from hecate.engine import memory_features
 from hecate.errors import ConfigError, ShapeError
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import FeatureMemoryConfig, Memory
-from tests.nn.layers import D_KEY, HEADS, in_pieces, inputs, layer_of, near, same_memory, seeded
+from tests.nn.layers import D_KEY, HEADS, in_pieces, inputs, layer_of, near, seeded
 
 OUTER = {"retention": "decay", "key_norm": "l2"}
 INNERS = {
@@ -64,23 +64,6 @@ def test_against_a_loop(read):
     answers = torch.tensor(np.array(reads)).unflatten(0, (HEADS, 10)).transpose(0, 1)
     y = torch.nn.functional.rms_norm(answers, answers.shape[-1:], eps=1e-6) * layer.norm
     near(layer(x)[0][0], layer.out(y.flatten(-2)), 1e-8)
-
-
-@pytest.mark.spec("NN-FEAT-D2", "NN-FEAT-I1")
-@every
-@pytest.mark.parametrize("cuts", [[3], [0, 1, 2, 5]], ids=len)
-def test_any_split_masks_and_causality(inner, cuts):
-    layer, x = built(inner), inputs()
-    write, reset = (torch.rand(2, 7, generator=seeded(s)) < 0.6 - 0.1 * s for s in (0, 3))
-    for given in ({}, {"write_mask": write, "reset_mask": reset}):
-        y, state = layer(x, **given)
-        pieces, last = in_pieces(layer, x, cuts, **given)
-        near(pieces, y)
-        same_memory(last, state)
-        near(last.features, state.features)
-    changed = x.clone()
-    changed[:, 4] += 1
-    near(layer(changed)[0][:, :4], layer(x)[0][:, :4], 1e-13)
 
 
 @pytest.mark.spec("NN-FEAT-D2")

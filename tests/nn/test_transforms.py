@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from hecate import memory_scan, phi
 from hecate.nn import Memory, normalise_qk
@@ -84,17 +83,6 @@ def test_frozen_parts_do_not_learn():
     assert not any(item.requires_grad for item in layer.buffers())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@every_engine
-def test_checkpoint(engine, reentrant):
-    layer, x = layer_of(DELTA, engine=engine), inputs().requires_grad_()
-    wanted = [x, *layer.parameters()]
-    plain = torch.autograd.grad(layer(x)[0].square().sum(), wanted)
-    y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant)
-    y.square().sum().backward()
-    near([item.grad for item in wanted], list(plain), 1e-13)
-
-
 @pytest.mark.spec("NN-MEM-I11")
 @every_engine
 def test_engines_and_ways_to_differentiate_agree(engine):
@@ -108,22 +96,6 @@ def test_engines_and_ways_to_differentiate_agree(engine):
     expected = [y, *torch.autograd.grad(y.square().sum(), list(reference.parameters()))]
     for result in results:
         near(result, expected, 1e-10)
-
-
-@pytest.mark.spec("NN-MEM-I11")
-@every_engine
-def test_per_sample_gradients(engine):
-    layer, x = layer_of(DELTA, engine=engine), inputs(3)
-    parameters = dict(layer.named_parameters())
-
-    def loss(parameters, row):
-        y, _ = torch.func.functional_call(layer, parameters, (row.unsqueeze(0),))
-        return y.square().sum()
-
-    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
-    for index, row in enumerate(x):
-        alone = torch.autograd.grad(loss(parameters, row), list(parameters.values()))
-        near([item[index] for item in together.values()], list(alone), 1e-10)
 
 
 @pytest.mark.spec("NN-MEM-I11")
@@ -181,23 +153,6 @@ def test_low_precision_module(dtype, engine):
 def test_a_float64_layer_has_a_float64_state():
     _, state = layer_of(DELTA)(inputs())
     assert state.memory.memory["weight"].dtype == torch.float64
-
-
-@every_engine
-@pytest.mark.spec("NN-MEM-I11")
-def test_compile(engine):
-    torch._dynamo.reset()
-    layer, x = layer_of(DELTA, engine=engine), inputs().requires_grad_()
-    wanted = [x, *layer.parameters()]
-    y, state = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-    expected, expected_state = layer(x)
-    near(y, expected)
-    near(state, expected_state)
-    near(
-        list(torch.autograd.grad(y.square().sum(), wanted)),
-        list(torch.autograd.grad(expected.square().sum(), wanted)),
-        1e-10,
-    )
 
 
 def test_module_moves_and_is_seeded(device):

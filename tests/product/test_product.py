@@ -3,7 +3,6 @@
 from functools import cache
 
 import pytest
-import torch
 
 from hecate.engine.naive import naive
 from hecate.rule import MemoryConfig
@@ -13,13 +12,8 @@ from tests.product.check import agree, check_cell, run, scan_of
 MAPLESS = tuple(name for name in Cell._fields if name != "feature_map")
 
 
-@pytest.fixture(autouse=True)
-def users_default_dtype():
-    """float32, as users have it: a scalar that takes it over spoils a state in float64."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float32")
+"""float32, as users have it: a scalar that takes it over spoils a state in float64."""
 
 
 @cache

@@ -14,7 +14,7 @@ from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, retention,
 from hecate.activation import Activation, ReLU
 from hecate.errors import ConfigError
 from hecate.tape.ops import over, sum_to_gate
-from hecate.testing import check_knobs, check_rule, check_vjp
+from hecate.testing import check_rule, check_vjp
 from tests.reference import memory as reference
 
 # A user's own knobs, with the least that a family asks for, defined after the library was imported.
@@ -151,17 +151,13 @@ def smooth(knob: dict[str, dict]) -> bool:
 @pytest.mark.spec("BIAS-DOT-V1", "BIAS-L2-V1", "BIAS-LP-V1", "BIAS-HUBER-V1", "RET-NONE-V1")
 @pytest.mark.spec("BIAS-L1-V1", "BIAS-YAAD-V1", "BIAS-ROBUST-V1", "BIAS-KL-V1")
 @pytest.mark.spec("RET-DECAY-V1", "ALG-GD-V1", "ALG-MOM-V1", "STR-MATRIX-V1", "STR-MLP-V1")
-@pytest.mark.parametrize("knob", every_variant(), ids=name_of)
-def test_derivatives_and_traits(knob):
-    check_knobs(MemoryConfig(**knob), smooth=smooth(knob))
-
-
 @pytest.mark.spec("RULE-ANY-I1")
 @pytest.mark.parametrize("knob", every_variant(), ids=name_of)
 @pytest.mark.parametrize(
     "fields", [{"retention": "decay", "algorithm": "momentum"}, {"chunk": 3, "commit": "chunk"}], ids=["token", "chunk"]
 )
 def test_every_variant_in_a_scan(knob, fields):
+    """Its derivatives and traits by themselves, then a scan."""
     check_rule(MemoryConfig(**{**fields, **knob}), smooth=smooth(knob))
 
 

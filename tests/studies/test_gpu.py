@@ -15,10 +15,7 @@ from studies import card, gpu
 from studies.__main__ import main
 from studies.card import Order, Part, Task, add, rows_of, work
 
-
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 def test_every_part_runs_on_a_cpu_at_a_small_size(tmp_path, capsys, monkeypatch):

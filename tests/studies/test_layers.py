@@ -14,10 +14,7 @@ from hecate.rule import MemoryConfig
 from studies import layers, recall, words
 from studies.layers import Outcome, best, judged, settled
 
-
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("delta, lr to 2", 0.99, 1.0), ("delta, lr to 1", 0.3, 0.8)])

@@ -13,10 +13,7 @@ from studies import optim
 from studies.optim import CONTENDERS, DF, LOST, TASKS, Bowl, Form, Labels, Lion, Reading, Task, descended, student, text
 from studies.run import progress
 
-
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 @pytest.mark.parametrize("df", [1.5, 2.0, math.inf])

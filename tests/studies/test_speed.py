@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from studies import Spread
 from studies.decode import HEADS, WAYS, WIDTH, crossing
 from studies.speed import EPS, NAIVE_LIMIT, calls, contenders, crossover, draw_inputs, ratio
 from studies.timing import cpu_times
 
-
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 def by_formula(q, k, v, features, causal):

@@ -24,9 +24,7 @@ SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module i
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(autouse=True)
-def as_on_the_command_line():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 @pytest.fixture

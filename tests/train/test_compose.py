@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hecate import MemoryConfig, bias, named_rule, phi
@@ -44,7 +44,6 @@ _DATA = st.sampled_from(
 
 
 @pytest.mark.spec("TRAIN-COMPOSE-I1")
-@settings(max_examples=25)
 @given(
     feature_map=_MAPS, data=_DATA, lr=st.floats(1e-12, 1e6), seed=st.integers(0, (1 << 63) - 1),
     prompt=st.text(max_size=8), clip=st.none() | st.floats(1e-3, 10),

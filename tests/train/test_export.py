@@ -27,9 +27,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def plain():
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float32")
 
 
 @pytest.mark.spec("CKPT-ASYNC-D1")

@@ -1,0 +1,252 @@
+"""What holds for every layer that goes through a sequence: in pieces, packed, cut short, and under torch's transforms.
+
+A layer has `d_model`, and takes `x [B, T, d_model]`, a state, a write mask and a reset mask; it gives outputs and the
+state after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from hecate import MemoryConfig
+from tests.cms import common as cms
+from tests.cms import test_carry as carry
+from tests.cms import test_local as local
+from tests.cms import test_self_referential as self_referential
+from tests.nn import test_memory_as_phi as as_phi
+from tests.nn.attentions import CONFIGS, composed_of, masks_of, sliding_of
+from tests.nn.layers import in_pieces, layer_of, leaves, near, rules, seeded
+from tests.nn.test_feature_memory import INNERS, OUTER
+from tests.nn.test_linear_attention import STREAMS
+from tests.nn.test_linear_attention import layer_of as linear
+from tests.nn.test_sliding import LAYERS as SLIDING
+
+LENGTH = 9
+WEIGHED = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
+
+MADE: dict[str, Callable[[], nn.Module]] = {
+    **{f"memory {name}": partial(layer_of, config) for name, config in rules().items()},
+    **{f"memory, {name}": partial(layer_of, WEIGHED, engine=name) for name in ("sequential", "parallel")},
+    **{f"features {name}": partial(layer_of, OUTER, feature_memory=inner) for name, inner in INNERS.items()},
+    **{f"phi {name}": partial(as_phi.built, name) for name in as_phi.INNERS},
+    **{f"linear {name}": partial(linear, **options) for name, options in STREAMS.items()},
+    **{f"all {name}": partial(linear, causal=False, **options) for name, options in STREAMS.items()},
+    **{f"sliding {name}": partial(sliding_of, **options) for name, options in SLIDING.items()},
+    **{f"composed {name}": partial(composed_of, name) for name in CONFIGS},
+    **{f"cms {'-'.join(join)}": partial(cms.cms_of, *join) for join in cms.JOINS},
+    **{
+        f"cms {name}": partial(cms.cms_of, "nested", levels=levels)
+        for name, levels in {"carrying": cms.CARRYING, "frozen": cms.FROZEN, "gated": cms.GATED}.items()
+    },
+    **{f"cms carry {name}": partial(carry.tree_of, **rule) for name, rule in carry.OTHERS.items()},
+    **{f"cms local {name}": partial(local.two_scales, name) for name in ("none", "sum", "orthogonal")},
+    **{
+        f"self {name}": lambda name=name: self_referential.layer_of(self_referential.config_of(name))
+        for name in self_referential.CASES
+    },
+    **{
+        f"self {name}, twice": lambda name=name: self_referential.layer_of(
+            self_referential.config_of(name, erase="twice")
+        )
+        for name in ("delta", "far", "all", "momentum", "before")
+    },
+    "self features": lambda: self_referential.layer_of(
+        self_referential.config_of(),
+        feature_memory=MemoryConfig(retention="decay", algorithm={"kind": "gd", "lr": 0.3}),
+    ),
+}
+FORGETFUL = [name for name in MADE if name.startswith("all")]  # a token sees those after it
+ORDERED = [name for name in MADE if name not in FORGETFUL]
+# One of every class and of every way through it.
+FEW = [
+    "memory, sequential", "memory, parallel", "memory deep", "features delta", "linear elu", "linear decay", "all elu",
+    "sliding narrow", "sliding full", "composed mag", "composed mal_paper", "composed mac", "cms nested-sum",
+    "cms independent-gated", "self far", "self chunks",
+]  # fmt: skip
+every = pytest.mark.parametrize("name", MADE)
+ordered = pytest.mark.parametrize("name", ORDERED)
+few = pytest.mark.parametrize("name", FEW)
+UNSEEN = [name for name in FEW if "nested" not in name]  # that need not look at masks to know where to cut
+
+
+@cache
+def layer_named(name: str) -> nn.Module:
+    return MADE[name]()
+
+
+def inputs(layer: nn.Module, batch: int = 2, length: int = LENGTH, seed: int = 2) -> Tensor:
+    return torch.randn(batch, length, int(layer.d_model), generator=seeded(seed))
+
+
+def goes_on_alike(layer: nn.Module, state: Any, other: Any) -> None:
+    """What is read of two states and written to them is the same."""
+    more = inputs(layer, leaves(state)[0].shape[0] if leaves(state) else 2, 3, seed=9)
+    near(layer(more, state)[0], layer(more, other)[0], what="what comes after")
+
+
+ROWS = st.none() | st.lists(st.booleans(), min_size=2 * LENGTH, max_size=2 * LENGTH)
+
+
+@pytest.mark.spec("NN-MEM-I1", "NN-CONV-I1", "NN-MEM-I3", "NN-MEM-I4", "NN-FEAT-I1", "LIN-ATT-I2")
+@pytest.mark.spec("ATT-SLIDE-I1", "ATT-SLIDE-I2", "ATT-COMP-I1", "CMS-LAYER-I1", "CMS-NEST-I1", "SELF-LAYER-I1")
+@pytest.mark.spec("NN-FEAT-D2", "CMS-CARRY-I1", "CMS-TNT-I1")
+@ordered
+@settings(max_examples=6)
+@given(cuts=st.lists(st.integers(0, LENGTH), max_size=LENGTH), write=ROWS, reset=ROWS)
+def test_any_split(name: str, cuts: list[int], write: list[bool] | None, reset: list[bool] | None) -> None:
+    layer = layer_named(name)
+    x, given_masks = inputs(layer), {"write_mask": write, "reset_mask": reset}
+    masks = {key: None if mask is None else torch.tensor(mask).view(2, -1) for key, mask in given_masks.items()}
+    y, state = layer(x, **masks)
+    pieces, last = in_pieces(layer, x, cuts, **masks)
+    near(pieces, y, what="y")
+    near([leaf.double() for leaf in leaves(last)], [leaf.double() for leaf in leaves(state)], what="state")
+    goes_on_alike(layer, last, state)
+
+
+@pytest.mark.spec("NN-MEM-I1", "LIN-ATT-I2", "ATT-COMP-I1", "CMS-LAYER-I1", "SELF-LAYER-I1")
+@ordered
+def test_gradients_token_by_token(name: str) -> None:
+    layer = layer_named(name)
+    x = inputs(layer).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    y, pieces = layer(x)[0], in_pieces(layer, x, [0, *range(LENGTH)])[0]
+    near(pieces, y)
+    whole, parts = (torch.autograd.grad(z.square().sum(), wanted, materialize_grads=True) for z in (y, pieces))
+    near(parts, whole, 1e-9)
+
+
+@pytest.mark.spec("NN-MEM-I4", "NN-CONV-I2", "LIN-ATT-I4", "ATT-SLIDE-I2", "ATT-COMP-I1", "CMS-LAYER-I2", "NN-FEAT-I1")
+@every
+def test_packed_documents_equal_separate_runs(name: str) -> None:
+    layer = layer_named(name)
+    x, borders = inputs(layer, 1), [0, 2, 3, 7, LENGTH]  # a document shorter than a convolution among them
+    alone = [layer(x[:, at:end]) for at, end in pairwise(borders)]
+    reset = torch.zeros(1, LENGTH, dtype=torch.bool)
+    reset[0, borders[1:-1]] = True
+    y, state = layer(x, reset_mask=reset)
+    near(y, torch.cat([item[0] for item in alone], 1))
+    if name in ORDERED:
+        goes_on_alike(layer, state, alone[-1][1])
+
+
+@pytest.mark.spec("NN-MEM-I2", "LIN-ATT-I2", "ATT-COMP-I2", "CMS-LAYER-I1", "SELF-CHUNK-E1", "NN-FEAT-I1")
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [*((name, LENGTH) for name in ORDERED), *((name, 40) for name in ORDERED if name.startswith("linear"))],
+)
+def test_a_changed_token_changes_nothing_before_it(name: str, length: int) -> None:
+    layer = layer_named(name)
+    _, state = layer(inputs(layer, 1, 3, seed=3))  # there is something to say
+    x = inputs(layer, 1, length)
+    y, _ = layer(x, state)
+    for at in {0, 3, 6, length - 1}:
+        changed = x.clone()
+        changed[:, at] += 1.0
+        other, _ = layer(changed, state)
+        near(other[:, :at], y[:, :at], 0.0 if name.startswith("linear") else 1e-13)
+        assert (other[:, at] - y[:, at]).abs().max() > 1e-4
+
+
+@pytest.mark.spec("NN-MEM-I6", "LIN-ATT-I6", "ATT-SLIDE-I1", "ATT-COMP-I1", "CMS-LAYER-I1")
+@every
+def test_no_sequence_no_token_one_token(name: str) -> None:
+    layer = layer_named(name)
+    for batch, length in ((0, 3), (2, 0), (0, 0), (2, 1)):
+        for masks in ({}, masks_of(batch, length)):
+            x = inputs(layer, batch, length)
+            y, state = layer(x, **masks)
+            assert y.shape == x.shape
+            if name in ORDERED:
+                assert layer(inputs(layer, batch, 1), state)[0].shape == (batch, 1, x.shape[-1])
+
+
+@every
+def test_inputs_are_not_mutated(name: str) -> None:
+    layer = layer_named(name)
+    x, masks = inputs(layer), masks_of(2, LENGTH)
+    state = layer(x, **masks)[1] if name in ORDERED else None
+    given_tensors = [x, *masks.values(), *leaves(state)]
+    before = [item.clone() for item in given_tensors]
+    layer(x, state, **masks)[0].sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(given_tensors, before, strict=True))
+
+
+@pytest.mark.spec("NN-MEM-I6", "ATT-COMP-I1", "CMS-LAYER-I1", "SELF-LAYER-I1")
+@few
+def test_the_state_is_a_pytree_that_carries_gradients_and_detaches(name: str) -> None:
+    layer = layer_named(name)
+    early, later = inputs(layer).requires_grad_(), inputs(layer, seed=3)
+    _, state = layer(early)
+    y, _ = layer(later, state)
+    (through,) = torch.autograd.grad(y.square().sum(), early)
+    assert through.norm() > 1e-6
+    assert not any(item.requires_grad for item in leaves(state.detach()))
+    near(layer(later, state.detach())[0], y, 0.0)
+    assert state.bytes == sum(item.numel() * item.element_size() for item in leaves(state))
+    if name != "sliding full":
+        assert layer(inputs(layer, length=40))[1].bytes == state.bytes
+
+
+@pytest.mark.spec("LIN-ATT-I6", "ATT-SLIDE-I4")
+@pytest.mark.parametrize("reentrant", [False, True])
+@few
+def test_inside_a_checkpoint(name: str, reentrant: bool) -> None:
+    layer = MADE[name]()
+    x = inputs(layer).requires_grad_()
+    wanted = [x, *layer.parameters()]
+    plain = torch.autograd.grad(layer(x)[0].square().sum(), wanted, materialize_grads=True)
+    checkpoint(lambda x: layer(x)[0], x, use_reentrant=reentrant).square().sum().backward()
+    near([torch.zeros_like(item) if item.grad is None else item.grad for item in wanted], list(plain), 1e-12)
+
+
+@pytest.mark.spec("NN-MEM-I11", "LIN-ATT-I6", "ATT-SLIDE-I4", "SELF-LAYER-I2")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_per_sample_gradients(name: str) -> None:
+    layer = layer_named(name)
+    x, parameters = inputs(layer, 3), dict(layer.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        y: Tensor = torch.func.functional_call(layer, parameters, (row[None],))[0]
+        return y.square().sum()
+
+    with sdpa_kernel(SDPBackend.MATH):  # another has no derivative under vmap
+        together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+    for index, row in enumerate(x):
+        alone = torch.autograd.grad(loss(parameters, row), list(parameters.values()), materialize_grads=True)
+        near([item[index] for item in together.values()], list(alone), 1e-9)
+
+
+COMPILED = [
+    "memory, sequential", "memory, parallel", "features delta", "linear elu", "all string", "all decay",
+    "sliding narrow", "sliding full", "composed mag", "self far",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "linear cosformer", "linear decay", "composed mal_paper", "memory deep", "cms independent-gated",
+        "self chunks")),
+]  # fmt: skip
+
+
+@pytest.mark.spec("NN-MEM-I11", "NN-FEAT-I1", "LIN-ATT-I6", "ATT-SLIDE-I4", "SELF-LAYER-I2")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_to_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    layer = MADE[name]()
+    length = 70 if name.startswith("sliding") else 2  # two blocks of tokens; or a token, and one after it
+    x, masks = inputs(layer, length=length).requires_grad_(), masks_of(2, length)
+    state = None if name in FORGETFUL else layer(inputs(layer, length=2))[1].detach()
+    got = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, state, **masks)
+    expected = layer(x, state, **masks)
+    near([got[0], *leaves(got[1])], [expected[0], *leaves(expected[1])])
+    slopes = (torch.autograd.grad(y.square().sum(), x)[0] for y, _ in (got, expected))
+    near(*slopes, 1e-10)
