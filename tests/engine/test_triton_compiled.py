@@ -104,7 +104,7 @@ def expect_within_budget(row: dict[str, Any], card: int) -> None:
 
 @pytest.mark.spec("ENG-TRITON-D4", "ENG-TRITON-D9")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", [HERE, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+@pytest.mark.parametrize("version", [HERE, *OTHERS])
 def test_kernels_compile_and_fit_a_card(version: str) -> None:
     rows = compiled(version, 90, COVERING)
     once = {"factors": 1, "scan": 1, "pull": 1}
