@@ -185,6 +185,13 @@ class Scan:
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (us, states, slots) if keeps else ()
 
+    def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cotangents of the rows' memories, slots and of what they restart at, from those that programs leave."""
+        if not self.parts:
+            return self.documents.met(first, slot, restart)
+        first, slot = (self.by_row(item)[:, 0].flatten(0, 1) for item in (first, slot))
+        return first, slot, restart
+
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of memory, slots, initial memory and the tokens."""
         preds, kept, kept_S = several(record)
@@ -219,11 +226,7 @@ class Scan:
         grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
         restart = self.memory if self.restart is None else self.restart
-        if self.parts:
-            g0, y0 = (self.by_row(item)[:, 0].flatten(0, 1) for item in (g0, y0))
-        else:
-            g0, y0, gz = self.documents.met(g0, y0, gz)
-        gv = gv.to(v.dtype)
+        g0, y0, gz, gv = *self.met(g0, y0, gz), gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
