@@ -51,7 +51,7 @@ def scanned(config: MemoryConfig, leaves: dict[str, torch.Tensor], engine: str, 
 def trial(
     config: dict[str, Any], *, length: int = 21, widths: tuple[int, int] = (16, 24), masked: bool = False,
     general: bool = False, batch: int = 1, heads: int = 2, channels: bool = False, ceiling: float = 1.0,
-    borders: Sequence[int] = (), silence: bool = False, adverse: bool = False,
+    borders: Sequence[int] = (), silence: bool = False, adverse: bool = False, keeps: bool = False,
 ) -> None:  # fmt: skip
     source, (p, v), lead = torch.Generator().manual_seed(0), widths, (batch, length, heads)
 
@@ -75,6 +75,10 @@ def trial(
             if name in leaves:
                 leaves[name][:, length // 4 : length // 4 + (2 if name == "momentum" else 20)] = 1
                 leaves[name][:, [0, length // 3, length - 1]] = 0
+    if keeps:  # nearly all of a state, however long
+        leaves["lr"] /= 16
+        for name in {"retain", "momentum"} & leaves.keys():
+            leaves[name] = (draw(*leaves[name].shape) + (7 if name == "retain" else 3)).sigmoid()
     if general:
         leaves["write"] = draw(*lead, p).sigmoid()
     if silence:  # errors of exactly 0: all of them at first, the first coordinate's throughout
@@ -163,26 +167,26 @@ def rounded(x, DT: tl.constexpr):
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
-ROUNDED = [  # of a config, and whether retain is one of each channel
-    ({"retention": "decay", "algorithm": "momentum"}, False),
-    ({"retention": "decay", "decay_order": "before_gradient"}, True),
-    *(pytest.param(fields, False, marks=SLOW) for fields in (
+ROUNDED = [  # of a config, and the flag of a verdict
+    ({"retention": "decay", "algorithm": "momentum"}, "reset"),
+    ({"retention": "decay", "decay_order": "before_gradient"}, "channels"), ({"retention": "decay"}, "parted"),
+    *(pytest.param(fields, "reset", marks=SLOW) for fields in (
         {"bias": "dot", "retention": "decay"}, {}, {"retention": "decay", "read": "before"},
         {"retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient"})),
-    pytest.param({"bias": "dot", "retention": "decay", "read": "before"}, True, marks=SLOW),
+    pytest.param({"bias": "dot", "retention": "decay", "read": "before"}, "channels", marks=SLOW),
+    pytest.param({"retention": "decay", "algorithm": "momentum"}, "parted", marks=SLOW),
 ]  # fmt: skip
 
 
 @pytest.mark.spec("ENG-TRITON-D10", "ENG-TRITON-I1")
-@pytest.mark.parametrize(("fields", "channels"), ROUNDED)
+@pytest.mark.parametrize(("fields", "flag"), ROUNDED)
 def test_operands_in_bfloat16_pass_the_gate(
-    fields: dict[str, Any], channels: bool, monkeypatch: pytest.MonkeyPatch, wide: None
+    fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch, wide: None
 ) -> None:
     monkeypatch.setattr(factors, "narrowed", rounded)
     monkeypatch.setattr(scan, "narrowed", rounded)
     config = MemoryConfig.model_validate(fields)
-    flags = ("channels",) if channels else ("reset",)
-    assert distrust(config, flags, torch.bfloat16, "cpu", (64, 64)) is None
+    assert distrust(config, (flag,), torch.bfloat16, "cpu", (64, 64)) is None
 
 
 @triton.jit
@@ -259,11 +263,11 @@ def test_parts_of_a_long_row_go_side_by_side(
     asked: list[int] = []
     own = engine._part
     monkeypatch.setattr(engine, "LONGEST", 100)
-    monkeypatch.setattr(engine, "PART", 64)
+    monkeypatch.setattr(engine, "PART", 20)
     monkeypatch.setattr(engine, "_part", lambda plan: asked.append(own(plan)) or asked[-1])
     config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read}
-    trial(config, widths=(12, 20), length=200, batch=2, **given)
-    assert set(asked) == {128}
+    trial(config, widths=(12, 20), length=200, batch=2, keeps=True, **given)
+    assert set(asked) == {64}
 
 
 DOCUMENTS = [  # of a bias, an algorithm, an order, a read, and whether retain is one of each channel
@@ -282,7 +286,7 @@ def test_documents_go_side_by_side(
 ) -> None:
     grids: list[tuple[int, ...]] = []
     own = table._tables
-    monkeypatch.setattr(table, "_tables", lambda borders, *rest: grids.append(borders) or own(borders, *rest))
+    monkeypatch.setattr(table, "_tables", lambda borders, segment: grids.append(borders) or own(borders, segment))
     config = {"bias": bias, "algorithm": algorithm, "decay_order": order, "read": read, "retention": "decay"}
     borders = [0, 18, 19, 19, 35] if channels else [0, 5, 6, 6, 72]
     trial(config, widths=(8, 12), length=borders[-1], channels=channels, borders=borders, heads=1 + (bias == "huber"))

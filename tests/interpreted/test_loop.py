@@ -178,7 +178,7 @@ def test_gates_of_channels_and_values_and_written_keys(retention: str, extra: st
 def test_documents_go_side_by_side(retention: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     own = table._tables
-    monkeypatch.setattr(table, "_tables", lambda borders, *rest: counts.append(len(borders)) or own(borders, *rest))
+    monkeypatch.setattr(table, "_tables", lambda borders, segment: counts.append(len(borders)) or own(borders, segment))
     config = {"bias": "l2", "retention": retention, "algorithm": "momentum"}
     trial(config, length=22, widths=(8, 6), heads=heads, extra="documents")
     assert counts == [4, 4]  # forward and backward, of three documents

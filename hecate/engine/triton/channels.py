@@ -1,10 +1,12 @@
-"""The backward kernel of rows where retain is one of each phi channel.
+"""Kernels of chunks where retain is one of each phi channel: what their tokens do to one another, and the rows' part of
+the backward pass.
 
 A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l <= t, is no matrix of coefficients times
-b_i, so that the tokens of a block are taken one after another, from the last: H holds the cotangent of every X_i, h and
-j those of what is left of the block's first memory M and of the weights Z of a new start. At a token they take what was
-read and predicted through it, then retain's cotangent is <H, X> there, and its product with retain goes on. X is made
-anew at every token, by products: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+b_i. But a chunk falls into pieces of 1, 2, 4 .. tokens, and between any two tokens lies one border of pieces that are
+halves of one: the product from i to that border is a row's, that from there to t is another row's, and pairs on its two
+sides are a product of matrices. Back, each level gives cotangents of its rows, and of these two products; those of the
+products of a piece become those of its halves', from the whole chunk down to single tokens, where they are retain's. No
+product is divided by another: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
 """
 
 import triton
@@ -12,8 +14,8 @@ import triton.language as tl
 
 from hecate.engine.triton.back import keys_back, queries_back, state_at, values_at
 from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, rows_at, segment_of, writes_at
-from hecate.engine.triton.factors import at_level, inverse, over_size, put
-from hecate.engine.triton.maps import COUNTS, featured
+from hecate.engine.triton.factors import at_level, inverse, put
+from hecate.engine.triton.maps import COUNTS, featured, sized
 
 
 @triton.jit
@@ -60,11 +62,11 @@ def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.c
 
 @triton.jit
 def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr):
-    """One over the sizes of the features of rows, `[C, 1]`."""
-    found = tl.where(inside, 1.0, 1.0)
+    """The sizes of the features of rows, `[C, 1]`."""
+    found = inside.to(tl.float32) * 0.0 + 1.0
     if NORM != "none":
         rows, _ = featured(rows_at(x, at, inside, o, P), inside[:, None] & (o < P)[None, :], PHI)
-        found = over_size(rows, NORM)
+        _, found = sized(rows, NORM)
     return found[:, None]
 
 
@@ -94,9 +96,9 @@ def channel_factors(
         _, born, qt, pt, bt, rt, before, after = chunk_at(
             q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
         )
-        qt, pt = qt * of_q, pt * of_k
+        qt, pt = qt / of_q, pt / of_k
         if not APART:
-            bt = bt * of_k
+            bt = bt / of_k
         alive = (1 - born)[:, None]
         here = rt * alive
         asked, told = qt * (alive if EARLY_READ else here), pt * (here if DECAYED else alive)
@@ -139,9 +141,9 @@ def halves(x, g_to, g_on, g_whole, to, on, i, h: tl.constexpr, C: tl.constexpr, 
     """Cotangents of what two pieces of h rows leave of a channel, from those of the piece of 2 h that they make: of
     their products from the start (to) and to the end (on), and of each whole one, in all of its rows. x is what rows
     leave."""
-    second, all = ((i // h) % 2 == 1)[:, None], on * x
-    ahead = spread(tl.where((i % (2 * h) == 0)[:, None], all, 0.0), 2 * h, C, BP)
-    behind = spread(tl.where((i % (2 * h) == h)[:, None], all, 0.0), 2 * h, C, BP)
+    second, left = ((i // h) % 2 == 1)[:, None], on * x
+    ahead = spread(tl.where((i % (2 * h) == 0)[:, None], left, 0.0), 2 * h, C, BP)
+    behind = spread(tl.where((i % (2 * h) == h)[:, None], left, 0.0), 2 * h, C, BP)
     by_to = spread(tl.where(second, g_to * to, 0.0), 2 * h, C, BP)
     by_on = spread(tl.where(second, 0.0, g_on * on), 2 * h, C, BP)
     g_whole = tl.where(second, g_whole * ahead + by_on, g_whole * behind + by_to)

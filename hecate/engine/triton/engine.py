@@ -51,9 +51,9 @@ from hecate.structure import Memory
 from hecate.tape import Run, Tensors, execute
 
 WIDEST, CELLS = 256, 1 << 14  # of a state: its sides, and its numbers where one program holds all
-# Tokens from which a row is parted, and of a part at least; programs that a card runs at once, and those at which it
-# has enough to do. By the algebra's operations; no time was measured.
-LONGEST, PART, PROGRAMS, FULL = 8192, 1024, 132, 33
+# Tokens from which a row is parted, and of a part at least, and programs that a card runs at once. By the algebra's
+# operations; no time was measured.
+LONGEST, PART, PROGRAMS = 8192, 1024, 132
 FEW, LONG = 8, 8 * SEGMENT  # documents of any length; tokens of one in the loop, on average
 
 
@@ -75,16 +75,19 @@ def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
 
 
 def _part(plan: Plan | Call) -> int:
-    """Tokens of the parts of a long row that are walked side by side where memories are too few for a card, at the
-    price of a second walk for the states between them; 0 where rows are walked whole."""
+    """Tokens of the parts of a long row that are walked side by side where memories are too few for a card; 0 where
+    rows are walked whole. Of states and of what parts make of states there are two walks more, three beside a momentum,
+    and at least twice as many parts as walks in all."""
     linear = plan.config.forms.target or plan.config.forms.error
     if plan.length < LONGEST or plan.steps is not None or plan.traced or _loops(plan) or not linear:
         return 0
-    batch, _, heads, width = plan.tensors.inputs.v.shape
-    programs = batch * heads * -(-width // SEGMENT)
-    if "reset" in plan.masks or programs > FULL:
+    if "reset" in plan.masks:
         return 0
-    parts = min(plan.length // PART, PROGRAMS // programs)
+    batch, _, heads, height = plan.tensors.inputs.v.shape
+    programs, walks = batch * heads * -(-height // SEGMENT), 3 + len(plan.config.algorithm.slots)
+    parts = min(plan.length // PART, PROGRAMS // programs) if programs else 0
+    if parts < 2 * walks:
+        return 0
     return -(-plan.length // parts // SEGMENT) * SEGMENT
 
 

@@ -128,6 +128,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         borders = BORDERS if PACKED in flags else None
         return kernel_of(config, carry, exact, raw=not loops, borders=borders, part=SEGMENT * (PARTED in flags))
 
+    if torch.is_autocast_enabled(device):  # a verdict is for every caller
+        with torch.autocast(device, enabled=False):
+            return distrust(config, flags, dtype, device, shape)
     if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
         return reason
     for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):

@@ -43,12 +43,10 @@ class Scan:
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
         self.length = given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
-        self.parts = 0
+        self.parts, row = -(-self.length // part) if part else 0, self.length
         if part:  # documents of one long row
-            count, length = given.v.shape[:2]
-            self.parts, self.count, self.length = -(-length // part), self.count // count, count * length
-            starts = [row + at for row in range(0, self.length, length) for at in range(0, length, part)]
-            borders = (*starts, self.length)
+            count = len(given.v)
+            self.count, self.length = self.count // count, count * row
         retain = given.retain if config.retention.uses_retain else None
         momentum = given.momentum if slots else None
         masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
@@ -63,7 +61,11 @@ class Scan:
         sizes, moving, narrow = (card, self.height, self.width), slots != [], self.chunks.narrow
         self.rest = launched(*sizes, momentum=moving)
         self.walks = walked(*sizes, momentum=moving, narrow=narrow, whole=not self.bias.apart)
-        self.documents = Documents.of(borders, self.length, self.chunks.segment, self.memory)
+        segment = self.chunks.segment
+        if part:
+            self.documents = Documents.parts(self.length // row, row, part, segment, self.memory)
+        else:
+            self.documents = Documents.of(borders, row, segment, self.memory)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
@@ -75,7 +77,7 @@ class Scan:
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
             "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
-            "CHANNELS": self.channels, "DOCS": borders is not None, "PARTS": part > 0, "HOLLOW": False,
+            "CHANNELS": self.channels, "DOCS": borders is not None or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "PSI": self.bias.psi, "PULL": self.bias.pull,
             "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
             "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
@@ -141,14 +143,27 @@ class Scan:
         )  # fmt: skip
         return last
 
-    def moves(self, walk: tuple[Any, ...]) -> list[list[Tensor]]:
-        """What each part makes of the memory and slot that enter it: from each of these to each, `[rows, parts, heads,
-        P, P]`."""
+    def moves(self, walk: tuple[Any, ...]) -> Tensor:
+        """What each part makes of the states that enter it, memory and slot side by side: `[rows, parts, heads, n P,
+        n P]` of n states."""
         none = self.new(self.documents.programs * self.count, self.width, self.width).zero_()
         one = none + torch.eye(self.width, dtype=none.dtype, device=none.device)
-        starts = ((one, none),) if self.slot is None else ((one, none), (none, one))
-        found = [self.ends(walk, *start, HOLLOW=True) for start in starts]
-        return [[self.by_row(item) for item in each[: len(starts)]] for each in found]
+        if self.slot is None:
+            return self.by_row(self.ends(walk, one, none, HOLLOW=True)[0])
+        found = self.ends(walk, one, none, HOLLOW=True), self.ends(walk, none, one, HOLLOW=True)
+        return self.by_row(torch.cat([torch.cat(each, -1) for each in found], -2))
+
+    def entered(self, states: Sequence[Tensor], local: Sequence[Tensor], moves: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory and slot that enter each part: `states` enter the first of a row, and a part hands on what it
+        makes by itself (local) and, by its moves, of what entered. In float64, which neither autocast nor TF32 rounds.
+        """
+        count = 1 if self.slot is None else 2
+        first, made = (torch.cat([*each[:count]], -1).double() for each in (states, local))
+        found, made, moves = [first.unflatten(0, (-1, self.count))], self.by_row(made), moves.double()
+        for part in range(self.parts - 1):
+            found.append(made[:, part] + found[-1] @ moves[:, part])
+        whole = torch.stack(found, 1).flatten(0, 2).to(states[0].dtype).split(self.width, -1)
+        return whole[0].contiguous(), whole[-1].contiguous()
 
     def first(self, walk: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """The memory and slot that programs start at: those of the rows, or in parts what each part starts at."""
@@ -156,9 +171,15 @@ class Scan:
         if not self.parts:
             return self.memory, slot
         none = self.new(self.documents.programs * self.count, *self.memory.shape[1:]).zero_()
-        rows = [item.unflatten(0, (-1, self.count)) for item in (self.memory, slot)]
-        local = [self.by_row(item) for item in self.ends(walk, none, none)]
-        return chained(rows, local, self.moves(walk))
+        return self.entered((self.memory, slot), self.ends(walk, none, none), self.moves(walk))
+
+    def last(self, walk: tuple[Any, ...], finals: Sequence[Tensor], local: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The cotangents of the last memory and slot of each part, by those of a row's and those that parts alone leave
+        of their first ones: what enters from behind, by the moves transposed."""
+        turned = [self.by_row(item).flip(1).flatten(0, 2) for item in local]
+        found = self.entered(finals, turned, self.moves(walk).flip(1).mT)
+        first, last = (self.by_row(item).flip(1).flatten(0, 2).contiguous() for item in found)
+        return first, last
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
@@ -180,8 +201,8 @@ class Scan:
                 self.length, self.heads, self.count, self.bias.cu,
                 **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps, **flags),
             )  # fmt: skip
-        if self.parts:
-            last, last_slot = (self.by_row(item)[:, -1].flatten(0, 1) for item in (last, last_slot))
+        if self.parts:  # those of the last parts, which do not keep the others'
+            last, last_slot = (self.by_row(item)[:, -1].flatten(0, 1).clone() for item in (last, last_slot))
         finals = (last,) if self.slot is None else (last, last_slot)
         return (y, *finals), (us, states, slots) if keeps else ()
 
@@ -189,7 +210,7 @@ class Scan:
         """Cotangents of the rows' memories, slots and of what they restart at, from those that programs leave."""
         if not self.parts:
             return self.documents.met(first, slot, restart)
-        first, slot = (self.by_row(item)[:, 0].flatten(0, 1) for item in (first, slot))
+        first, slot = (self.by_row(item)[:, 0].flatten(0, 1).clone() for item in (first, slot))
         return first, slot, restart
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
@@ -217,8 +238,7 @@ class Scan:
 
         if self.parts:  # once for what each part's own outputs ask, and then from what those behind it ask, too
             pulled(torch.zeros_like(g0), torch.zeros_like(g0))
-            last = [item.unflatten(0, (-1, self.count)) for item in (g1, y1)]
-            g1, y1 = chained(last, [self.by_row(g0), self.by_row(y0)], self.moves(walk), back=True)
+            g1, y1 = self.last(walk, (g1, y1), (g0, y0))
         pulled(g1, y1)
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
@@ -250,25 +270,6 @@ class Scan:
                     **self.told(gates, self.rest.gates, OF=of, C=segment),
                 )  # fmt: skip
         return grads
-
-
-def chained(
-    first: list[Tensor], local: list[Tensor], moves: list[list[Tensor]], *, back: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What enters each part of a row, flat: `first` enters the first one, and a part hands on what it makes by itself
-    (local) plus what entered by its moves; or (back) the same of cotangents from the last part on."""
-    if back:
-        local = [item.flip(1) for item in local]
-        moves = [[row[at].mT.flip(1) for row in moves] for at in range(len(moves))]
-    states = [first[: len(moves)]]
-    for part in range(local[0].shape[1] - 1):
-        made = [own[:, part] for own in local[: len(moves)]]
-        for x, row in zip(states[-1], moves, strict=True):
-            made = [own + x @ move[:, part] for own, move in zip(made, row, strict=True)]
-        states.append(made)
-    found = [torch.stack(each, 1) for each in zip(*states, strict=True)]
-    found = [(item.flip(1) if back else item).flatten(0, 2).contiguous() for item in found]
-    return found[0], found[-1]
 
 
 def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:

@@ -52,7 +52,7 @@ def trial(
     cotangents. One head forgets little and the other much; flags name the fields of `Tokens` that may be left out.
     scale is that of states, values, learning rates and momenta: small ones let no rule diverge. Random keys hide an
     inverse that loses digits: adverse ones come in runs, of nearly equal and of equal ones at lr 1 and retain 1, with
-    gates of 0 among them."""
+    gates of 0 among them; where rows are "parted", one head keeps nearly all of a state from part to part."""
     height, width = shape
     lead = (1, TRIAL, 2)
     generator = torch.Generator().manual_seed(0)
@@ -83,6 +83,10 @@ def trial(
         for gate in (retain, momentum):
             gate[:, [5, 63, 64, 128]] = 0
         momentum[:, [20, 127]] = 1.0 if slots else 0.0
+    if "parted" in flags:
+        retain[:, :, 0], lr[:, :, 0] = 1 - (1 - retain[:, :, 0]) / 512, lr[:, :, 0] / 16
+        retain[:, [5, 63, 64, 128], 0] = 0.99
+        momentum[:, :, 0] = 0.95 if slots else 0.0
     if scale != 1:
         states, values, lr, momentum = [scale * item for item in states], scale * values, scale * lr, scale * momentum
     return (*states, first, queries, values, lr, retain, momentum, write, reset, apart, kept), cotangents

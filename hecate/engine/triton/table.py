@@ -129,8 +129,21 @@ class Documents(NamedTuple):
         which stands for tables that are not read: a token decoded in place makes no tensor anew."""
         if borders is None:
             return cls(1, -(-length // segment), memory, memory)
-        docs, spans = _tables(borders, segment, memory.device)
-        return cls(len(docs), len(spans), docs, spans)
+        tables = _tables(borders, segment)
+        docs, spans = (torch.tensor(table).to(memory.device, non_blocking=True) for table in tables)
+        return cls(len(tables[0]), len(tables[1]), docs, spans)
+
+    @classmethod
+    def parts(cls, rows: int, length: int, part: int, segment: int, memory: Tensor) -> Documents:
+        """The parts of rows that lie end to end as documents, by tables made on the device, so that a graph of a card
+        holds its own."""
+        start = torch.arange(0, length, part, device=memory.device).repeat(rows, 1)
+        row = torch.arange(0, rows, device=memory.device).unsqueeze(1)
+        docs = start + row * length, (length - start).clamp(max=part), start // segment + row * -(-length // segment)
+        at = torch.arange(0, length, segment, device=memory.device).repeat(rows, 1)
+        spans = at + row * length, (at // part * part + part).clamp(max=length) + row * length
+        first, second = (torch.stack(table, -1).flatten(0, 1) for table in (docs, spans))
+        return cls(len(first), len(second), first, second)
 
     def each(self, states: Tensor) -> Tensor:
         """Room for a state of every document, in the order of documents, of memories `[N, V, P]`."""
@@ -146,15 +159,13 @@ class Documents(NamedTuple):
 
 
 @lru_cache(16)
-@torch.inference_mode(False)
-def _tables(borders: tuple[int, ...], segment: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept, so that a graph of a card may be captured of what has run once."""
+def _tables(borders: tuple[int, ...], segment: int) -> tuple[list[list[int]], list[list[int]]]:
     docs: list[list[int]] = []
     spans: list[list[int]] = []
     for start, end in pairwise(borders):
         docs.append([start, end - start, len(spans)])
         spans += [[at, end] for at in range(start, end, segment)]
-    return torch.tensor(docs).to(device), torch.tensor(spans).to(device)
+    return docs, spans
 
 
 def card_of(device: torch.device) -> int:
