@@ -51,7 +51,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
-Conflicts = Iterator[tuple[tuple[str, ...], str]]
+Conflicts = Iterator[tuple[tuple[str | int, ...], str]]
 FAMILY = "x-hecate-family"
 """Marks where a schema refers to a family."""
 

@@ -18,13 +18,24 @@ from hecate.checks import expect_choice
 from hecate.data import places_of
 from hecate.engine import EngineName, memory_scan
 from hecate.errors import ConfigError
-from hecate.hf.adopted import ENGINE, KERNELS, STARTS, Adopted, adopted, become, document_starts, official, rule_of
+from hecate.hf.adopted import (
+    ENGINE,
+    FLOATS,
+    KERNELS,
+    STARTS,
+    Adopted,
+    adopted,
+    become,
+    called_with,
+    document_starts,
+    official,
+    rule_of,
+)
 from hecate.hf.hosted import Hosted
 from hecate.hf.kernels import RULES
 from hecate.rule import Gates
 
 Packed = Literal["positions", "given"]
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class AdoptionWarning(UserWarning):
@@ -158,7 +169,7 @@ def _check_weights(name: str, layer: Any) -> None:
             place = f"{name}.{inside}{own}"
             if weight.is_meta and not hasattr(part, "_hf_hook"):  # accelerate brings what it offloads
                 raise ConfigError(f"{place} is on the meta device; load the weights, and adopt the model then")
-            if weight.dtype not in _FLOATS:
+            if weight.dtype not in FLOATS:
                 raise ConfigError(f"{place} is quantised to {weight.dtype}; adopt reads it as it is, in floats")
 
 
@@ -217,10 +228,7 @@ def _unhook(module: nn.Module) -> None:
 def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """A hook ahead of a model's forward: where documents begin among the keywords, which its layers hand on; and, where
     only `PACKING` says so, positions that begin again with each, by which softmax layers go."""
-    names = tuple(inspect.signature(type(model).forward).parameters)[1:] if args else ()
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tokens = given.get("input_ids")
-    tokens = given["inputs_embeds"] if tokens is None else tokens
+    given, tokens = called_with(model, args, kwargs)
     if (starts := document_starts(given, tokens)) is None:
         return None
     if not torch.compiler.is_compiling() and (leak := _mixes(model)) is not None:

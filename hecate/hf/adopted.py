@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import kernels
-from hecate.hf.grafted import starts_of_documents
 from hecate.tape import steady
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of weights that are read as they are; others are quantised."""
 STARTS, ENGINE = "hecate_starts", "hecate_engine"
 """Keywords of its kernels: where documents begin, and a layer's engine, which is its attribute, too."""
 
@@ -179,6 +180,14 @@ CACHED = (
 )
 
 
+def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+    """The arguments of a model's call by name, and its tokens `[B, T, ...]`."""
+    names = tuple(inspect.signature(type(model).forward).parameters)[1:] if args else ()
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given.get("input_ids")
+    return given, given["inputs_embeds"] if tokens is None else tokens
+
+
 def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     """True `[B, T]` where another document begins in a row, None where none does.
 
@@ -206,3 +215,17 @@ def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
             raise ConfigError(CACHED)
     how = {"cu_seq_lens_q": borders, "position_ids": positions, "past_key_values": past}
     return starts_of_documents(how, rows, count, tokens.device)
+
+
+def starts_of_documents(given: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
+    """Where another document begins, as attention is told it, if one does."""
+    ends, position = given.get("cu_seq_lens_q"), given.get("position_ids")
+    if ends is not None:
+        starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)
+        starts[ends.to(device).long()] = True
+        starts = starts[:-1].reshape(rows, count)
+    elif given.get("past_key_values") is None and position is not None and position.dim() == 2 and count > 1:
+        starts = torch.diff(position, prepend=position[:, :1] - 1).ne(1).expand(rows, -1).to(device)
+    else:
+        return None
+    return starts if torch.compiler.is_compiling() or bool(starts[:, 1:].any()) else None

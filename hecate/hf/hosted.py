@@ -1,22 +1,25 @@
-"""A memory in the place of a layer of transformers: its masks, documents and caches."""
+"""Layers of hecate called as those of transformers and flash-linear-attention are, in their place: masks, documents and
+caches."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
-from hecate.checks import Depth, Size
-from hecate.errors import ConfigError
+from hecate.checks import Depth, Size, described, expect_choice, expect_count
+from hecate.errors import ConfigError, ShapeError
 from hecate.hf.adopted import CACHED, PACKING, STARTS, document_starts
-from hecate.hf.grafted import Masks, remembering
-from hecate.nn import LayerState, Memory
+from hecate.hf.cache import StateLayer, remembering
+from hecate.nn import Memory
 from hecate.nn.arguments import Firing
 from hecate.rule import MemoryConfig
 from hecate.variant import Config
 
+Returns = Literal["attention", "fla", "output"]
 HELD = "layer"
 """The place of a layer's own state in its layer of a cache."""
 
@@ -72,6 +75,17 @@ def describe_hosted(model: nn.Module) -> None:
             delattr(root.config, LAYERS)
 
 
+def _masks(x: Tensor, attention_mask: Tensor | None, given: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
+    """Masks of x `[B, T, d_model]` by what transformers tells a layer; refuses documents in a cached row."""
+    starts = given.get(STARTS)
+    if starts is None:
+        starts = document_starts({name: given.get(name) for name in PACKING}, x)
+    if starts is not None and past is not None:
+        raise ConfigError(CACHED)
+    written = None if attention_mask is None else attention_mask[:, -x.shape[1] :].bool()
+    return {"write_mask": written, "reset_mask": starts}
+
+
 class Hosted(nn.Module):
     """A `hecate.nn.Memory` called as transformers calls its linear layers.
 
@@ -87,23 +101,13 @@ class Hosted(nn.Module):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """hidden_states `[B, T, d_model]`; the memory's answers, and its state in the cache."""
-        starts = kwargs.get(STARTS)
-        if starts is None:
-            starts = document_starts({name: kwargs.get(name) for name in PACKING}, hidden_states)
-        if starts is not None and cache_params is not None:
-            raise ConfigError(CACHED)
-        written = None if attention_mask is None else attention_mask[:, -hidden_states.shape[1] :].bool()
-        masks = Masks(written, starts)
+        masks = _masks(hidden_states, attention_mask, kwargs, cache_params)
         wide = hidden_states.to(self.memory.out.weight.dtype)
         if cache_params is None:
-            y, _ = self.masked(wide, None, write_mask=masks.write, reset_mask=masks.reset)
+            y, _ = self.memory(wide, None, **masks)
         else:
-            y = self._held(cache_params).answers(HELD, self, wide, masks)
+            y = self._held(cache_params).answers(HELD, self.memory, wide, **masks)
         return y.to(hidden_states.dtype)
-
-    def masked(self, x: Tensor, state: LayerState | None, **masks: Tensor | None) -> tuple[Tensor, LayerState]:
-        """The memory's answers to x `[B, T, d_model]`, and its state."""
-        return self.memory(x, state, **masks)
 
     def _held(self, cache: Any) -> Any:
         """The layer of a cache that holds the state."""
@@ -113,4 +117,72 @@ class Hosted(nn.Module):
                 f"layer {self.layer_idx} of the cache was filled by the model before its upgrade; fill it anew"
             )
         held.has_previous_state = dict.fromkeys(held.has_previous_state, True)
+        return held
+
+
+class AsLayer(nn.Module):
+    """A layer of hecate in the place of an attention or a linear layer of transformers or fla. [HF-CALL-D1]
+
+        block.self_attn = AsLayer(Memory(256, heads=4, config="titans"), layer_idx=3)
+        y, _ = block.self_attn(hidden_states=x, attention_mask=padding, past_key_values=cache)
+
+    Positions are not looked at. The state lies in layer `layer_idx` of the cache, a `StateLayer`, which it makes of one
+    that is empty.
+
+    Args:
+        layer: `(x, state=None, *, write_mask, reset_mask) -> (y, state)`: `Memory`, `CMS`, compositions, blocks.
+        layer_idx: its number in the model, from 0.
+        returns: "attention" (y, None), as attention of transformers; "fla" (y, None, cache); "output" y.
+    """
+
+    def __init__(self, layer: nn.Module, layer_idx: int = 0, returns: Returns = "attention") -> None:
+        super().__init__()
+        expect_choice(returns, "returns", get_args(Returns))
+        expect_count(layer_idx, "layer_idx", 0)
+        self.layer, self.layer_idx, self.returns = layer, layer_idx, returns
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """hidden_states `[B, T, d_model]`, attention_mask `[B, T]` or of all tokens so far, 0 where there is padding;
+        documents of a row by `cu_seqlens`, `cu_seq_lens_q` or `seq_idx`; other keywords say nothing to a memory.
+
+        Raises:
+            ShapeError: a mask over keys, which does not say what is padding.
+            ConfigError: attention weights are asked for; documents in a cached row; a layer of the cache that holds
+                something else.
+        """
+        if kwargs.get("output_attentions"):
+            raise ConfigError("output_attentions: a memory has no attention weights; leave it out")
+        if attention_mask is not None and (
+            attention_mask.dim() != 2 or attention_mask.shape[1] < hidden_states.shape[1]
+        ):
+            shape = f"[B, {hidden_states.shape[1]} or more]"
+            raise ShapeError(f"attention_mask must be {shape}, 0 at padding, got {described(attention_mask)}")
+        if kwargs.get("cu_seq_lens_q") is None:
+            kwargs["cu_seq_lens_q"] = kwargs.get("cu_seqlens")
+        past = cache_params if past_key_values is None else past_key_values
+        masks = _masks(hidden_states, attention_mask, kwargs, past)
+        if past is None:
+            y, _ = self.layer(hidden_states, None, **masks)
+        else:
+            y = self._held(past).advance(self.layer, hidden_states, **masks, counts=True)
+        return {"attention": (y, None), "fla": (y, None, past), "output": y}[self.returns]
+
+    def _held(self, cache: Any) -> StateLayer:
+        """The layer of a cache that holds the state."""
+        if not isinstance(cache, Cache) or cache.offloading:
+            raise ConfigError(f"past_key_values must be a DynamicCache of transformers, got a {type(cache).__name__}")
+        while len(cache.layers) <= self.layer_idx:
+            cache.layers.append(DynamicLayer())
+        held = cache.layers[self.layer_idx]
+        if type(held) is DynamicLayer and not held.is_initialized:
+            held = cache.layers[self.layer_idx] = StateLayer()
+        if not isinstance(held, StateLayer):
+            raise ConfigError(f"layer {self.layer_idx} of past_key_values is a {type(held).__name__} in use by another")
         return held

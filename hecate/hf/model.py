@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
@@ -10,24 +11,38 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
 from hecate.checks import check_room
-from hecate.errors import ConfigError
-from hecate.hf.batch import generate_batch
-from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
+from hecate.errors import ConfigError, shorten
+from hecate.hf.cache import (
+    StateLayer,
+    document_starts,
+    no_continuous_batching,
+    record_drafts,
+    state_layers,
+    written_tokens,
+)
 from hecate.hf.config import HecateConfig
 from hecate.models import LanguageModel
 from hecate.models.language_model import MemoryBlock, parameters_of
 from hecate.models.layers import redraw
 from hecate.nn import ShortConv
+from hecate.serve import Request, Scheduler
 
 _LOG = logging.get_logger(__name__)
 # What callers add to any model, and that says nothing to this one.
 _UNREAD = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
 _OF_LOSS = frozenset({"num_items_in_batch", "shift_labels"})
+# What of a GenerationConfig is read here, and what says nothing of tokens; anything else that is set is refused.
+_READ = {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
+_SILENT = {
+    "pad_token_id", "bos_token_id", "use_cache", "transformers_version", "disable_compile", "is_assistant",
+    "return_dict_in_generate", "remove_invalid_values",
+}  # fmt: skip
 
 
 class HecateBlock(GradientCheckpointingLayer, MemoryBlock):
@@ -292,10 +307,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
-            layers = state_layers(cache, len(self.model.lm.blocks))
-            if getattr(generation_config, "is_assistant", False):  # what it drafts in one go may all be rejected
-                for layer in layers:
-                    layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
+            record_drafts(generation_config, *state_layers(cache, len(self.model.lm.blocks)))
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -305,14 +317,6 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         if getattr(generation_config, "is_assistant", False):
             return torch.ones(inputs_tensor.shape[:2], dtype=torch.int64, device=inputs_tensor.device)
         return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Takes another embedding, of a vocabulary of its size."""
-        self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> Any:
         """The output layer; where it is the embedding's weights, a view of them."""
@@ -370,3 +374,55 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         if labels is not None or of_loss.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **of_loss)
         return CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
+
+
+def generate_batch(
+    model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig, *, max_batch: int = 16, seed: int = 0
+) -> dict[str, GenerationOutput]:
+    """Continuations of every prompt as `generate` makes them; one that fails says why in `error`. [HF-GEN-D3]
+
+    Args:
+        model: a `LanguageModel`.
+        inputs: tokens of each prompt.
+        config: with the settings of transformers filled in; those that change tokens in a way not known are refused.
+        max_batch: prompts at once, a power of two.
+        seed: of the draws of the first prompt, one more for each that follows.
+
+    Raises:
+        ConfigError: a prompt without tokens, or a setting that is not known here.
+    """
+    plain = GenerationConfig()
+    plain.update(**plain._get_default_generation_params())
+    for name, value in config.to_dict().items():
+        silent = name in _READ | _SILENT or name.startswith("_") or "assistant" in name
+        if not silent and value not in (None, False, getattr(plain, name, None)):
+            raise ConfigError(f"generate_batch knows no {name} (got {shorten(value)}); leave it out or call generate")
+    ends = config.eos_token_id
+    how: dict[str, Any] = {"stop": frozenset([ends] if isinstance(ends, int) else ends or ())}
+    how["temperature"] = (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0
+    how |= {"top_k": config.top_k or None, "top_p": config.top_p} if config.do_sample else {}
+    born, requests = time.perf_counter(), []
+    for number, prompt in enumerate(inputs):
+        room = config.max_new_tokens
+        if room is None:
+            room = plain.max_length if config.max_length == plain.max_length else config.max_length - len(prompt)
+        if room < 1:
+            raise ConfigError(f"max_length {config.max_length} leaves no room after a prompt of {len(prompt)} tokens")
+        requests.append(Request([int(token) for token in prompt], room, seed=seed + number, **how))
+    training = model.training
+    try:
+        scheduler = Scheduler(model, max_batch=max_batch, max_queue=max(1, len(requests)))
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.step():
+            pass
+    finally:
+        model.train(training)
+    found = {}
+    for number, request in enumerate(requests):
+        status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
+        found[f"req_{number}"] = GenerationOutput(
+            f"req_{number}", list(request.tokens), request.made, status=status, created_time=born,
+            error=None if request.error is None else str(request.error), lifespan=(born, time.perf_counter()),
+        )  # fmt: skip
+    return found

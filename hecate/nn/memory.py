@@ -31,15 +31,17 @@ from hecate.nn.blocks import EPS, EXACT, readout, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, draw_normal, source_of, unheard
-from hecate.nn.projection import Projection, check_projection, project_queries
 from hecate.nn.rule import (
     FeatureMemory,
     FeatureMemoryConfig,
     GatingParameters,
+    Projection,
     RuleParameters,
     ScanArguments,
     between,
     by_token,
+    check_projection,
+    project_queries,
 )
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
