@@ -25,8 +25,8 @@ from hecate import states
 from hecate.algorithm import GD
 from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
-from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
-from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
+from hecate.errors import ConfigError, HecateError, install_line
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.models import LanguageModel
 from hecate.nn.memory import rule_repr
 from hecate.readout import Ridge
@@ -125,8 +125,7 @@ def export_onnx(
     """
     expect_choice(dtype, "dtype", get_args(WeightDtype))
     out, model = Path(out), deepcopy(model).float().eval()
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; choose another --out")
+    expect_free(out, "choose another --out")
     for layer in model.modules():
         rule = getattr(layer, "config", None)
         if isinstance(rule, MemoryConfig) and isinstance(rule.readout, Ridge):
@@ -152,13 +151,11 @@ def export_onnx(
             f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
             f"{TOLERANCE:g} is allowed; serve it from torch"
         )
-    with refusing(f"write {out}", "choose another --out"), by_library():
-        make_folder(out.parent)
-        with new_folder(out) as folder:
-            onnx.save(whole, folder / SEQUENCE)
-            onnx.save(step, folder / STEP)
-            for path in beside:
-                write_file(folder / path.name, read_whole(path))
+    with written_folder(out, "choose another --out") as folder:
+        onnx.save(whole, folder / SEQUENCE)
+        onnx.save(step, folder / STEP)
+        for path in beside:
+            write_file(folder / path.name, read_whole(path))
     return Exported(out, len(whole.graph.node), len(step.graph.node), error)
 
 

@@ -22,7 +22,7 @@ from hecate.nn import LayerState, Memory
 from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
 from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
-from hecate.nn.parameters import draw_normal, source_of, sources_for
+from hecate.nn.parameters import draw_normal, redraw, source_of, sources_for
 from hecate.nn.rule import ScanArguments, between
 from hecate.rule import MemoryState
 from hecate.states import State
@@ -229,8 +229,7 @@ class CMS(nn.Module):
 
     def _start(self) -> None:
         """Norms at 1, learned weights at 1/sqrt(levels), gates at 1/2; draws nothing."""
-        for norm in self.norms:
-            nn.init.ones_(norm.weight)  # type: ignore[arg-type]
+        redraw(None, *self.norms)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         if self.weight is not None:

@@ -60,8 +60,8 @@ class Remembering(ABC):  # noqa: B024
         self.record_past, self.window = True, max(self.window, tokens)
 
     def answers(self, place: str, layer: Any, x: Tensor, **masks: Tensor | None) -> Tensor:
-        """The answers to x `[B, T, d_model]` of a layer, by its `masked` if it has that; its state is kept."""
-        past, run = self.memories.get(place, _NOTHING), getattr(layer, "masked", layer)
+        """The answers to x `[B, T, d_model]` of a layer, by its `with_states` if it has that; its state is kept."""
+        past, run = self.memories.get(place, _NOTHING), getattr(layer, "with_states", layer)
         if self.record_past:
             y, after = advance(run, x, past, self.window, **masks)
             self._layers = {**self._layers, place: weakref.ref(layer)}  # a copy of the cache has no copy of it
@@ -123,7 +123,7 @@ class Remembering(ABC):  # noqa: B024
         check_recorded(self.memories[place], count)
         if (layer := self._layers.get(place, type(None))()) is None:
             raise ConfigError("the model that wrote the cache is gone; keep it as long as the cache is cropped")
-        return partial(layer, mlp=False) if isinstance(layer, MemoryBlock) else getattr(layer, "masked", layer)
+        return partial(layer, mlp=False) if isinstance(layer, MemoryBlock) else getattr(layer, "with_states", layer)
 
 
 @cache

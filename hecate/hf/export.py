@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hecate.data.tokenizer import BYTES, END, Bytes, FileTokenizer, Tokenizer
 from hecate.errors import CheckpointError, ConfigError, shorten
-from hecate.files import by_library, make_folder, new_folder, refusing
+from hecate.files import expect_free, written_folder
 from hecate.hf.model import HecateForCausalLM
 from hecate.models import LanguageModel
 from hecate.train.trained import open_model
@@ -37,8 +37,7 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
         ConfigError: what the run has trained is no language model.
     """
     out = Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; choose another --out")
+    expect_free(out, "choose another --out")
     trained = open_model(run, which, "cpu")
     if not isinstance(trained.model, LanguageModel):
         raise ConfigError(
@@ -49,12 +48,10 @@ def export_run(run: Path | str, out: Path | str, which: str = "best") -> Exporte
     if tokenizer is not None:
         ends, pads = tokenizer.eos_token_id, tokenizer.pad_token_id
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = ends, pads
-    with refusing(f"write {out}", "choose another --out"), by_library():
-        make_folder(out.parent)
-        with new_folder(out) as folder:
-            model.save_pretrained(folder)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+    with written_folder(out, "choose another --out") as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     return Exported(out, trained.step, tokenizer is not None)
 
 

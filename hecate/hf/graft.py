@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hecate.checks import Depth, Size, described, expect_choice
 from hecate.errors import ConfigError, ShapeError
-from hecate.hf.adopted import FLOATS, called_with, starts_of_documents
+from hecate.hf.adopt import FLOATS, called_with, starts_of_documents
 from hecate.hf.cache import no_continuous_batching, record_drafts, remembering
 from hecate.nn import FeatureMemoryConfig, LayerState, Memory
 from hecate.nn.arguments import Firing

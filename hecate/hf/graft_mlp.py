@@ -19,7 +19,7 @@ from hecate.checks import Count, Depth
 from hecate.engine import memory_scan
 from hecate.errors import ConfigError, ShapeError
 from hecate.gating import Masks, Sizes
-from hecate.hf.adopted import FLOATS
+from hecate.hf.adopt import FLOATS
 from hecate.hf.cache import remembering
 from hecate.hf.graft import (
     BRANCH,
@@ -306,7 +306,7 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             before: Tensor = mlp(x)
-            mine, _ = _install(twin, fast, index).masked(x, None, write_mask=None, reset_mask=None)
+            mine, _ = _install(twin, fast, index).with_states(x, None, write_mask=None, reset_mask=None)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ConfigError(f"layer {index}: the forward of {type(mlp).__name__} is of another build ({error})") from None
     off = (mine - before).float().norm()
@@ -420,10 +420,10 @@ class FastMLP(Holder):
             )
         past, masks = hecate_call
         if past is None:
-            return self.masked(x, None, **masks)[0]
+            return self.with_states(x, None, **masks)[0]
         return remembering(past.layers[self.layer_idx]).answers(PLACE, self, x, **masks)
 
-    def masked(self, x: Tensor, states: States | None, **masks: Tensor | None) -> tuple[Tensor, States]:
+    def with_states(self, x: Tensor, states: States | None, **masks: Tensor | None) -> tuple[Tensor, States]:
         """The answers `[B, T, d_model]` and the states after the last token."""
         fast = getattr(self, BRANCH)
         if fast.last is None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.hf.adopted import FLOATS, official, rule_of
+from hecate.hf.adopt import FLOATS, official, rule_of
 from hecate.nn import LayerState, Memory
-from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig, MemoryState
+from hecate.nn.sums import state_of_sums
+from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig
 
 RULES = ("gated_delta", "kda")
 _QK_EPS = 1e-6  # beside the square, in the kernels of every family
@@ -263,9 +264,7 @@ def from_cache(cache: Any, index: int) -> LayerState:
     kept, weight = held.conv_kernel_size[0] - 1, held.recurrent_states[0]
     conv = held.conv_states[0][..., -kept:].mT.contiguous()
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).mT.contiguous()
-    position = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
-    memory = MemoryState(memory={"weight": weight}, slots={}, anchor={}, pending={}, position=position)
-    return LayerState(memory, conv, None)
+    return LayerState(state_of_sums(weight), conv, None)
 
 
 def to_cache(state: LayerState, cache: Any, index: int) -> None:

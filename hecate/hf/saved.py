@@ -17,11 +17,11 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from hecate.checks import expect_choice
 from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
-from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.hf.adopt import hook_models
 from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, build, decoder_of, freeze, install
 from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
-from hecate.hf.hosted import LAYERS, Hosted, HostedConfig, describe_hosted
+from hecate.hf.upgrade import LAYERS, Hosted, HostedConfig, describe_hosted
 from hecate.train.checkpoint import write_tensors
 from hecate.variant import read_json
 
@@ -55,17 +55,14 @@ def save(model: Any, folder: str | Path) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError("the model is on the meta device, or offloaded, and has no weights to write; load them first")
     folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; choose another folder")
+    expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
     own = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added(model)}
-    with refusing(f"write {folder}", "choose another folder"), by_library():
-        make_folder(folder.absolute().parent)
-        with new_folder(folder.absolute()) as room:
-            model.save_pretrained(room, state_dict=tensors)
-            if own:
-                write_tensors(own, room / _TENSORS)
+    with written_folder(folder, "choose another folder") as room:
+        model.save_pretrained(room, state_dict=tensors)
+        if own:
+            write_tensors(own, room / _TENSORS)
 
 
 def _added(model: Any) -> list[str]:
@@ -222,13 +219,10 @@ def save_graft(model: Any, folder: str | Path) -> None:
     tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
     if any(hasattr(value, "placements") for value in tensors.values()):
         raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; choose another folder")
-    with refusing(f"write {folder}", "choose another folder"):
-        make_folder(folder.absolute().parent)
-        with new_folder(folder.absolute()) as room:
-            write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _GRAFT)
-            write_file(room / _FACTS, json.dumps(getattr(model.config, GRAFT), indent=2) + "\n")
+    expect_free(folder, "choose another folder")
+    with written_folder(folder, "choose another folder") as room:
+        write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _GRAFT)
+        write_file(room / _FACTS, json.dumps(getattr(model.config, GRAFT), indent=2) + "\n")
 
 
 def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory", **options: Any) -> Any:

@@ -725,7 +725,7 @@ FAULTS = [
         ("model", "value.detach().clone()", "value.detach()"),
         ("export", "split_special_tokens=True", "split_special_tokens=False"),
         ("export", '"padding": None, "post_processor": None', '"padding": None'),
-        ("config", "self._set(None, {**self.model, field: value})", "self.model"),
+        ("model", "self._set(None, {**self.model, field: value})", "self.model"),
     ),
     *_of(
         "nn",
