@@ -260,12 +260,16 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                             return f" It is a field of {name}: {name}={{{start}{word!r}: ...}}."
         return ""
 
+    def settle(self) -> None:
+        """Fills in what `follows` names and was left out, ahead of `conflicts`."""
+
     def conflicts(self) -> Conflicts:
         """Settings that cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
         yield from ()
 
     @model_validator(mode="after")
     def _without_conflicts(self) -> Self:
+        self.settle()
         for path, sentence in self.conflicts():
             raise ConfigError(sentence, path)
         return self

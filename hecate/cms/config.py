@@ -50,9 +50,10 @@ class LevelConfig(Config):
     restart: Count | None = Field(None, ge=1)
     query_projection: Projection = "none"
 
+    settle = settle_layer
+
     def conflicts(self) -> Conflicts:
         """Settings that a memory in chunks of the period cannot have."""
-        settle_layer(self)
         memory = self.memory
         given = (memory.chunk, memory.commit)
         if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):
@@ -115,8 +116,8 @@ class CMSConfig(Config):
                 own = f"{name!r} is the name of level {names.index(name)} already"
                 yield ("levels", index, "name"), f"{own}; give each level one of its own"
         if self.composition != "independent" and self.aggregation != "sum":
-            own = f"{self.aggregation!r} weighs outputs of levels that read one input, which only composition"
-            yield ("aggregation",), f"{own} 'independent' does; with composition {self.composition!r} leave it out"
+            does = "weighs outputs of levels that read one input, which only composition 'independent' does"
+            yield ("aggregation",), f"{self.aggregation!r} {does}; with composition {self.composition!r} leave it out"
         for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
             for path, reason in _of_nested(fast, slow) if self.composition == "nested" else ():
                 yield ("levels", index, *path), f"nested levels {fast.name!r} and {slow.name!r}: {reason}"
@@ -146,8 +147,8 @@ def _of_nested(fast: LevelConfig, slow: LevelConfig) -> Conflicts:
         own = f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token"
         yield ("period",), f"{own}; give it a period of at least 2"
     if slow.period % fast.rule.chunk:
-        own = f"period {slow.period} is no multiple of {fast.rule.chunk}, so {fast.name!r} would restart within a"
-        yield ("period",), f"{own} window; use a multiple"
+        own = f"period {slow.period} is no multiple of {fast.rule.chunk}"
+        yield ("period",), f"{own}, so {fast.name!r} would restart within a window; use a multiple"
     if fast.restart is not None or slow.restart is not None:
         own = "a level with restart goes back to its own starting weights, a nested one to those of the slower level"
         yield ("restart",), f"{own}; leave restart out, or use another composition"

@@ -99,9 +99,10 @@ class SelfReferenceConfig(Config):
         """True if the state keeps the boxes as they were at the chunk's start."""
         return self.refers and self.period > 1
 
+    settle = settle_layer
+
     def conflicts(self) -> Conflicts:
         """Rules that boxes cannot have, and boxes that there are not."""
-        settle_layer(self)
         memory, given = self.memory, self.adaptive or ()
         if memory.structure.transposed:
             own = f"a box answers with what it predicts; {memory.structure.named} predicts keys"
@@ -113,16 +114,17 @@ class SelfReferenceConfig(Config):
             own = "boxes make q, k, v and gates themselves, and the layer has none of these"
             yield ("memory", "layer_options"), own
         if memory.normalizer != "none":
-            own = f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first"
-            cure = "write, where a projection has to answer already; use memory.normalizer='none'"
-            yield ("memory", "normalizer"), f"{own} {cure}"
+            reason = "a sum of weights that is 0 before the first write, where a projection has to answer already"
+            own = f"memory.normalizer={memory.normalizer!r} divides by {reason}"
+            yield ("memory", "normalizer"), f"{own}; use memory.normalizer='none'"
         if memory.feature_map.needs_position:
-            own = f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would"
-            cure = "change along the sequence though nothing is learned; use a feature_map without positions"
-            yield ("memory", "feature_map"), f"{own} {cure}"
+            own = f"feature_map {memory.feature_map.kind!r} depends on the token's position"
+            moves = "a projection would change along the sequence though nothing is learned"
+            yield ("memory", "feature_map"), f"{own}, so {moves}; use a feature_map without positions"
         if memory.retention.links != "token":
-            own = f"link_at={memory.retention.links!r} answers with weights of the chunk's start, and boxes are read at"
-            yield ("memory", "retention", "link_at"), f"{own} what they carry; use link_at='token'"
+            own = f"link_at={memory.retention.links!r} answers with weights of the chunk's start"
+            reason = f"{own}, and boxes are read at what they carry"
+            yield ("memory", "retention", "link_at"), f"{reason}; use link_at='token'"
         if self.phase == 1 and given:
             own = f"phase 1 keeps projections as they start, but adaptive={given!r} writes them"
             yield ("adaptive",), f"{own}; use phase 2 or 3, or leave adaptive out"
@@ -130,10 +132,11 @@ class SelfReferenceConfig(Config):
             yield ("adaptive",), f"names each box once, got {given!r}"
         for box in given:
             if box not in self.boxes:
-                own = f"{box!r} is no box of this memory: retention {memory.retention.kind!r} and algorithm"
-                yield ("adaptive",), f"{own} {memory.algorithm.kind!r} take the boxes {', '.join(self.boxes)}"
-        if self.erase == "twice" and (reason := self._erases_once_only()):
-            yield ("erase",), f"'twice': {reason}, or erase='once'"
+                kinds = f"retention {memory.retention.kind!r} and algorithm {memory.algorithm.kind!r}"
+                reason = f"{kinds} take the boxes {', '.join(self.boxes)}"
+                yield ("adaptive",), f"{box!r} is no box of this memory: {reason}"
+        if self.erase == "twice" and (refusal := self._erases_once_only()):
+            yield ("erase",), f"'twice': {refusal}, or erase='once'"
 
     def _erases_once_only(self) -> str | None:
         """Why the rule cannot erase twice, and what to use; None if it can."""

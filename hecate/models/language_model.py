@@ -108,9 +108,10 @@ class LanguageModelConfig(Config):
     mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
     tie_embeddings: bool = True
 
+    settle = settle_layer
+
     def conflicts(self) -> Conflicts:
         """Sizes that do not fit, settings that nothing would read, and what the layers of a block refuse."""
-        settle_layer(self)
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             yield ("heads",), f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value"
         if self.conv_kernel == 1:

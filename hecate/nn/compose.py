@@ -53,8 +53,8 @@ class AttentionConfig(Config):
     def conflicts(self) -> Conflicts:
         """Settings of mac with other kinds, and of others with mac."""
         if self.by_segment and self.window is not None:
-            own = f"is {self.window}, but kind 'mac' attends within segment={self.segment}, which takes the window's"
-            yield ("window",), f"{own} place; leave window out, or choose kind 'mag' or 'mal'"
+            own = f"is {self.window}, but kind 'mac' attends within segment={self.segment}"
+            yield ("window",), f"{own}, which takes the window's place; leave window out, or choose kind 'mag' or 'mal'"
         if self.by_segment and self.segment is None:
             reason = "the tokens of a segment, at whose start the memory is asked"
             yield ("segment",), f"is None, but kind 'mac' needs it: {reason}"
@@ -62,9 +62,9 @@ class AttentionConfig(Config):
             own = f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}"
             yield ("segment",), f"{own}; set window instead"
         if self.by_segment and self.conv_kernel:
-            own = f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens, which are"
+            own = f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens"
             cure = "leave it out, or choose kind 'mag', 'mal' or 'attention'"
-            yield ("conv_kernel",), f"{own} no sequence of neighbours; {cure}"
+            yield ("conv_kernel",), f"{own}, which are no sequence of neighbours; {cure}"
         if self.gate is not None and not self.has_memory:
             yield ("gate",), f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out"
 

@@ -287,8 +287,9 @@ class Relative(Position):
 
     def conflicts(self) -> Conflicts:
         if self.form == "linear" and self.max_distance != type(self).model_fields["max_distance"].default:
-            own = f"is the size of a table, got {self.max_distance} with form='linear', whose bias goes on with any"
-            yield ("max_distance",), f"{own} distance; leave it out or use form='table'"
+            own = f"is the size of a table, got {self.max_distance} with form='linear'"
+            reason = f"{own}, whose bias goes on with any distance"
+            yield ("max_distance",), f"{reason}; leave it out or use form='table'"
 
     @property
     def needs_position(self) -> bool:

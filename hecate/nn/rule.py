@@ -28,6 +28,7 @@ from hecate.rule import LAYER_FIELDS, Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
 from hecate.tape import execute, one
 from hecate.tape.bridge import without_autocast
+from hecate.variant import Conflicts
 
 
 class GatingParameters(nn.Module):
@@ -192,20 +193,21 @@ class FeatureMemoryConfig(MemoryConfig):
                 raise ConfigError(f"{data[name]!r}: {own}; set that one, or leave it out", path=(name,))
         return data
 
-    @model_validator(mode="after")
-    def _possible(self) -> FeatureMemoryConfig:
-        for name in LAYER_FIELDS:  # a named rule's, for a layer around it
+    def settle(self) -> None:
+        """Leaves out what a named rule says of a layer around it."""
+        for name in LAYER_FIELDS:
             object.__setattr__(self, name, None)
+
+    def conflicts(self) -> Conflicts:
+        """Conflicts of any rule, and settings that would make or need other keys, values and gates."""
+        yield from super().conflicts()
         if self.writes > 1:
-            reason = f"writes={self.writes}: a feature memory makes one key and one value per token"
-            raise ConfigError(reason, path=("writes",))
+            yield ("writes",), f"writes={self.writes}: a feature memory makes one key and one value per token"
         if not self.gating.plain:
-            reason = f"gating {self.gating.kind!r}: a feature memory makes gates of its own"
-            raise ConfigError(reason, path=("gating",))
+            yield ("gating",), f"gating {self.gating.kind!r}: a feature memory makes gates of its own"
         if self.residual and self.d_value is not None:
-            reason = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
-            raise ConfigError(f"{reason}; leave d_value out, or set residual=False", path=("d_value",))
-        return self
+            own = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
+            yield ("d_value",), f"{own}; leave d_value out, or set residual=False"
 
     def width(self, d_key: int) -> int:
         """Width of the features of keys of width `d_key`."""
