@@ -191,6 +191,21 @@ def refusing(
         raise kind(f"cannot {what}: {error.strerror or error}; {remedy}") from None
 
 
+def expect_free(target: Path, instead: str) -> None:
+    """Refuses a folder to write that is there already; INSTEAD says what helps."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists already; {instead}")
+
+
+@contextmanager
+def written_folder(target: Path, instead: str) -> Iterator[Path]:
+    """`new_folder`, with the folders above it; what keeps it from being written is a `CheckpointError`."""
+    with refusing(f"write {target}", instead), by_library():
+        make_folder(target.absolute().parent)
+        with new_folder(target.absolute()) as folder:
+            yield folder
+
+
 @contextmanager
 def reading(what: object, instead: str = "put it back") -> Iterator[None]:
     """Tells a failure to read a file of data as `DataError`: cannot read WHAT: reason; INSTEAD."""

@@ -9,6 +9,7 @@ ONNX's `Scan` over the program of one token. Needs the extra `onnx`. [ONNX-FILE-
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from hecate import states
 from hecate.algorithm import GD
 from hecate.checks import expect_choice
 from hecate.engine import Call, as_loop, scan_answers, scan_arguments, to_tokens
-from hecate.errors import CheckpointError, ConfigError, HecateError, install_line
-from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
+from hecate.errors import ConfigError, HecateError, install_line
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.models import LanguageModel
 from hecate.nn.memory import rule_repr
 from hecate.readout import Ridge
@@ -37,13 +38,13 @@ from hecate.train.trained import home_of, open_model
 
 try:
     import onnx
-    import onnx_ir
+    import onnx_ir as ir
     import onnxruntime
-    import onnxscript  # noqa: F401  # whose rewriter the next takes
+    from onnx_ir.passes import common
+    from onnxscript.rewriter import RewriteRule, rewrite
+    from onnxscript.rewriter.rules.common import expand_before_binary_op_rules
 except ImportError:
     raise ImportError(f"ONNX needs onnx, onnxscript and onnxruntime: {install_line('onnx')}") from None
-
-from hecate.onnx_graph import shorter
 
 SEQUENCE, STEP = "sequence.onnx", "step.onnx"
 OPSET = 27
@@ -124,8 +125,7 @@ def export_onnx(
     """
     expect_choice(dtype, "dtype", get_args(WeightDtype))
     out, model = Path(out), deepcopy(model).float().eval()
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; choose another --out")
+    expect_free(out, "choose another --out")
     for layer in model.modules():
         rule = getattr(layer, "config", None)
         if isinstance(rule, MemoryConfig) and isinstance(rule.readout, Ridge):
@@ -151,13 +151,11 @@ def export_onnx(
             f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
             f"{TOLERANCE:g} is allowed; serve it from torch"
         )
-    with refusing(f"write {out}", "choose another --out"), by_library():
-        make_folder(out.parent)
-        with new_folder(out) as folder:
-            onnx.save(whole, folder / SEQUENCE)
-            onnx.save(step, folder / STEP)
-            for path in beside:
-                write_file(folder / path.name, read_whole(path))
+    with written_folder(out, "choose another --out") as folder:
+        onnx.save(whole, folder / SEQUENCE)
+        onnx.save(step, folder / STEP)
+        for path in beside:
+            write_file(folder / path.name, read_whole(path))
     return Exported(out, len(whole.graph.node), len(step.graph.node), error)
 
 
@@ -242,7 +240,7 @@ def _converted(
     except Exception as error:  # torch's converter raises what it likes
         said = str(error.__cause__ or error).strip().splitlines()[0]
         raise ConfigError(f"{_title(own.model)} does not convert to ONNX: {said}") from None
-    made = onnx_ir.to_proto(shorter(found.model))  # type: ignore[union-attr]
+    made = ir.to_proto(shorter(found.model))  # type: ignore[union-attr]
     for node in made.graph.node:
         node.domain = "" if node.domain == _OWN else node.domain
     del made.opset_import[:]
@@ -323,3 +321,137 @@ def update_rule(config: MemoryConfig) -> str | None:
     if config.forms.error and (not decays or config.decay_order == "before_gradient"):
         return "gated_delta" if decays else "delta"
     return None
+
+
+# Graphs in fewer nodes, of the same numbers but for rounding: norms as one operator, shapes said once.
+
+TINY = 2.0**-126
+"""Of float32, the least number with all its digits."""
+
+
+def shorter(model: Any) -> Any:
+    """Norms as `RMSNormalization`, softplus as one operator, nothing expanded that an operator expands by itself, and
+    chains of operators that only say another shape as one `Reshape` or none. In place."""
+    for rules in (*_RULES, expand_before_binary_op_rules):
+        rewrite(model, rules)
+    for graph in model.graphs():
+        _reshape(graph)
+    for tidy in _TIDY:
+        tidy(model)
+    return model
+
+
+# What torch's converter makes of torch's functions and of hecate's, in the order of its operands.
+
+
+def _softplus(op: Any, x: Any) -> Any:
+    return op.Where(op.Greater(x, 20.0), x, op.Softplus(x))
+
+
+def _rms(op: Any, x: Any, axes: Any, eps: Any, scale: Any) -> Any:
+    """`torch.rms_norm`."""
+    return op.Mul(op.Mul(x, op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Pow(x, 2.0), axes), eps)))), scale)
+
+
+def _level(op: Any, x: Any, axes: Any) -> tuple[Any, Any]:
+    """`hecate.tape.ops.largest` and `levelling`."""
+    longest = op.ReduceMax(op.Abs(x), axes)
+    power = op.Neg(op.Clip(op.Floor(op.Div(op.Log(longest), math.log(2))), -126.0, 126.0))
+    return longest, op.Where(op.Greater(longest, 0.0), op.Pow(2.0, power), 1.0)
+
+
+def _keys(op: Any, x: Any, axes: Any) -> Any:
+    """key_norm="l2" where nobody looks at numbers."""
+    x = op.Mul(x, _level(op, x, axes)[1])
+    size = op.ReduceSum(op.Pow(x, 2.0), axes)
+    return op.Div(x, op.Sqrt(op.Where(op.Greater(size, 0.0), size, 1.0)))
+
+
+def _layers(op: Any, x: Any, axes: Any, far: Any, eps: Any) -> Any:
+    """qk_norm="l2" where nobody looks at numbers."""
+    longest, level = _level(op, x, axes)
+    level = op.Where(op.Greater(longest, far), level, 1.0)
+    x, least = op.Mul(x, level), op.Mul(level, eps)
+    size = op.ReduceSum(op.Pow(x, 2.0), axes)
+    return op.Mul(x, op.Reciprocal(op.Sqrt(op.Where(op.Equal(size, 0.0), 1.0, op.Add(size, op.Mul(least, least))))))
+
+
+def _both(op: Any, x: Any, axes: Any, far: Any, eps: Any) -> Any:
+    """The first of the second, which is the first."""
+    return _keys(op, _layers(op, x, axes, far, eps), axes)
+
+
+def _unit(op: Any, x: Any, floor: float, eps: float = 1e-6) -> Any:
+    """x / sqrt(|x|^2 + eps^2), whose squares are those of x over the sum of |x|, if that is above a floor: 1, where eps
+    then is too small to be seen, or TINY, where it is beside every x but 0."""
+    width = x.shape[-1]
+    least, scale = (op.Constant(value=ir.tensor(item, dtype=x.dtype)) for item in ([floor], [width**-0.5] * width))
+    near = op.Div(x, op.Max(op.ReduceL1(x, op.Constant(value=ir.tensor([-1]))), least))
+    return op.RMSNormalization(near, scale, axis=-1, epsilon=eps**2 / width)
+
+
+def _root(op: Any, x: Any, eps: Any, scale: Any, **_: Any) -> Any:
+    return op.RMSNormalization(x, scale, axis=-1, epsilon=_number(eps))
+
+
+def _number(value: Any) -> float:
+    return float(value.const_value.numpy().item())
+
+
+def _last(_: Any, x: Any, axes: Any, **__: Any) -> bool:
+    """True of numbers along the last axis."""
+    return x.shape is not None and axes.const_value.numpy().tolist() in ([-1], [len(x.shape) - 1])
+
+
+_RULES = (
+    [RewriteRule(_both, lambda op, x, **_: _unit(op, x, TINY), _last)],
+    [
+        RewriteRule(_keys, lambda op, x, **_: _unit(op, x, TINY), _last),
+        RewriteRule(_layers, lambda op, x, eps, **_: _unit(op, x, 1.0, _number(eps)), _last),
+        RewriteRule(_rms, _root, _last),
+        RewriteRule(_softplus, lambda op, x: op.Softplus(x)),
+    ],
+)  # fmt: skip
+_TIDY = (
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+    common.LiftSubgraphInitializersToMainGraphPass(),
+    common.DeduplicateInitializersPass(),
+    common.CommonSubexpressionEliminationPass(),
+    common.RemoveUnusedNodesPass(),
+)
+
+
+def _reshape(graph: Any) -> None:
+    """One `Reshape` for what only says another shape, several in a row among them, and none for the same shape."""
+    origins: dict[Any, Any] = {}
+    for node in tuple(graph):
+        if not _says_shape(node):
+            continue
+        x, y = node.inputs[0], node.outputs[0]
+        sizes = [size if isinstance(size, int) else -1 for size in y.shape]
+        x = origins.get(x, x)
+        if x.shape == y.shape and (not y.is_graph_output() or (x.producer() and not x.is_graph_output())):
+            origins[y] = x
+            if y.is_graph_output():
+                x.name, y.name = y.name, None
+            y.replace_all_uses_with(x, replace_graph_outputs=True)
+        elif sizes.count(-1) < 2 and 0 not in sizes:
+            shape = ir.node("Constant", [], {"value": ir.tensor(sizes, ir.DataType.INT64)})
+            said = ir.node("Reshape", [x, shape.outputs[0]])
+            (made,) = said.outputs
+            made.shape, made.type = y.shape, y.type
+            ir.convenience.replace_nodes_and_values(graph, node, [node], [shape, said], [y], [made])
+            origins[made] = x
+
+
+def _says_shape(node: Any) -> bool:
+    """True if an operator's output has the numbers of its first input, in order."""
+    x, y = (*node.inputs, None)[0], node.outputs[0]
+    if any(item is None or item.shape is None or item.shape.has_unknown_dim() for item in (x, y)):
+        return False
+    if node.op_type == "Transpose":
+        order = [at for at in node.attributes["perm"].value if x.shape[at] != 1]
+        return order == sorted(order)
+    if node.op_type == "Slice":  # a step of -1 turns them round
+        return x.shape == y.shape and (len(node.inputs) < 5 or bool((node.inputs[4].const_value.numpy() > 0).all()))
+    return node.op_type in ("Reshape", "Squeeze", "Unsqueeze")

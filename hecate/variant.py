@@ -51,7 +51,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 Class = TypeVar("Class", bound=type)
 Schema = dict[str, Any]
-Conflicts = Iterator[tuple[tuple[str, ...], str]]
+Conflicts = Iterator[tuple[tuple[str | int, ...], str]]
 FAMILY = "x-hecate-family"
 """Marks where a schema refers to a family."""
 
@@ -260,12 +260,16 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                             return f" It is a field of {name}: {name}={{{start}{word!r}: ...}}."
         return ""
 
+    def settle(self) -> None:
+        """Fills in what `follows` names and was left out, ahead of `conflicts`."""
+
     def conflicts(self) -> Conflicts:
         """Settings that cannot go together, each with the path of the field to change; the first is a `ConfigError`."""
         yield from ()
 
     @model_validator(mode="after")
     def _without_conflicts(self) -> Self:
+        self.settle()
         for path, sentence in self.conflicts():
             raise ConfigError(sentence, path)
         return self

@@ -5,18 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from hecate.checks import Count, Depth, Size
 from hecate.engine import MOST_LEVELS, tree_refusal
-from hecate.errors import ConfigError
 from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
-from hecate.nn.projection import Projection, check_projection
-from hecate.nn.rule import FeatureMemoryConfig
+from hecate.nn.rule import FeatureMemoryConfig, Projection, check_projection
 from hecate.retention import Retention
 from hecate.rule import MemoryConfig
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 
 class LevelConfig(Config):
@@ -52,27 +50,24 @@ class LevelConfig(Config):
     restart: Count | None = Field(None, ge=1)
     query_projection: Projection = "none"
 
-    @model_validator(mode="after")
-    def _possible(self) -> LevelConfig:
-        settle_layer(self)
+    settle = settle_layer
+
+    def conflicts(self) -> Conflicts:
+        """Settings that a memory in chunks of the period cannot have."""
         memory = self.memory
         given = (memory.chunk, memory.commit)
         if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):
-            raise ConfigError(
-                f"period={self.period} sets chunk={self.period} and commit='chunk', but memory has "
-                f"chunk={memory.chunk} and commit={memory.commit!r}; leave both out of memory, or set period=1 to keep "
-                "them",
-                path=("period",),
-            )
+            sets = f"period={self.period} sets chunk={self.period} and commit='chunk'"
+            has = f"memory has chunk={memory.chunk} and commit={memory.commit!r}"
+            yield ("period",), f"{sets}, but {has}; leave both out of memory, or set period=1 to keep them"
         if self.conv_kernel == 1:
-            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+            yield ("conv_kernel",), "must be 0 (none) or at least 2, got 1"
         rule = self.rule  # its own refusals are the level's
         if self.restart is not None and self.restart % rule.chunk:
             reason = f"restart={self.restart} would cut a chunk of {rule.chunk} tokens short"
-            raise ConfigError(f"{reason}; use a multiple of {rule.chunk}", path=("restart",))
+            yield ("restart",), f"{reason}; use a multiple of {rule.chunk}"
         check_firing(rule, self.firing)
         check_projection(rule, self.query_projection)
-        return self
 
     @property
     def rule(self) -> MemoryConfig:
@@ -107,90 +102,64 @@ class CMSConfig(Config):
     aggregation: Aggregation = "sum"
     carry_levels: Levels = 15
 
-    @model_validator(mode="after")
-    def _possible(self) -> CMSConfig:
-        self._check_carry()
+    def conflicts(self) -> Conflicts:
+        """Levels that cannot be joined so."""
+        yield from self._of_carry()
         names = [level.name for level in self.levels]
         for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
             if slow.period < fast.period:
-                raise ConfigError(
-                    f"levels go from fast to slow: level {slow.name!r} has period {slow.period}, "
-                    f"level {fast.name!r} before it {fast.period}; swap them or change a period",
-                    path=("levels", index, "period"),
-                )
+                both = f"level {slow.name!r} has period {slow.period}, level {fast.name!r} before it {fast.period}"
+                reason = f"levels go from fast to slow: {both}; swap them or change a period"
+                yield ("levels", index, "period"), reason
         for index, name in enumerate(names):
             if name in names[:index]:
-                raise ConfigError(
-                    f"{name!r} is the name of level {names.index(name)} already; give each level one of its own",
-                    path=("levels", index, "name"),
-                )
+                own = f"{name!r} is the name of level {names.index(name)} already"
+                yield ("levels", index, "name"), f"{own}; give each level one of its own"
         if self.composition != "independent" and self.aggregation != "sum":
-            raise ConfigError(
-                f"{self.aggregation!r} weighs outputs of levels that read one input, which only composition "
-                f"'independent' does; with composition {self.composition!r} leave it out",
-                path=("aggregation",),
-            )
+            does = "weighs outputs of levels that read one input, which only composition 'independent' does"
+            yield ("aggregation",), f"{self.aggregation!r} {does}; with composition {self.composition!r} leave it out"
         for index, (fast, slow) in enumerate(pairwise(self.levels), 1):
-            if self.composition == "nested" and (refusal := _nesting_refusal(fast, slow)):
-                reason = f"nested levels {fast.name!r} and {slow.name!r}: {refusal[1]}"
-                raise ConfigError(reason, path=("levels", index, *refusal[0].split(".")))
-        return self
+            for path, reason in _of_nested(fast, slow) if self.composition == "nested" else ():
+                yield ("levels", index, *path), f"nested levels {fast.name!r} and {slow.name!r}: {reason}"
 
-    def _check_carry(self) -> None:
-        """Refuses what a tree cannot be made of, and its size where there is none."""
+    def _of_carry(self) -> Conflicts:
+        """Levels that no tree can be made of, and its size where there is none."""
         if self.composition != "carry":
             if self.carry_levels != type(self).model_fields["carry_levels"].default:
-                raise ConfigError(
-                    f"{self.carry_levels} levels are those of composition 'carry'; with composition "
-                    f"{self.composition!r} leave it out",
-                    path=("carry_levels",),
-                )
+                own = f"{self.carry_levels} levels are those of composition 'carry'"
+                yield ("carry_levels",), f"{own}; with composition {self.composition!r} leave it out"
             return
         if len(self.levels) > 1:
-            raise ConfigError(
-                f"composition 'carry' makes its levels of one, which gives projections and gates to all, got "
-                f"{len(self.levels)}; leave the others out and set carry_levels",
-                path=("levels", 1),
-            )
+            own = "composition 'carry' makes its levels of one, which gives projections and gates to all"
+            cure = "leave the others out and set carry_levels"
+            yield ("levels", 1), f"{own}, got {len(self.levels)}; {cure}"
         level = self.levels[0]
         if level.period > 1:
             reason = f"composition 'carry' has levels of periods 1, 2, 4, ..., not {level.period}; leave it out"
-            raise ConfigError(reason, path=("levels", 0, "period"))
+            yield ("levels", 0, "period"), reason
         if refusal := tree_refusal(level.memory):
-            raise ConfigError(f"composition 'carry': {refusal[1]}", path=("levels", 0, "memory", refusal[0]))
+            yield ("levels", 0, "memory", refusal[0]), f"composition 'carry': {refusal[1]}"
 
 
-def _nesting_refusal(fast: LevelConfig, slow: LevelConfig) -> tuple[str, str] | None:
-    """Why a level cannot restart from the next one, after the latter's field; None if configs tell of no reason."""
+def _of_nested(fast: LevelConfig, slow: LevelConfig) -> Conflicts:
+    """Why a level cannot restart from the next one, with the latter's field."""
     if slow.period == 1:
-        return "period", (
-            f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token; give it a period of "
-            "at least 2"
-        )
+        own = f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token"
+        yield ("period",), f"{own}; give it a period of at least 2"
     if slow.period % fast.rule.chunk:
-        return "period", (
-            f"period {slow.period} is no multiple of {fast.rule.chunk}, so {fast.name!r} would restart within a "
-            "window; use a multiple"
-        )
+        own = f"period {slow.period} is no multiple of {fast.rule.chunk}"
+        yield ("period",), f"{own}, so {fast.name!r} would restart within a window; use a multiple"
     if fast.restart is not None or slow.restart is not None:
-        return "restart", (
-            "a level with restart goes back to its own starting weights, a nested one to those of the slower level; "
-            "leave restart out, or use another composition"
-        )
+        own = "a level with restart goes back to its own starting weights, a nested one to those of the slower level"
+        yield ("restart",), f"{own}; leave restart out, or use another composition"
     if fast.rule.normalizer != slow.rule.normalizer:
-        return "memory.normalizer", (
-            f"normalizer {fast.rule.normalizer!r} against {slow.rule.normalizer!r}; a memory goes with its sum of "
-            "weights, so both need one or neither"
-        )
+        both = f"normalizer {fast.rule.normalizer!r} against {slow.rule.normalizer!r}"
+        reason = "a memory goes with its sum of weights, so both need one or neither"
+        yield ("memory", "normalizer"), f"{both}; {reason}"
     ways = (fast.rule.retention, slow.rule.retention)
     if ways[0] != ways[1] and any(way.dual or type(way).start is not Retention.start for way in ways):
-        return "memory.retention", (
-            f"retention {ways[0].kind!r} and {ways[1].kind!r} keep memories in sets of their own, and a copy need not "
-            "lie in the other; give both the same retention"
-        )
+        both = f"retention {ways[0].kind!r} and {ways[1].kind!r} keep memories in sets of their own"
+        yield ("memory", "retention"), f"{both}, and a copy need not lie in the other; give both the same retention"
     if "skip" in (fast.rule.on_nonfinite, slow.rule.on_nonfinite):
-        return "memory.on_nonfinite", (
-            "on_nonfinite='skip' lets one level leave out a token that another counts, so commits would no longer "
-            "meet; use 'raise' or 'propagate'"
-        )
-    return None
+        own = "on_nonfinite='skip' lets one level leave out a token that another counts"
+        yield ("memory", "on_nonfinite"), f"{own}, so commits would no longer meet; use 'raise' or 'propagate'"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -32,7 +32,7 @@ from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.states import State
 from hecate.tape import Autodiff, execute, one
 from hecate.tape.bridge import can_inspect, without_autocast
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 Box = Literal["k", "v", "q", "lr", "retain", "momentum"]
 Weights = dict[str, Tensor]
@@ -99,56 +99,44 @@ class SelfReferenceConfig(Config):
         """True if the state keeps the boxes as they were at the chunk's start."""
         return self.refers and self.period > 1
 
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        settle_layer(self)
-        if refusal := self._refusal():
-            raise ConfigError(refusal[1], path=refusal[0].split("."))
-        return self
+    settle = settle_layer
 
-    def _refusal(self) -> tuple[str, str] | None:
-        """A field and why it does not fit the others; None if all do."""
+    def conflicts(self) -> Conflicts:
+        """Rules that boxes cannot have, and boxes that there are not."""
         memory, given = self.memory, self.adaptive or ()
         if memory.structure.transposed:
-            return ("memory.structure", f"a box answers with what it predicts; {memory.structure.named} predicts keys")
+            own = f"a box answers with what it predicts; {memory.structure.named} predicts keys"
+            yield ("memory", "structure"), own
         if not memory.readout.plain:
-            return (
-                "memory.readout",
-                f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise",
-            )
+            own = f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise"
+            yield ("memory", "readout"), own
         if memory.layer_options is not None:
-            return "memory.layer_options", "boxes make q, k, v and gates themselves, and the layer has none of these"
+            own = "boxes make q, k, v and gates themselves, and the layer has none of these"
+            yield ("memory", "layer_options"), own
         if memory.normalizer != "none":
-            return "memory.normalizer", (
-                f"memory.normalizer={memory.normalizer!r} divides by a sum of weights that is 0 before the first "
-                "write, where a projection has to answer already; use memory.normalizer='none'"
-            )
+            reason = "a sum of weights that is 0 before the first write, where a projection has to answer already"
+            own = f"memory.normalizer={memory.normalizer!r} divides by {reason}"
+            yield ("memory", "normalizer"), f"{own}; use memory.normalizer='none'"
         if memory.feature_map.needs_position:
-            return "memory.feature_map", (
-                f"feature_map {memory.feature_map.kind!r} depends on the token's position, so a projection would "
-                "change along the sequence though nothing is learned; use a feature_map without positions"
-            )
+            own = f"feature_map {memory.feature_map.kind!r} depends on the token's position"
+            moves = "a projection would change along the sequence though nothing is learned"
+            yield ("memory", "feature_map"), f"{own}, so {moves}; use a feature_map without positions"
         if memory.retention.links != "token":
-            return "memory.retention.link_at", (
-                f"link_at={memory.retention.links!r} answers with weights of the chunk's start, and boxes are read at "
-                "what they carry; use link_at='token'"
-            )
+            own = f"link_at={memory.retention.links!r} answers with weights of the chunk's start"
+            reason = f"{own}, and boxes are read at what they carry"
+            yield ("memory", "retention", "link_at"), f"{reason}; use link_at='token'"
         if self.phase == 1 and given:
-            return "adaptive", (
-                f"phase 1 keeps projections as they start, but adaptive={given!r} writes them; use phase 2 or 3, or "
-                "leave adaptive out"
-            )
+            own = f"phase 1 keeps projections as they start, but adaptive={given!r} writes them"
+            yield ("adaptive",), f"{own}; use phase 2 or 3, or leave adaptive out"
         if len(set(given)) < len(given):
-            return "adaptive", f"names each box once, got {given!r}"
-        absent = [box for box in given if box not in self.boxes]
-        if absent:
-            return "adaptive", (
-                f"{absent[0]!r} is no box of this memory: retention {memory.retention.kind!r} and algorithm "
-                f"{memory.algorithm.kind!r} take the boxes {', '.join(self.boxes)}"
-            )
-        if self.erase == "twice" and (reason := self._erases_once_only()):
-            return "erase", f"'twice': {reason}, or erase='once'"
-        return None
+            yield ("adaptive",), f"names each box once, got {given!r}"
+        for box in given:
+            if box not in self.boxes:
+                kinds = f"retention {memory.retention.kind!r} and algorithm {memory.algorithm.kind!r}"
+                reason = f"{kinds} take the boxes {', '.join(self.boxes)}"
+                yield ("adaptive",), f"{box!r} is no box of this memory: {reason}"
+        if self.erase == "twice" and (refusal := self._erases_once_only()):
+            yield ("erase",), f"'twice': {refusal}, or erase='once'"
 
     def _erases_once_only(self) -> str | None:
         """Why the rule cannot erase twice, and what to use; None if it can."""

@@ -19,17 +19,15 @@ if int(transformers.__version__.split(".")[0]) < 5:
         f"hecate.hf needs transformers 5 or later, and {transformers.__version__} is here: {install_line('hf')}"
     )
 
+from hecate.hf.adapters import AsLayer, AsModel
 from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
-from hecate.hf.as_layer import AsLayer
-from hecate.hf.as_model import AsModel
 from hecate.hf.cache import StateLayer
-from hecate.hf.config import HecateConfig
-from hecate.hf.graft import GraftConfig, graft, load_graft, save_graft
+from hecate.hf.export import byte_tokenizer, file_tokenizer, load_tokenizer
+from hecate.hf.graft import GraftConfig, graft
 from hecate.hf.graft_mlp import MLPGraftConfig, graft_mlp
 from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
-from hecate.hf.model import HecateForCausalLM, HecateModel
-from hecate.hf.saved import load, save
-from hecate.hf.tokenizer import byte_tokenizer, file_tokenizer, load_tokenizer
+from hecate.hf.model import HecateConfig, HecateForCausalLM, HecateModel
+from hecate.hf.saved import load, load_graft, save, save_graft
 from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [

@@ -8,8 +8,10 @@ fixed shapes; so a layer here holds the pytree itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from abc import ABC
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -17,83 +19,166 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.rollback import WINDOW, Recorded, RecordedCall, advance, check_recorded, take_back
+from hecate.models.language_model import MemoryBlock
+from hecate.models.rollback import WINDOW, Recorded, advance, check_recorded, take_back
 from hecate.states import each_row
 
-
-def check_crop(tokens_to_remove: int, recording: bool) -> int:
-    """The number of tokens that `crop` is to take back. [HF-CACHE-D3]
-
-    Raises:
-        ConfigError: a positive one, which once meant a length, and any where no past is recorded.
-    """
-    if tokens_to_remove > 0:
-        raise ConfigError(f"crop({tokens_to_remove}): a length is not cropped to; crop(-n) takes n tokens back")
-    if tokens_to_remove and not recording:
-        raise ConfigError(
-            f"crop({tokens_to_remove}): a memory takes back what it has recorded alone, and has recorded nothing; call "
-            "activate_past_recording() ahead of the tokens, or keep a copy.deepcopy of the cache as it was before them"
-        )
-    return -tokens_to_remove
+BLOCK = "block"
+"""The place of the state of a layer of hecate in its layer of a cache."""
+_NOTHING = Recorded(None, ())
 
 
-def recorded_by(layer: Callable[[], Any], past: Recorded, count: int) -> Any:
-    """The layer that recorded the last `count` tokens, by what tells it without keeping it.
+# Without ABC a cache layer could not become one: its layout would be another.
+class Remembering(ABC):  # noqa: B024
+    """Mixin for a cache layer: the states of memories beside its own, pytrees with a row per sequence, by their places.
 
-    Raises:
-        ConfigError: fewer tokens are recorded, or the layer is gone.
-    """
-    check_recorded(past, count)
-    if (found := layer()) is None:
-        raise ConfigError("the model that wrote the cache is gone; keep it as long as the cache is cropped")
-    return found
-
-
-class StateLayer(CacheLayerMixin):
-    """One block's state, the number of tokens it has been shown, and how many of them each row has written.
-
-    States are replaced, never written in place: a copy of the cache stays what it was. [HF-CACHE-D1] While the past is
-    recorded the last `window` tokens can be taken back by `crop`. [HF-CACHE-D3]
+    States are replaced, never written in place: a copy of the cache stays what it was. [HF-CACHE-D1]
     """
 
-    supports_early_init = False
+    # `is_compileable` stays: static layers tell by it that they are longer than what they hold.
+    memories: Mapping[str, Recorded] = MappingProxyType({})
+    record_past = False
+    window = WINDOW
+    _layers: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.record_past, self.window = False, WINDOW
-        self.reset()
+    @property
+    def _own(self) -> Any:
+        """The layer without the mixin; None of one for linear attention that holds nothing of its own."""
+        held = vars(self).get("is_recurrent_states_initialized")
+        bare = held is not None and not isinstance(self, CacheLayerMixin) and not any(held.values())
+        return None if bare else super()
 
     @property
     def is_croppable(self) -> bool:
-        """True while the past is recorded."""
-        return self.record_past
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        self.state: Any = None
-        self.calls: tuple[RecordedCall, ...] = ()
-        self.written: Tensor | None = None
-        self.seen = 0
-        self.is_initialized = False
-        self._block: Callable[[], Any] = lambda: None
+        """True while the past is recorded, beside keys and values that can be cropped."""
+        return self.record_past and (self._own is None or bool(self._own.is_croppable))
 
     def activate_past_recording(self, tokens: int = WINDOW) -> None:
         """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
-        if not self.record_past:
-            self.record_past, self.calls = True, ()
-        self.window = max(self.window, tokens)
+        if self._own is not None and hasattr(self._own, "activate_past_recording"):
+            self._own.activate_past_recording()
+        self.record_past, self.window = True, max(self.window, tokens)
+
+    def answers(self, place: str, layer: Any, x: Tensor, **masks: Tensor | None) -> Tensor:
+        """The answers to x `[B, T, d_model]` of a layer, by its `with_states` if it has that; its state is kept."""
+        past, run = self.memories.get(place, _NOTHING), getattr(layer, "with_states", layer)
+        if self.record_past:
+            y, after = advance(run, x, past, self.window, **masks)
+            self._layers = {**self._layers, place: weakref.ref(layer)}  # a copy of the cache has no copy of it
+        else:
+            y, state = run(x, past.state, **masks)
+            after = Recorded(state, ())
+        self.memories = {**self.memories, place: after}
+        return y
+
+    def _map(self, name: str, change: Callable[[Tensor], Tensor], *args: Any) -> None:
+        """Does to every state what a method does to the layer's own."""
+        if hasattr(self._own, name):
+            getattr(self._own, name)(*args)
+        self.memories = each_row(dict(self.memories), change)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row n becomes what row `beam_idx[n]` was."""
+        self._map("reorder_cache", lambda t: t.index_select(0, beam_idx.to(t.device)), beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, one after the other."""
+        self._map("batch_repeat_interleave", lambda t: t.repeat_interleave(repeats, 0), repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These rows alone."""
+        self._map("batch_select_indices", lambda t: t[indices.to(t.device)], indices)
+
+    def reset(self) -> None:
+        """As before the first token."""
+        super().reset()  # type: ignore[misc]
+        self.memories = {}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last `-tokens_to_remove` tokens of every row back, padding among them; memories, keys and values.
+        [HF-CACHE-D3, HF-GRAFT-I4]
+
+        Raises:
+            ConfigError: a positive number, which once meant a length; more tokens than are recorded, and any while none
+                are; the layer that recorded them is gone.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigError(f"crop({tokens_to_remove}): a length is not cropped to; crop(-n) takes n tokens back")
+        if tokens_to_remove and not self.record_past:
+            raise ConfigError(
+                f"crop({tokens_to_remove}): a memory takes back what it has recorded alone, and has recorded nothing; "
+                "call activate_past_recording() ahead of the tokens, or keep a copy.deepcopy of the cache as it was "
+                "before them"
+            )
+        if count := -tokens_to_remove:
+            runs = {place: self._run(place, count) for place in self.memories}
+            self.memories = {place: take_back(runs[place], past, count) for place, past in self.memories.items()}
+        if self.record_past and self._own is not None:
+            self._own.crop(tokens_to_remove)
+        if getattr(self, "is_sliding", False):  # its keys are now as many as its window needs
+            self.memories = {name: past._replace(calls=()) for name, past in self.memories.items()}
+
+    def _run(self, place: str, count: int) -> Any:
+        """The layer that recorded the last `count` tokens of a place, for its state alone."""
+        check_recorded(self.memories[place], count)
+        if (layer := self._layers.get(place, type(None))()) is None:
+            raise ConfigError("the model that wrote the cache is gone; keep it as long as the cache is cropped")
+        return partial(layer, mlp=False) if isinstance(layer, MemoryBlock) else getattr(layer, "with_states", layer)
+
+
+@cache
+def _remembering(kind: type) -> type:
+    # `_layer_type` would put the class in the place of `kind` in every cache made from then on.
+    return type(f"Remembering{kind.__name__}", (Remembering, kind), {"_layer_type": None})
+
+
+def remembering(layer: Any) -> Any:
+    """A cache layer, whose class from now on holds the states of memories, too."""
+    if not isinstance(layer, Remembering):
+        kind: Any = type(layer)
+        layer.__class__ = _remembering(kind)
+    return layer
+
+
+def record_drafts(generation_config: Any, *layers: Any) -> None:
+    """Lets the layers of an assistant's cache record what it drafts in one go, all of which may be rejected."""
+    if getattr(generation_config, "is_assistant", False):
+        for layer in layers:
+            layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
+
+
+class StateLayer(Remembering, CacheLayerMixin):
+    """The state of one layer of hecate, the number of tokens it has been shown, and how many of them each row has
+    written.
+
+    While the past is recorded the last `window` tokens can be taken back by `crop`. [HF-CACHE-D3]
+    """
+
+    supports_early_init = False
+    _own = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    @property
+    def state(self) -> Any:
+        """That after the last token; None before the first."""
+        return self.memories[BLOCK].state
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.memories, self._layers = {BLOCK: _NOTHING}, {}
+        self.written: Tensor | None = None
+        self.seen = 0
+        self.is_initialized = False
 
     def advance(
         self, block: Any, x: Tensor, write_mask: Tensor | None, reset_mask: Tensor | None, *, counts: bool
     ) -> Tensor:
         """The output `[B, T, d_model]` of the layer's block, whose state is kept, as is, where it `counts`, how many
         tokens of each row were no padding."""
-        masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-        if self.record_past:
-            y, (self.state, self.calls) = advance(block, x, Recorded(self.state, self.calls), self.window, **masks)
-            self._block = weakref.ref(block)  # a copy of the cache has no copy of it
-        else:
-            y, self.state = block(x, self.state, **masks)
+        y = self.answers(BLOCK, block, x, write_mask=write_mask, reset_mask=reset_mask)
         if counts:
             before = torch.zeros(len(x), dtype=torch.int64, device=x.device) if self.written is None else self.written
             self.written = before + (x.shape[1] if write_mask is None else write_mask.sum(1))
@@ -112,36 +197,17 @@ class StateLayer(CacheLayerMixin):
         """A mask over all tokens so far."""
         return self.seen + query_length, 0
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes what row `beam_idx[n]` was."""
-        self._map(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, one after the other."""
-        self._map(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """These rows alone."""
-        self._map(lambda t: t[indices.to(t.device)])
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state, self.written, self.calls = each_row((self.state, self.written, self.calls), change)
+    def _map(self, name: str, change: Callable[[Tensor], Tensor], *args: Any) -> None:
+        super()._map(name, change, *args)
+        self.written = None if self.written is None else change(self.written)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens of every row back, padding among them. [HF-CACHE-D3]
-
-        Raises:
-            ConfigError: a positive number, more tokens than are recorded, and any while none are.
-        """
-        count = check_crop(tokens_to_remove, self.record_past)
-        if not count:
-            return
-        past = Recorded(self.state, self.calls)
-        block = recorded_by(self._block, past, count)
-        after = take_back(partial(block, mlp=False), past, count)
-        if self.written is not None:
-            self.written = self.written - _taken(past, count)
-        (self.state, self.calls), self.seen = after, self.seen - count
+        """As of any layer that remembers."""
+        past = self.memories[BLOCK]
+        super().crop(tokens_to_remove)
+        if tokens_to_remove and self.written is not None:
+            self.written = self.written - _taken(past, -tokens_to_remove)
+        self.seen += tokens_to_remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
         """Refused: a memory's state has no keys and values."""

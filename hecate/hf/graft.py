@@ -4,41 +4,37 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MethodType
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 
-from hecate.checks import Depth, Size, expect_choice
-from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
-from hecate.files import make_folder, new_folder, read_whole, refusing, write_file
-from hecate.hf.cache import no_continuous_batching
-from hecate.hf.grafted import BRANCH, Beside, Branch, Grafted, InPlace, grafted, hand_masks, prepare_cache
-from hecate.nn import FeatureMemoryConfig, Memory
+from hecate.checks import Depth, Size, described, expect_choice
+from hecate.errors import ConfigError, ShapeError
+from hecate.hf.adopt import FLOATS, called_with, starts_of_documents
+from hecate.hf.cache import no_continuous_batching, record_drafts, remembering
+from hecate.nn import FeatureMemoryConfig, LayerState, Memory
 from hecate.nn.arguments import Firing
 from hecate.nn.conv import QKNorm
-from hecate.nn.projection import Projection
+from hecate.nn.rule import Projection
 from hecate.rule import MemoryConfig
-from hecate.train.checkpoint import write_tensors
-from hecate.variant import Config, read_json
+from hecate.variant import Config
 
 Mode = Literal["add", "replace"]
 Train = Literal["memory", "all"]
-_TENSORS, _FACTS = "graft.safetensors", "graft.json"
 GRAFT = "hecate_graft"
 """The key of a graft beside attention in a model's config."""
+MASKS = "hecate_masks"
+"""The keyword by which a model's layers hand masks on: `write_mask` and `reset_mask`, bool `[B, T]` or None."""
+BRANCH = "hecate"
+"""The name of a memory in the part of a layer that has one."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-_NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.self_attn\.{BRANCH}\.(.+)")
 
 
 class GraftConfig(Config):
@@ -114,17 +110,22 @@ def graft(
     Raises:
         ConfigError: what cannot be; the model is then as it was.
     """
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
     decoder = decoder_of(model, Grafted)
-    given = range(len(decoder.layers)) if layers is None else layers
-    given = tuple(given) if isinstance(given, range) else given
-    config = GraftConfig.model_validate({"layers": given, "memory": memory, "mode": mode, "dtype": name, **sizes})
-    expect_choice(train, "train", ("memory", "all"))
+    asked = fields_of(decoder, layers, dtype, train)
+    config = GraftConfig.model_validate({**asked, "memory": memory, "mode": mode, **sizes})
     expect_choice(reuse, "reuse", (True, False))
-    return _install(model, decoder, config, _build(decoder, config, reuse, generator), train)
+    return install(model, decoder, config, build(decoder, config, reuse, generator), train)
 
 
-def _build(
+def fields_of(decoder: Any, layers: Any, dtype: torch.dtype | None, train: str) -> dict[str, Any]:
+    """Layers and dtype as configs of grafts have them; refuses a `train` that is no choice."""
+    expect_choice(train, "train", ("memory", "all"))
+    layers = range(len(decoder.layers)) if layers is None else layers
+    layers = tuple(layers) if isinstance(layers, range) else layers
+    return {"layers": layers, "dtype": None if dtype is None else str(dtype).removeprefix("torch.")}
+
+
+def build(
     decoder: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None
 ) -> dict[int, tuple[Any, Branch]]:
     """The attention of each layer and the memory for it; changes nothing."""
@@ -151,7 +152,8 @@ def freeze(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def _install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tuple[Any, Branch]], train: str) -> Any:
+def install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tuple[Any, Branch]], train: str) -> Any:
+    """Puts what was built into the model."""
     if train == "memory":
         freeze(model)
     for attention, branch in made.values():
@@ -159,7 +161,7 @@ def _install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tupl
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
         kind: Any = type(attention)
-        attention.__class__ = grafted(kind, Beside if config.mode == "add" else InPlace)
+        attention.__class__ = with_base(kind, Beside if config.mode == "add" else InPlace)
     return announce(model, decoder, GRAFT, json.loads(config.model_dump_json()))
 
 
@@ -229,7 +231,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
         )
     for name in _PROJECTIONS if reuse else ():
         linear = getattr(attention, name)
-        plain = isinstance(linear, nn.Linear) and str(linear.weight.dtype).removeprefix("torch.") in FLOATS
+        plain = isinstance(linear, nn.Linear) and linear.weight.dtype in FLOATS
         if not plain:
             dtype = linear.weight.dtype if isinstance(getattr(linear, "weight", None), Tensor) else "no tensor"
             raise ConfigError(
@@ -242,7 +244,7 @@ def _attention(decoder: Any, index: int, reuse: bool) -> Any:
 def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, generator: torch.Generator | None) -> Branch:
     """A memory for an attention, with its weights where they fit."""
     width, linear = attention.head_dim, attention.q_proj
-    model_dtype = linear.weight.dtype if str(linear.weight.dtype).removeprefix("torch.") in FLOATS else torch.float32
+    model_dtype = linear.weight.dtype if linear.weight.dtype in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
     own = config.model_dump(
         include={"conv_kernel", "qk_norm", "output_gate", "learned_initial", "firing", "query_projection"}
@@ -283,153 +285,142 @@ def _reuse(memory: Memory, attention: Any) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def save_graft(model: Any, folder: str | Path) -> None:
-    """Writes what a graft added, its weights and config, into a new folder, complete or not at all. [HF-GRAFT-D4]
+# What a graft changes of a running model: the class of an attention, that of its layer in a cache, and one hook.
 
-    Raises: ConfigError for a model without a graft; CheckpointError where it cannot be written.
+
+class Branch(nn.Module):
+    """A memory and, beside attention, the gate behind it: one factor per channel, zero at first.
+
+    In the dtype of its own weights, whatever the model's.
     """
-    folder, branches = Path(folder), _branches(model)
-    tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
-    if any(hasattr(value, "placements") for value in tensors.values()):
-        raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; choose another folder")
-    with refusing(f"write {folder}", "choose another folder"):
-        make_folder(folder.absolute().parent)
-        with new_folder(folder.absolute()) as room:
-            write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _TENSORS)
-            write_file(room / _FACTS, json.dumps(getattr(model.config, GRAFT), indent=2) + "\n")
+
+    def __init__(self, memory: Memory, *, gated: bool, reused: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.memory, self.reused = memory, reused
+        weight = memory.out.weight
+        zeros = torch.zeros(memory.d_model, dtype=weight.dtype, device=weight.device) if gated else None
+        self.gate = None if zeros is None else nn.Parameter(zeros)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, *, write_mask: Tensor | None, reset_mask: Tensor | None
+    ) -> tuple[Tensor, LayerState]:
+        """x `[B, T, d_model]` in any dtype; the answers in the memory's, and its state."""
+        wide = x.to(self.memory.norm.dtype)
+        if write_mask is not None:  # attention, which may have no key to look at there, answers padding with NaN
+            wide = wide.masked_fill(~write_mask.unsqueeze(-1), 0)
+        y, state = self.memory(wide, state, write_mask=write_mask, reset_mask=reset_mask)
+        return (y if self.gate is None else self.gate * y), state
+
+    def extra_repr(self) -> str:
+        """Names of the attention's weights that it began with."""
+        return f"from {', '.join(self.reused)}" if self.reused else ""
 
 
-def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory", **options: Any) -> Any:
-    """A model with the graft of a folder.
+def prepare_cache(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """`_prepare_cache_for_generation` of a grafted model: layers that hold states from the start, so that they record
+    what they are told to."""
+    type(self)._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+    past: Any = model_kwargs.get("past_key_values")
+    if type(past) is not DynamicCache or past.offloading:
+        return
+    for index in [module.layer_idx for module in self.modules() if isinstance(module, Holder)]:
+        while len(past.layers) <= index:  # of a DynamicCache() that was made without a config
+            past.layers.append(past.layer_class_to_replicate())
+        record_drafts(generation_config, remembering(past.layers[index]))
 
-        model = load_graft("whole")                              # of model.save_pretrained
-        model = load_graft("graft", model=LlamaForCausalLM(...))  # of save_graft, or of save_pretrained
 
-    Args:
-        folder: what `save_pretrained` of a grafted model wrote, or `save_graft`.
-        model: the model to put it into, changed in place; None loads the folder's own.
-        train: as in `graft`.
-        options: of `AutoModelForCausalLM.from_pretrained`, where it is called. Weights of the graft keep their dtype.
+class Holder(nn.Module):
+    """Mixin for a part of a layer that has memories: their states lie in layer `layer_idx` of a cache."""
 
-    Raises:
-        CheckpointError: a folder without a graft, or one that does not fit the model.
-    """
-    folder = Path(folder)
-    config, tensors = _read_config(folder), _read_tensors(folder)
-    if model is None:
-        if (folder / _FACTS).exists():
-            raise CheckpointError(f"{folder} holds what a graft added alone; give the model it was made from as model=")
-        model = load_plain(folder, options)
-    elif options:
-        raise ConfigError(f"{', '.join(options)} would load a model, and one is given as model=; leave one of them out")
-    decoder = decoder_of(model, Grafted)
-    try:
-        made = _build(decoder, config, False, torch.Generator().manual_seed(0))
-    except HecateError as error:
-        raise CheckpointError(f"{folder} does not fit the model: {error.line}") from None
-    for index, (_, branch) in made.items():
-        own, wanted = tensors.pop(index, {}), branch.state_dict()
-        faults = [name for name in wanted.keys() | own.keys() if _shape(wanted, name) != _shape(own, name)]
-        if faults:
-            first = sorted(faults)[0]
-            raise CheckpointError(
-                f"{folder} does not fit its config: layer {index} has {first} of shape {_shape(own, first)}, expected "
-                f"{_shape(wanted, first)}; save the model again"
+    layer_idx: int
+
+
+class Grafted(Holder):
+    """Mixin for an attention: its memory reads the same hidden states, without positions."""
+
+    def _answers(self, x: Tensor, past: Any, masks: dict[str, Tensor | None]) -> Tensor:
+        """The memory's answers, behind the gate if there is one; the state goes into the cache."""
+        branch = getattr(self, BRANCH)
+        if past is None:
+            return branch(x, None, **masks)[0]
+        layer = remembering(past.layers[self.layer_idx])
+        if BRANCH not in layer.memories and (held := int(layer.get_seq_length()) - x.shape[1]) > 0:
+            raise ShapeError(
+                f"past_key_values holds {held} tokens that the memory of layer {self.layer_idx} has not read; fill it "
+                "with the grafted model, and leave prefix tuning out"
             )
-        branch.load_state_dict(own)
-    if tensors:
-        raise CheckpointError(f"{folder} has memories in layers {sorted(tensors)}, which its config does not name")
-    return _install(model, decoder, config, made, train)
+        return layer.answers(BRANCH, branch, x, **masks)
+
+    def _handed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+        """The cache and the masks among the arguments of a call; the masks are no longer there."""
+        masks = kwargs.pop(MASKS, None)
+        past = next((value for value in args if isinstance(value, Cache)), kwargs.get("past_key_values"))
+        if masks is None:
+            raise ConfigError(
+                f"no masks reached the memory of layer {self.layer_idx}: its layer was called on its own, or does not "
+                "hand its keywords on to its attention"
+            )
+        if past is not None and not isinstance(past, Cache):
+            raise ShapeError(f"past_key_values must be a Cache of transformers, got a {type(past).__name__}")
+        return past, masks
 
 
-def _shape(tensors: Mapping[str, Tensor], name: str) -> list[int] | None:
-    return list(tensors[name].shape) if name in tensors else None
+class Beside(Grafted):
+    """Attention plus a memory."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """hidden_states `[B, T, d_model]`; what the attention returns, with the memory's answers added."""
+        past, masks = self._handed(args, kwargs)
+        y, *rest = super().forward(hidden_states, *args, **kwargs)
+        return (y + self._answers(hidden_states, past, masks).to(y.dtype), *rest)
 
 
-def _branches(model: Any) -> dict[int, Branch]:
-    """The memories of a model by layer, unwrapped."""
-    found = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
-    if not found:
-        raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
-    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in found.values()):
-        raise ConfigError(
-            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
-            "merge_and_unload()"
-        )
-    return found
+class InPlace(Grafted):
+    """A memory in an attention's place, which keeps its weights, frozen and unused."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """hidden_states `[B, T, d_model]`; the memory's answers, and None for attention weights."""
+        past, masks = self._handed(args, kwargs)
+        if past is not None:
+            self._count(past, hidden_states)
+        return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None
+
+    def _count(self, past: Any, x: Tensor) -> None:
+        """Keys and values of nothing, one number a token: a cache counts tokens by them."""
+        layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
+        made = getattr(layer, "keys", None)  # room that a static cache has made already has its shape
+        heads, width = (1, 1) if made is None or made.dim() < 4 else (made.shape[1], made.shape[3])
+        stub = x.new_zeros(x.shape[0], heads, x.shape[1], width)
+        past.update(stub, stub, self.layer_idx)
 
 
-def _read_config(folder: Path) -> GraftConfig:
-    for file in (folder / _FACTS, folder / "config.json"):
-        if not file.is_file():
-            continue
-        try:
-            facts = read_json(read_whole(file))
-            return GraftConfig.model_validate(facts if file.name == _FACTS else facts[GRAFT])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            why = f"has no {GRAFT}" if isinstance(error, KeyError) else f"is not of a graft ({shorten(str(error))})"
-            raise CheckpointError(f"{file} {why}; name a folder of save_graft or of a grafted model") from None
-    raise CheckpointError(f"{folder} has neither {_FACTS} nor config.json; name a folder of save_graft")
+@cache
+def with_base(kind: Any, base: Any) -> Any:
+    """A class of transformers with a mixin ahead of it, under its name."""
+    return type(f"{base.__name__}{kind.__name__}", (base, kind), {})
 
 
-def _read_tensors(folder: Path) -> dict[int, dict[str, Tensor]]:
-    """The tensors of a graft by layer and name, on the CPU."""
-    pattern = _TENSORS if (folder / _FACTS).exists() else "model*.safetensors"
-    found: dict[int, dict[str, Tensor]] = {}
-    for name, value in read_tensors(folder, _NAME.search, pattern):
-        if match := _NAME.search(name):
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    if not found:
-        raise CheckpointError(f"{folder} has no tensors of a graft in {pattern}; save the grafted model again")
-    return found
+def hand_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """A hook ahead of a decoder's forward: `MASKS` among the keywords, which its layers hand on."""
+    given, tokens = called_with(model, args, kwargs)
+    return args, {**kwargs, MASKS: _masks(given, tokens.shape[0], tokens.shape[1], tokens.device)}
 
 
-def read_tensors(
-    folder: Path, wanted: Callable[[str], Any], pattern: str = "model*.safetensors"
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder whose names are wanted, on the CPU."""
-    for path in sorted(folder.glob(pattern)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
-
-
-def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:
-    """The folder's model without what hecate added, and without the weights of layers, by the beginnings of their
-    names, that others stand in for."""
-    try:
-        with _without_report():
-            model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        why = printable(" ".join(str(error).split()), 300)
-        if "mismatched_sizes" in why:
-            why = "weights of other shapes than its config says"
-        raise CheckpointError(f"{folder} has a model that cannot be loaded: {why}") from error
-    added = f".{BRANCH}."
-    strange = sorted(n for n in facts["unexpected_keys"] if added not in n and not n.startswith(instead))
-    missing = sorted(name for name in facts["missing_keys"] if not name.startswith(instead))
-    for what, names in (("lacks", missing), ("has, unexpectedly,", strange)):
-        if names:
-            raise CheckpointError(f"{folder} {what} {names[0]} (and {len(names) - 1} more); save the model again")
-    return model
-
-
-@contextmanager
-def _without_report() -> Iterator[None]:
-    """Without what transformers says of names it does not know, as those of a graft are; `load_plain` looks itself."""
-
-    def quiet(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(quiet)
-    try:
-        yield
-    finally:
-        logger.removeFilter(quiet)
+def _masks(given: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
+    """Masks of the tokens of a call for memories, None where one holds for none: `write_mask` is False where a token is
+    padding, which memories neither write nor count, `reset_mask` True where another document begins."""
+    padding = given.get("attention_mask")
+    if padding is not None:
+        if not isinstance(padding, Tensor) or padding.dim() != 2 or padding.shape[1] < count:
+            raise ShapeError(
+                f"attention_mask must be [B, {count} or more], which tells memories what is padding, got "
+                f"{described(padding)}"
+            )
+        start, past = padding.shape[1] - count, given.get("past_key_values")
+        if start and past is not None:  # a mask may go on beyond these tokens, as far as a static cache has room
+            start = min(start, int(past.get_seq_length()))
+        write = padding[:, start : start + count].to(device).bool()
+        # A look that waits for the device, but what is not masked is much faster.
+        whole = not torch.compiler.is_compiling() and bool(write.all())
+        return {"write_mask": None if whole else write, "reset_mask": None}
+    return {"write_mask": None, "reset_mask": starts_of_documents(given, rows, count, device)}

@@ -5,23 +5,43 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from hecate.activation import GELU, Activation, ReLU, SiLU, Tanh
-from hecate.checks import Count, Depth, expect_choice
-from hecate.errors import ConfigError
-from hecate.hf.graft import FLOATS, Train, announce, decoder_of, expect_keywords, expect_layers, freeze
-from hecate.hf.grafted import BRANCH, Masks
-from hecate.hf.grafted_mlp import Fast, FastMLP, FastWeights, Handing, with_base
+from hecate.checks import Count, Depth
+from hecate.engine import memory_scan
+from hecate.errors import ConfigError, ShapeError
+from hecate.gating import Masks, Sizes
+from hecate.hf.adopt import FLOATS
+from hecate.hf.cache import remembering
+from hecate.hf.graft import (
+    BRANCH,
+    MASKS,
+    Holder,
+    Train,
+    announce,
+    decoder_of,
+    expect_keywords,
+    expect_layers,
+    fields_of,
+    freeze,
+    with_base,
+)
+from hecate.nn import LayerState
+from hecate.nn.gates import GateHeads
+from hecate.nn.parameters import blank
+from hecate.nn.rule import GatingParameters
 from hecate.phi import Identity
-from hecate.rule import MemoryConfig
+from hecate.rule import Gates, MemoryConfig
 from hecate.structure import MLP, GatedMLP, Matrix
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 KEY = "hecate_mlp"
 """The key of the graft in a model's config."""
@@ -60,27 +80,23 @@ class MLPGraftConfig(Config):
     periods: tuple[Count, ...] | None = Field(None, min_length=1)
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
 
-    @model_validator(mode="after")
-    def _possible(self) -> MLPGraftConfig:
+    def conflicts(self) -> Conflicts:
+        """Rules that an MLP cannot have, and periods that do not rise."""
         rule, whole = self.rule, self.fast == "whole"
         structures = ("matrix", "mlp", "gated_mlp") if whole else ("matrix",)
         for field, plain in (("feature_map", ("identity", "glu")), ("structure", structures)):
             if (kind := getattr(rule, field).kind) not in plain:
-                raise ConfigError(f"{kind!r}: the MLP itself is the {field}; leave it out", path=("memory", field))
+                yield ("memory", field), f"{kind!r}: the MLP itself is the {field}; leave it out"
         if rule.gating.pairs(rule.writes) > 1:
             why = f"writes={rule.writes} takes as many keys of a token, and an MLP makes one; use 1"
-            raise ConfigError(why, path=("memory", "writes"))
+            yield ("memory", "writes"), why
         if rule.step == "raw" and rule.key_norm == "none" and not whole and rule.diverging(1e9) is not None:
-            raise ConfigError(
-                f"bias {rule.bias.kind!r} diverges with keys as long as hidden layers make them; set key_norm='l2', or "
-                "step='normalized'",
-                path=("memory", "step"),
-            )
+            why = f"bias {rule.bias.kind!r} diverges with keys as long as hidden layers make them"
+            yield ("memory", "step"), f"{why}; set key_norm='l2', or step='normalized'"
         for low, high in pairwise(self.periods or ()):
             if low >= high:
-                raise ConfigError(f"must rise, from fast to slow, got {low} ahead of {high}", path=("periods",))
+                yield ("periods",), f"must rise, from fast to slow, got {low} ahead of {high}"
         self.rules(Matrix())
-        return self
 
     @property
     def rule(self) -> MemoryConfig:
@@ -149,13 +165,9 @@ def graft_mlp(
             build or, for "whole", with another activation; a rule that would not leave the function as it is, or would
             not learn. The model is then as it was.
     """
-    name = None if dtype is None else str(dtype).removeprefix("torch.")
     decoder = decoder_of(model, FastMLP)
-    given: Any = range(len(decoder.layers)) if layers is None else layers
-    given = tuple(given) if isinstance(given, range) else given
-    fields = {"layers": given, "memory": memory, "fast": fast, "periods": periods, "dtype": name}
-    config = MLPGraftConfig.model_validate(fields)
-    expect_choice(train, "train", ("memory", "all"))
+    asked = fields_of(decoder, layers, dtype, train)
+    config = MLPGraftConfig.model_validate({**asked, "memory": memory, "fast": fast, "periods": periods})
     return install_mlps(model, decoder, config, build_mlps(decoder, config, generator), train)
 
 
@@ -222,7 +234,7 @@ def _layout(mlp: Any, who: str, fast: str) -> _Layout:
     if len(found) != 1:
         raise ConfigError(f"{who} ends in none of {', '.join(_LAST)}, or in several")
     for name, weight in mlp.named_parameters():
-        if str(weight.dtype).removeprefix("torch.") not in FLOATS:
+        if weight.dtype not in FLOATS:
             raise ConfigError(f"{who} has {name} quantised to {weight.dtype}; load it in floating point")
     last = getattr(mlp, found[0])
     if not isinstance(last, nn.Linear):
@@ -269,7 +281,7 @@ def _check_silent(rule: MemoryConfig) -> None:
     x = torch.randn(1, 3 * small, width, generator=source, dtype=torch.float64, device="cpu")
     initial = deep.init(width, width, dtype=torch.float64) if whole else None
     with torch.enable_grad():
-        y, _ = fast(x, x, initial, None, Masks())
+        y, _ = fast(x, x, initial, None, {})
         (learns,) = torch.autograd.grad(y.square().sum() if whole else y.sum(), [fast.value.weight])
     rows = () if initial is None else tuple(w.expand(3 * small, *w.shape[1:]) for w in initial.values())
     start = deep.predict(rows, x[0]) if whole else torch.zeros_like(y)
@@ -294,7 +306,7 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
     try:
         with torch.random.fork_rng(devices=[]):
             before: Tensor = mlp(x)
-            mine, _ = _install(twin, fast, index).masked(x, None, write_mask=None, reset_mask=None)
+            mine, _ = _install(twin, fast, index).with_states(x, None, write_mask=None, reset_mask=None)
     except (AttributeError, RuntimeError, TypeError) as error:
         raise ConfigError(f"layer {index}: the forward of {type(mlp).__name__} is of another build ({error})") from None
     off = (mine - before).float().norm()
@@ -303,3 +315,164 @@ def _check_same(mlp: Any, fast: Fast, index: int) -> None:
             f"layer {index}: the forward of {type(mlp).__name__} does more than its layers say, as where it has "
             "dropout or scales; use fast='last', or another layer"
         )
+
+
+# What a graft changes of a running model.
+
+
+PLACE = "mlp"
+"""The place of its states in a layer of a cache."""
+States = tuple[LayerState, ...]
+Given = Mapping[str, Any]  # masks by name, bool `[B, T]` or None
+
+
+class FastWeights(nn.Module):
+    """A memory whose keys are given: values v = W x, W zero at first, and gates from x; no other layer around it.
+
+    With values of zero a memory stays where it starts. The gradient of W is not zero; the gates get theirs as soon as
+    W is not.
+    """
+
+    def __init__(self, d_model: int, d_key: int, config: MemoryConfig, name: str, **place: Any) -> None:
+        super().__init__()
+        self.config, self.name = config, name
+        weights = len(config.structure.shapes(d_key, d_model))
+        sizes = Sizes(d_model, 1, d_key, d_model, config.writes, weights)
+        self.gates = GateHeads(d_model, 1, config, d_key=d_key, **place)
+        self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
+        self.value = blank(nn.Linear, d_model, d_model, bias=False, **place)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Values at zero; gates as the rule starts them."""
+        nn.init.zeros_(self.value.weight)
+        self.gates.reset_parameters(generator)
+        if self.gating is not None:
+            self.gating.draw(torch.default_generator if generator is None else generator)
+
+    def forward(
+        self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, state: LayerState | None, masks: Given
+    ) -> tuple[Tensor, LayerState]:
+        """x `[B, T, d_model]` and keys `[B, T, d_key]`, which are queries, too; answers `[B, T, d_model]`."""
+        q = k = keys.unsqueeze(2)
+        v, gates, skip, held = self.value(x).unsqueeze(2), self.gates(x), None, None
+        if self.gating is not None:
+            own = None if state is None else state.gating
+            made, held = self.gating(x, q, k, v, gates, own, Masks(masks.get("write_mask"), masks.get("reset_mask")))
+            (q, k, v, _, skip), gates = made, Gates(**made.gates)
+        past = None if state is None else state.memory
+        start = None if initial is None else dict(initial)
+        y, memory = memory_scan(self.config, q, k, v, gates, state=past, initial=start, **masks, name=self.name)
+        y = y if skip is None else y + skip
+        return y.squeeze(2), LayerState(memory, None, None, gating=held or None)
+
+
+class Fast(nn.Module):
+    """The memories of an MLP, one for each period.
+
+    Fields:
+        last: the name of the layer whose weights go on learning; None where all do.
+        weights: names of the MLP's layers by those of the memory's weights; of `last` none.
+        mix: weight of each memory's answer, `[memories, d_model]`; None of one memory, and where answers are added.
+    """
+
+    def __init__(
+        self, d_model: int, d_key: int, rules: Sequence[MemoryConfig], last: str | None,
+        weights: Mapping[str, str], name: str, **place: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        names = [f"{name} (period {rule.chunk})" for rule in rules]
+        made = (FastWeights(d_model, d_key, *own, **place) for own in zip(rules, names, strict=True))
+        self.last, self.weights, self.levels, self.mix = last, dict(weights), nn.ModuleList(made), None
+        if last is None and len(rules) > 1:
+            self.mix = nn.Parameter(torch.empty(len(rules), d_model, **place))
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Everything at its start: memories that answer as their first weights do, and as much of each."""
+        for level in self.levels:
+            level.reset_parameters(generator)  # type: ignore[operator]
+        if self.mix is not None:
+            nn.init.constant_(self.mix, 1 / len(self.levels))
+
+    def forward(
+        self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, states: States | None, masks: Given
+    ) -> tuple[Tensor, States]:
+        """x `[B, T, d_model]`, keys `[B, T, d_key]`: the answers of all memories, added, and their states."""
+        dtype: Any = self.levels[0].value.weight.dtype  # type: ignore[union-attr]
+        x, keys = x.to(dtype), keys.to(dtype)
+        if (write := masks["write_mask"]) is not None:  # attention answers padding with NaN where it sees no key
+            x, keys = (item.masked_fill(~write.unsqueeze(-1), 0) for item in (x, keys))
+        answers, after = [], []
+        for index, level in enumerate(self.levels):
+            y, state = level(x, keys, initial, None if states is None else states[index], masks)
+            answers.append(y if self.mix is None else self.mix[index] * y)
+            after.append(state)
+        return sum(answers[1:], answers[0]), tuple(after)
+
+
+class FastMLP(Holder):
+    """Mixin for an MLP whose weights are where memories start."""
+
+    def forward(self, x: Tensor, *, hecate_call: tuple[Any, Given] | None = None) -> Tensor:
+        """x `[B, T, d_model]`; the answers of the weights as they are by then. `hecate_call`: the cache and masks."""
+        if hecate_call is None:
+            raise ConfigError(
+                f"no masks reached the MLP of layer {self.layer_idx}: it was called on its own; call its layer or model"
+            )
+        past, masks = hecate_call
+        if past is None:
+            return self.with_states(x, None, **masks)[0]
+        return remembering(past.layers[self.layer_idx]).answers(PLACE, self, x, **masks)
+
+    def with_states(self, x: Tensor, states: States | None, **masks: Tensor | None) -> tuple[Tensor, States]:
+        """The answers `[B, T, d_model]` and the states after the last token."""
+        fast = getattr(self, BRANCH)
+        if fast.last is None:
+            tensors = {name: self.get_parameter(own) for name, own in fast.weights.items()}
+            initial = {n: w[None] if w.dim() == 2 else w[None, :, None] for n, w in tensors.items()}
+            y, states = fast(x, x, initial, states, masks)
+            return y.to(x.dtype), states
+        linear, after = getattr(self, fast.last), states
+
+        def last(hidden: Tensor) -> Tensor:
+            nonlocal after
+            beside, after = fast(x, hidden, None, states, masks)
+            y = linear(hidden)
+            return y + beside.to(y.dtype)
+
+        y = super(FastMLP, changed(self, **{fast.last: last})).forward(x)
+        return y, after  # type: ignore[return-value]
+
+
+class Handing(nn.Module):
+    """Mixin for a decoder layer that tells its MLP of masks and the cache."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own, with the same arguments."""
+        masks = kwargs.get(MASKS)
+        past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        name, mlp = next((name, part) for name, part in self.named_children() if isinstance(part, FastMLP))
+        if masks is None:
+            raise ConfigError(f"no masks reached layer {mlp.layer_idx}: it was called on its own; call its model")
+        if past is not None:
+            _expect_read(past, mlp.layer_idx)
+        told = changed(self, **{name: partial(mlp, hecate_call=(past, masks))})
+        return super(Handing, told).forward(*args, **kwargs)
+
+
+def _expect_read(past: Any, index: int) -> None:
+    """Refuses a cache whose tokens the memories of an MLP have not read."""
+    held = past.layers[index] if index < len(past.layers) else None
+    if held is None or PLACE in getattr(held, "memories", ()):
+        return
+    linear = getattr(held, "has_previous_state", None)
+    if any(linear.values()) if linear is not None else int(held.get_seq_length()) > 0:
+        raise ShapeError(
+            f"past_key_values holds tokens that the MLP of layer {index} has not read; fill it with the grafted model"
+        )
+
+
+def changed(module: Any, **attributes: Any) -> Any:
+    """The same module, parameters and all, with other attributes: what a call alone knows stays in that call."""
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__, **attributes)
+    return twin

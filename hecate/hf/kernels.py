@@ -19,7 +19,8 @@ from transformers.activations import ACT2FN
 
 from hecate.engine import memory_scan
 from hecate.nn.blocks import LEAST, convolution
-from hecate.rule import Gates, MemoryConfig, MemoryState, named_rule
+from hecate.nn.sums import state_of_sums
+from hecate.rule import Gates, MemoryConfig, named_rule
 from hecate.tape import is_recorded, is_traced
 
 _EXACT = (torch.float32, torch.float64)
@@ -110,10 +111,7 @@ def _scanned(
     rule: str, q: Tensor, k: Tensor, v: Tensor, gates: Gates, weight: Tensor | None, starts: Tensor | None, engine: Any
 ) -> tuple[Tensor, Tensor]:
     """y and the weight `[B, H, V, K]` after the last token, from another weight."""
-    state = None
-    if weight is not None:
-        position = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
-        state = MemoryState(memory={"weight": weight}, slots={}, anchor={}, pending={}, position=position)
+    state = None if weight is None else state_of_sums(weight)
     y, after = memory_scan(RULES[rule], q, k, v, gates, state=state, reset_mask=starts, engine=engine)
     return y.contiguous(), after.memory["weight"]  # callers take views of it
 

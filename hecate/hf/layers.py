@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.hf.adopted import official, rule_of
+from hecate.hf.adopt import FLOATS, official, rule_of
 from hecate.nn import LayerState, Memory
-from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig, MemoryState
+from hecate.nn.sums import state_of_sums
+from hecate.rule import LAYER, LAYER_FIELDS, MemoryConfig
 
 RULES = ("gated_delta", "kda")
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _QK_EPS = 1e-6  # beside the square, in the kernels of every family
 _ASIDE = {*LAYER_FIELDS, "on_nonfinite", "state_dtype"}  # fields of a config that are told apart by other means
 _GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
@@ -50,7 +50,7 @@ def describe(layer: Any) -> Described:
         own = f"of rule {rule!r}" if rule else "of no rule of ours"
         raise ConfigError(f"{name} is a layer {own}; from_layer takes those of {' and '.join(RULES)}")
     for own, weight in layer.named_parameters():
-        if weight.is_meta or weight.dtype not in _FLOATS:
+        if weight.is_meta or weight.dtype not in FLOATS:
             where = "on the meta device" if weight.is_meta else f"quantised to {weight.dtype}"
             raise ConfigError(f"{name}.{own} is {where}; load it, or unpack it, in floating point")
     try:
@@ -264,9 +264,7 @@ def from_cache(cache: Any, index: int) -> LayerState:
     kept, weight = held.conv_kernel_size[0] - 1, held.recurrent_states[0]
     conv = held.conv_states[0][..., -kept:].mT.contiguous()
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).mT.contiguous()
-    position = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
-    memory = MemoryState(memory={"weight": weight}, slots={}, anchor={}, pending={}, position=position)
-    return LayerState(memory, conv, None)
+    return LayerState(state_of_sums(weight), conv, None)
 
 
 def to_cache(state: LayerState, cache: Any, index: int) -> None:

@@ -1,33 +1,184 @@
-"""`HecateModel` and `HecateForCausalLM`: a `LanguageModel` of hecate as transformers calls, saves and trains one."""
+"""A `LanguageModel` of hecate and its config as transformers keeps, calls, saves and trains one: `HecateConfig`,
+`HecateModel` and `HecateForCausalLM`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
 from hecate.checks import check_room
-from hecate.errors import ConfigError
-from hecate.hf.batch import generate_batch
-from hecate.hf.cache import StateLayer, document_starts, no_continuous_batching, state_layers, written_tokens
-from hecate.hf.config import HecateConfig
-from hecate.models import LanguageModel
+from hecate.errors import ConfigError, Problem, install_line, shorten
+from hecate.files import make_folder, refusing, write_file
+from hecate.hf.cache import (
+    StateLayer,
+    document_starts,
+    no_continuous_batching,
+    record_drafts,
+    state_layers,
+    written_tokens,
+)
+from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.models.language_model import MemoryBlock, parameters_of
-from hecate.models.layers import redraw
 from hecate.nn import ShortConv
+from hecate.nn.parameters import redraw
+from hecate.serve import Request, Scheduler
+
+REMOTE = "modeling_hecate"
+# What stands in `try` is not what transformers tells to install by its name, which is another project's on the index.
+REMOTE_CODE = f"""try:
+    from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
+except ModuleNotFoundError as error:
+    raise ImportError({f"this is a model of hecate, which is not installed: {install_line('hf')}"!r}) from error
+
+__all__ = ["HecateConfig", "HecateForCausalLM", "HecateModel"]
+"""
+_CLASSES = {"AutoConfig": "HecateConfig", "AutoModel": "HecateModel", "AutoModelForCausalLM": "HecateForCausalLM"}
+ALIASES = {
+    "hidden_size": "d_model", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "tie_word_embeddings": "tie_embeddings",
+}  # fmt: skip
+"""Fields of a `LanguageModelConfig` by the names that transformers has for them."""
+_FIELDS = {**{name: name for name in LanguageModelConfig.model_fields}, **ALIASES}
+# What transformers takes of any config beside the fields of `PreTrainedConfig`.
+_THEIRS = frozenset({
+    "attn_implementation", "bos_token_id", "eos_token_id", "experts_implementation", "model_type", "name_or_path",
+    "num_labels", "output_attentions", "pad_token_id", "quantization_config", "sep_token_id", "torch_dtype",
+})  # fmt: skip
+
+
+class HecateConfig(PreTrainedConfig):
+    """A `LanguageModelConfig` under `model`, whole, and what transformers asks of any config. [HF-CONFIG-D1]
+
+        HecateConfig(vocab_size=256, hidden_size=512, num_hidden_layers=8, memory="titans")
+
+    Every field of the model, and transformers' name of it, is read from `model`, so that none can differ from it; to
+    set one changes that field alone. No `layer_types`: of layers that are all linear transformers knows no length, and
+    `generate` asks for one.
+
+    Args:
+        model: a `LanguageModelConfig`, or its fields; None is that of bytes with every default.
+        use_cache: whether a call that is not told returns its state.
+        kwargs: fields of `LanguageModelConfig` in place of `model`, by their names or as `hidden_size`,
+            `num_hidden_layers`, `num_attention_heads` and `tie_word_embeddings`; any field of transformers' own, such
+            as `dtype` or `eos_token_id`.
+
+    Raises:
+        ConfigError: what `LanguageModelConfig` refuses, by its path, a name that is no field's, two names of a field
+            that disagree, or a model without `vocab_size`.
+    """
+
+    model_type: ClassVar[str] = "hecate"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    model: Any = None
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Checks `model` and keeps it as plain values."""
+        kwargs.pop("auto_map", None)
+        # A file that transformers has written may have attributes of anybody's; a caller meant a field by every name.
+        others = _THEIRS if self.transformers_version is None else kwargs.keys() - _FIELDS.keys()
+        named = {name: kwargs.pop(name) for name in sorted(kwargs.keys() - others, key=lambda n: (n in ALIASES, n))}
+        self._set(self.model, named)
+        super().__post_init__(**kwargs)
+
+    @property
+    def language_model(self) -> LanguageModelConfig:
+        """The config of the model itself."""
+        return LanguageModelConfig.model_validate(self.model)
+
+    def _set(self, model: LanguageModelConfig | Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
+        """Takes a model, or without one its fields by name; beside a model a field repeats what it says."""
+        words: dict[str, str] = {}
+        for name, value in named.items():
+            field = ALIASES.get(name, name)
+            if words.setdefault(field, name) != name and named[words[field]] != value:
+                both = f"{shorten(value)} and {shorten(named[field])}"
+                raise ConfigError(f"is {field} in other words, and both are set: {both}; keep one", (name,))
+        try:
+            whole = LanguageModelConfig() if model is None else LanguageModelConfig.model_validate(_plain(model))
+        except ConfigError as error:
+            raise error.under("model") from None
+        fields = {field: named[name] for field, name in words.items()}
+        before = {"vocab_size": 256} if model is None else whole.model_dump()
+        try:
+            made = LanguageModelConfig.model_validate({**before, **fields})
+        except ConfigError as error:
+            named_so = [(*(words.get(str(at), at) for at in path[:1]), *path[1:]) for path, _ in error.problems]
+            raise ConfigError(map(Problem, named_so, (item.message for item in error.problems))) from None
+        for field, name in words.items() if model is not None else ():
+            own = getattr(whole, field)
+            if getattr(made, field) != own and (field, own) != ("vocab_size", None):
+                raise ConfigError(f"must be {shorten(own)}, as model.{field} is; change that one", (name,))
+        if made.vocab_size is None:
+            path = ("vocab_size",) if model is None else ("model", "vocab_size")
+            raise ConfigError("must be set to build a model", path)
+        self.model = made.model_dump(mode="json")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As of any config, with the sizes under the names by which other programs ask for them."""
+        return {**super().to_dict(), **{name: self.model[_FIELDS[name]] for name in ("vocab_size", *ALIASES)}}
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Writes `config.json`, and beside it the lines that are the model's code to others. [HF-REMOTE-D1]"""
+        self.auto_map = {auto: f"{REMOTE}.{name}" for auto, name in _CLASSES.items()}
+        folder = Path(save_directory)
+        with refusing(f"write {folder}", "choose another folder"):
+            make_folder(folder)
+            write_file(folder / f"{REMOTE}.py", REMOTE_CODE)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing is left to do: every folder that is written names its classes."""
+
+
+def _plain(model: LanguageModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+    return model.model_dump() if isinstance(model, LanguageModelConfig) else model
+
+
+def _field(name: str, field: str) -> property:
+    """A field of the model, as transformers may set one of its own."""
+
+    def get(self: HecateConfig) -> Any:
+        return self.model[field]
+
+    def change(self: HecateConfig, value: Any) -> None:
+        if name == "tie_word_embeddings" and value != self.model[field]:
+            raise ConfigError(f"must be {self.model[field]}, as model.{field} is; change that one", (name,))
+        self._set(None, {**self.model, field: value})
+
+    return property(get, change)
+
+
+for _name, _of in _FIELDS.items():
+    setattr(HecateConfig, _name, _field(_name, _of))
+
+
+# The models.
 
 _LOG = logging.get_logger(__name__)
 # What callers add to any model, and that says nothing to this one.
 _UNREAD = frozenset({"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position"})
 _OF_LOSS = frozenset({"num_items_in_batch", "shift_labels"})
+# What of a GenerationConfig is read here, and what says nothing of tokens; anything else that is set is refused.
+_READ = {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "eos_token_id"}
+_SILENT = {
+    "pad_token_id", "bos_token_id", "use_cache", "transformers_version", "disable_compile", "is_assistant",
+    "return_dict_in_generate", "remove_invalid_values",
+}  # fmt: skip
 
 
 class HecateBlock(GradientCheckpointingLayer, MemoryBlock):
@@ -292,10 +443,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
-            layers = state_layers(cache, len(self.model.lm.blocks))
-            if getattr(generation_config, "is_assistant", False):  # what it drafts in one go may all be rejected
-                for layer in layers:
-                    layer.activate_past_recording((generation_config.max_new_tokens or 0) + 1)
+            record_drafts(generation_config, *state_layers(cache, len(self.model.lm.blocks)))
 
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -305,14 +453,6 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         if getattr(generation_config, "is_assistant", False):
             return torch.ones(inputs_tensor.shape[:2], dtype=torch.int64, device=inputs_tensor.device)
         return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """The embedding."""
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Takes another embedding, of a vocabulary of its size."""
-        self.model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> Any:
         """The output layer; where it is the embedding's weights, a view of them."""
@@ -370,3 +510,55 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         if labels is not None or of_loss.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **of_loss)
         return CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
+
+
+def generate_batch(
+    model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig, *, max_batch: int = 16, seed: int = 0
+) -> dict[str, GenerationOutput]:
+    """Continuations of every prompt as `generate` makes them; one that fails says why in `error`. [HF-GEN-D3]
+
+    Args:
+        model: a `LanguageModel`.
+        inputs: tokens of each prompt.
+        config: with the settings of transformers filled in; those that change tokens in a way not known are refused.
+        max_batch: prompts at once, a power of two.
+        seed: of the draws of the first prompt, one more for each that follows.
+
+    Raises:
+        ConfigError: a prompt without tokens, or a setting that is not known here.
+    """
+    plain = GenerationConfig()
+    plain.update(**plain._get_default_generation_params())
+    for name, value in config.to_dict().items():
+        silent = name in _READ | _SILENT or name.startswith("_") or "assistant" in name
+        if not silent and value not in (None, False, getattr(plain, name, None)):
+            raise ConfigError(f"generate_batch knows no {name} (got {shorten(value)}); leave it out or call generate")
+    ends = config.eos_token_id
+    how: dict[str, Any] = {"stop": frozenset([ends] if isinstance(ends, int) else ends or ())}
+    how["temperature"] = (1.0 if config.temperature is None else config.temperature) if config.do_sample else 0.0
+    how |= {"top_k": config.top_k or None, "top_p": config.top_p} if config.do_sample else {}
+    born, requests = time.perf_counter(), []
+    for number, prompt in enumerate(inputs):
+        room = config.max_new_tokens
+        if room is None:
+            room = plain.max_length if config.max_length == plain.max_length else config.max_length - len(prompt)
+        if room < 1:
+            raise ConfigError(f"max_length {config.max_length} leaves no room after a prompt of {len(prompt)} tokens")
+        requests.append(Request([int(token) for token in prompt], room, seed=seed + number, **how))
+    training = model.training
+    try:
+        scheduler = Scheduler(model, max_batch=max_batch, max_queue=max(1, len(requests)))
+        for request in requests:
+            scheduler.submit(request)
+        while scheduler.step():
+            pass
+    finally:
+        model.train(training)
+    found = {}
+    for number, request in enumerate(requests):
+        status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
+        found[f"req_{number}"] = GenerationOutput(
+            f"req_{number}", list(request.tokens), request.made, status=status, created_time=born,
+            error=None if request.error is None else str(request.error), lifespan=(born, time.perf_counter()),
+        )  # fmt: skip
+    return found

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from hecate.checks import expect_choice
-from hecate.errors import CheckpointError, ConfigError, HecateError, shorten
-from hecate.files import by_library, make_folder, new_folder, read_whole, refusing
+from hecate.errors import CheckpointError, ConfigError, HecateError, printable, shorten
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.hf.adopt import hook_models
-from hecate.hf.graft import GRAFT, Train, decoder_of, freeze, load_graft, load_plain, read_tensors
-from hecate.hf.graft_mlp import KEY, MLPGraftConfig, build_mlps, install_mlps
-from hecate.hf.grafted import BRANCH
-from hecate.hf.grafted_mlp import Fast, FastMLP
-from hecate.hf.hosted import LAYERS, Hosted, HostedConfig, describe_hosted
+from hecate.hf.graft import BRANCH, GRAFT, Branch, GraftConfig, Grafted, Train, build, decoder_of, freeze, install
+from hecate.hf.graft_mlp import KEY, Fast, FastMLP, MLPGraftConfig, build_mlps, install_mlps
+from hecate.hf.upgrade import LAYERS, Hosted, HostedConfig, describe_hosted
 from hecate.train.checkpoint import write_tensors
 from hecate.variant import read_json
 
 _TENSORS = "hecate.safetensors"
+_GRAFT, _FACTS = "graft.safetensors", "graft.json"
+_NAME = re.compile(rf"(?:^|\.)layers\.(\d+)\.self_attn\.{BRANCH}\.(.+)")
 
 
 def save(model: Any, folder: str | Path) -> None:
@@ -49,17 +55,14 @@ def save(model: Any, folder: str | Path) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError("the model is on the meta device, or offloaded, and has no weights to write; load them first")
     folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists already; choose another folder")
+    expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
     own = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added(model)}
-    with refusing(f"write {folder}", "choose another folder"), by_library():
-        make_folder(folder.absolute().parent)
-        with new_folder(folder.absolute()) as room:
-            model.save_pretrained(room, state_dict=tensors)
-            if own:
-                write_tensors(own, room / _TENSORS)
+    with written_folder(folder, "choose another folder") as room:
+        model.save_pretrained(room, state_dict=tensors)
+        if own:
+            write_tensors(own, room / _TENSORS)
 
 
 def _added(model: Any) -> list[str]:
@@ -184,6 +187,14 @@ def _take(folder: Path, part: Any, start: str) -> None:
     pattern = _TENSORS if (folder / _TENSORS).exists() else "model*.safetensors"  # of save_pretrained, of Trainer
     found = read_tensors(folder, lambda name: name.startswith(start), pattern)
     own = {name.removeprefix(start): value for name, value in found}
+    _check_fit(folder, part, own, start)
+    part.load_state_dict(own, assign=True)
+    for parameter in part.parameters():
+        parameter.requires_grad_(True)
+
+
+def _check_fit(folder: Path, part: Any, own: Mapping[str, Tensor], start: str) -> None:
+    """Refuses tensors of a folder, whose names begin so, that are not those of a part."""
     wanted = part.state_dict()
     for name in sorted(own.keys() | wanted.keys()):
         shapes = [list(each[name].shape) if name in each else None for each in (own, wanted)]
@@ -194,6 +205,145 @@ def _take(folder: Path, part: Any, start: str) -> None:
             )
         if not own[name].is_floating_point():
             raise CheckpointError(f"{folder} has {start}{name} as {own[name].dtype}, no floating point; save it again")
-    part.load_state_dict(own, assign=True)
-    for parameter in part.parameters():
-        parameter.requires_grad_(True)
+
+
+# Grafts beside attention, alone or with their model.
+
+
+def save_graft(model: Any, folder: str | Path) -> None:
+    """Writes what a graft added, its weights and config, into a new folder, complete or not at all. [HF-GRAFT-D4]
+
+    Raises: ConfigError for a model without a graft; CheckpointError where it cannot be written.
+    """
+    folder, branches = Path(folder), _branches(model)
+    tensors = {f"layers.{i}.self_attn.{BRANCH}.{n}": v for i, b in branches.items() for n, v in b.state_dict().items()}
+    if any(hasattr(value, "placements") for value in tensors.values()):
+        raise ConfigError("the graft is sharded over devices; write it with save_pretrained of accelerate or Trainer")
+    expect_free(folder, "choose another folder")
+    with written_folder(folder, "choose another folder") as room:
+        write_tensors({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, room / _GRAFT)
+        write_file(room / _FACTS, json.dumps(getattr(model.config, GRAFT), indent=2) + "\n")
+
+
+def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory", **options: Any) -> Any:
+    """A model with the graft of a folder.
+
+        model = load_graft("whole")                              # of model.save_pretrained
+        model = load_graft("graft", model=LlamaForCausalLM(...))  # of save_graft, or of save_pretrained
+
+    Args:
+        folder: what `save_pretrained` of a grafted model wrote, or `save_graft`.
+        model: the model to put it into, changed in place; None loads the folder's own.
+        train: as in `graft`.
+        options: of `AutoModelForCausalLM.from_pretrained`, where it is called. Weights of the graft keep their dtype.
+
+    Raises:
+        CheckpointError: a folder without a graft, or one that does not fit the model.
+    """
+    folder = Path(folder)
+    config, tensors = _read_config(folder), _read_tensors(folder)
+    if model is None:
+        if (folder / _FACTS).exists():
+            raise CheckpointError(f"{folder} holds what a graft added alone; give the model it was made from as model=")
+        model = load_plain(folder, options)
+    elif options:
+        raise ConfigError(f"{', '.join(options)} would load a model, and one is given as model=; leave one of them out")
+    decoder = decoder_of(model, Grafted)
+    try:
+        made = build(decoder, config, False, torch.Generator().manual_seed(0))
+    except HecateError as error:
+        raise CheckpointError(f"{folder} does not fit the model: {error.line}") from None
+    for index, (_, branch) in made.items():
+        own = tensors.pop(index, {})
+        _check_fit(folder, branch, own, f"layers.{index}.self_attn.{BRANCH}.")
+        branch.load_state_dict(own)
+    if tensors:
+        raise CheckpointError(f"{folder} has memories in layers {sorted(tensors)}, which its config does not name")
+    return install(model, decoder, config, made, train)
+
+
+def _branches(model: Any) -> dict[int, Branch]:
+    """The memories of a model by layer, unwrapped."""
+    found = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
+    if not found:
+        raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
+    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in found.values()):
+        raise ConfigError(
+            f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
+            "merge_and_unload()"
+        )
+    return found
+
+
+def _read_config(folder: Path) -> GraftConfig:
+    for file in (folder / _FACTS, folder / "config.json"):
+        if not file.is_file():
+            continue
+        try:
+            facts = read_json(read_whole(file))
+            return GraftConfig.model_validate(facts if file.name == _FACTS else facts[GRAFT])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            why = f"has no {GRAFT}" if isinstance(error, KeyError) else f"is not of a graft ({shorten(str(error))})"
+            raise CheckpointError(f"{file} {why}; name a folder of save_graft or of a grafted model") from None
+    raise CheckpointError(f"{folder} has neither {_FACTS} nor config.json; name a folder of save_graft")
+
+
+def _read_tensors(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """The tensors of a graft by layer and name, on the CPU."""
+    pattern = _GRAFT if (folder / _FACTS).exists() else "model*.safetensors"
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, value in read_tensors(folder, _NAME.search, pattern):
+        if match := _NAME.search(name):
+            found.setdefault(int(match[1]), {})[match[2]] = value
+    if not found:
+        raise CheckpointError(f"{folder} has no tensors of a graft in {pattern}; save the grafted model again")
+    return found
+
+
+def read_tensors(
+    folder: Path, wanted: Callable[[str], Any], pattern: str = "model*.safetensors"
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder whose names are wanted, on the CPU."""
+    for path in sorted(folder.glob(pattern)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield from ((name, file.get_tensor(name)) for name in file.keys() if wanted(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); save it again") from None
+
+
+def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...] = ()) -> Any:
+    """The folder's model without what hecate added, and without the weights of layers, by the beginnings of their
+    names, that others stand in for."""
+    try:
+        with _without_report():
+            model, facts = AutoModelForCausalLM.from_pretrained(folder, **options, output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        why = printable(" ".join(str(error).split()), 300)
+        if "mismatched_sizes" in why:
+            why = "weights of other shapes than its config says"
+        raise CheckpointError(f"{folder} has a model that cannot be loaded: {why}") from error
+    added = f".{BRANCH}."
+    strange = sorted(n for n in facts["unexpected_keys"] if added not in n and not n.startswith(instead))
+    missing = sorted(name for name in facts["missing_keys"] if not name.startswith(instead))
+    for what, names in (("lacks", missing), ("has, unexpectedly,", strange)):
+        if names:
+            raise CheckpointError(f"{folder} {what} {names[0]} (and {len(names) - 1} more); save the model again")
+    return model
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """Without what transformers says of names it does not know, as those of a graft are; `load_plain` looks itself."""
+
+    def quiet(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(quiet)
+    try:
+        yield
+    finally:
+        logger.removeFilter(quiet)

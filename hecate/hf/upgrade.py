@@ -1,4 +1,5 @@
-"""A trained model of transformers under a richer rule that starts as the same function: `upgrade`."""
+"""A trained model of transformers under a richer rule that starts as the same function: `upgrade`, and `Hosted`, a
+memory in the place of a layer."""
 
 from __future__ import annotations
 
@@ -9,20 +10,23 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hecate.algorithm import Momentum
-from hecate.checks import expect_choice
+from hecate.checks import Depth, Size, expect_choice
 from hecate.errors import ConfigError, not_known, shorten
-from hecate.hf.adopt import hook_models
-from hecate.hf.adopted import official, rule_of
-from hecate.hf.hosted import Hosted, arguments_of, describe_hosted
+from hecate.hf.adopt import Told, hook_models, layers_run, masks_of, official, rule_of
+from hecate.hf.cache import remembering
 from hecate.hf.layers import RULES, from_layer
 from hecate.nn import Memory
+from hecate.nn.arguments import Firing
 from hecate.nn.parameters import draw_normal
 from hecate.phi import MLP
 from hecate.rule import LAYER, MemoryConfig
 from hecate.rule import RULES as NAMED
+from hecate.variant import Config
 
 Train = Literal["new", "all"]
 _HOOKS = (
@@ -30,6 +34,95 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
 )  # fmt: skip
 Start = Callable[[Memory, Memory], None]
+
+
+HELD = "layer"
+"""The place of a layer's own state in its layer of a cache."""
+
+
+LAYERS = "hecate_layers"
+"""The key of a model's upgraded layers in its config: a `HostedConfig` by the name of each."""
+
+
+class HostedConfig(Config):
+    """Config of a memory in a layer's place: all that is needed to load its weights again."""
+
+    version: Literal[1] = 1
+    memory: MemoryConfig
+    layer_idx: Depth = Field(ge=0)
+    d_model: Size = Field(ge=1)
+    heads: Size = Field(ge=1)
+    d_key: Size = Field(ge=1)
+    d_value: Size = Field(ge=1)
+    conv_kernel: Depth = Field(ge=0)
+    learned_initial: bool = False
+    firing: Firing = "always"
+
+    def build(self) -> Memory:
+        """The memory, without numbers."""
+        how = self.model_dump(include=set(OF_MEMORY))
+        return Memory(self.d_model, self.heads, self.memory, name=f"layer {self.layer_idx}", device="meta", **how)
+
+
+OF_MEMORY = ("d_key", "d_value", "conv_kernel", "learned_initial", "firing")
+"""Arguments of `hecate.nn.Memory` in which memories of `from_layer` and `upgrade` differ."""
+
+
+def arguments_of(memory: Memory) -> dict[str, Any]:
+    """The `OF_MEMORY` of a memory."""
+    learned = next(memory.initial.parameters(), None) is not None
+    firing = "learned" if "firing" in memory.gates.starts else "always"
+    kernel = 0 if memory.conv is None else memory.conv.kernel
+    return dict(zip(OF_MEMORY, (memory.d_key, memory.d_value, kernel, learned, firing), strict=True))
+
+
+def describe_hosted(model: nn.Module) -> None:
+    """Says in the config of a model of transformers which of its layers are memories."""
+    for root in [part for part in model.modules() if isinstance(part, PreTrainedModel)][:1]:
+        found = {}
+        for name, part in root.named_modules():
+            if isinstance(part, Hosted):
+                own = {"d_model": part.memory.d_model, "heads": part.memory.heads, **arguments_of(part.memory)}
+                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **own)
+                found[name] = config.model_dump(mode="json")
+        if found:
+            setattr(root.config, LAYERS, found)
+        elif hasattr(root.config, LAYERS):  # a config that was another model's
+            delattr(root.config, LAYERS)
+
+
+class Hosted(Told):
+    """A `hecate.nn.Memory` called as transformers calls its linear layers.
+
+    Its state lies in the cache's layer for linear attention, which does to it whatever happens to the cache, and takes
+    back what has been recorded.
+    """
+
+    def __init__(self, memory: Memory, layer_idx: int) -> None:
+        super().__init__()
+        self.memory, self.layer_idx = memory, layer_idx
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """hidden_states `[B, T, d_model]`; the memory's answers, and its state in the cache."""
+        masks = masks_of(hidden_states, attention_mask, kwargs, cache_params)
+        wide = hidden_states.to(self.memory.out.weight.dtype)
+        if cache_params is None:
+            y, _ = self.memory(wide, None, **masks)
+        else:
+            y = self._held(cache_params).answers(HELD, self.memory, wide, **masks)
+        return y.to(hidden_states.dtype)
+
+    def _held(self, cache: Any) -> Any:
+        """The layer of a cache that holds the state."""
+        held = remembering(cache.layers[self.layer_idx])
+        if HELD not in held.memories and any(held.has_previous_state.values()):
+            raise ConfigError(
+                f"layer {self.layer_idx} of the cache was filled by the model before its upgrade; fill it anew"
+            )
+        held.has_previous_state = dict.fromkeys(held.has_previous_state, True)
+        return held
 
 
 class Wider(NamedTuple):
@@ -153,9 +246,7 @@ class Upgrade(NamedTuple):
     new: tuple[str, ...]
 
     def __str__(self) -> str:
-        many = f"{self.layers[0]} ... {self.layers[-1]}" if len(self.layers) > 1 else self.layers[0]
-        runs = "layers run" if len(self.layers) > 1 else "layer runs"
-        return f"{len(self.layers)} {runs} {self.rule}, which adds {WIDER[self.rule].adds}: {many}"
+        return layers_run(self.layers, f"{self.rule}, which adds {WIDER[self.rule].adds}")
 
 
 def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train: Train = "all") -> Upgrade:

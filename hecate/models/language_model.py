@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Depth, Size, check_shapes, named, outside_vocabulary
@@ -24,16 +24,16 @@ from hecate.cms import (
 )  # fmt: skip
 from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.layers import GatedMLP, Layers, hidden_width, redraw
+from hecate.models.layers import GatedMLP, Layers, hidden_width
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
 from hecate.nn.blocks import EPS, RMSNorm, swiglu
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
-from hecate.nn.parameters import blank, unheard
+from hecate.nn.parameters import blank, redraw, unheard
 from hecate.rule import MemoryConfig
 from hecate.states import State
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 
 class Scanned(NamedTuple):
@@ -108,56 +108,33 @@ class LanguageModelConfig(Config):
     mlp_ratio: float = Field(2.0, ge=0, le=MAX_SIZE)
     tie_embeddings: bool = True
 
-    @model_validator(mode="after")
-    def _sizes(self) -> Self:
-        settle_layer(self)
+    settle = settle_layer
+
+    def conflicts(self) -> Conflicts:
+        """Sizes that do not fit, settings that nothing would read, and what the layers of a block refuse."""
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
-            raise ConfigError(
-                f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value", path=("heads",)
-            )
+            yield ("heads",), f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value"
         if self.conv_kernel == 1:
-            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
+            yield ("conv_kernel",), "must be 0 (none) or at least 2, got 1"
         hidden_width(self.d_model, self.mlp_ratio, "d_model")
         scans = _scans("", self.memory, self.feature_memory, *self._widths())
         for field, (memory, key, value, _) in sorted(scans.items()):
             try:
                 memory.structure.shapes(memory.feature_map.output_dim(key), value)
             except ConfigError as error:
-                raise ConfigError(f"{error} (keys have width {key})", path=(field,)) from None
-        return self
-
-    @model_validator(mode="after")
-    def _one_mixer(self) -> Self:
-        """Refuses settings that nothing would read."""
-        if not self.levels:
-            for field in _JOIN:
-                if self._is_set(field):
-                    raise ConfigError(
-                        f"{getattr(self, field)!r} joins levels, and there are none; give levels or leave it out",
-                        path=(field,),
-                    )
-        if self.plain:
-            return self
+                yield (field,), f"{error} (keys have width {key})"
+        for field in filter(self._is_set, () if self.levels else _JOIN):
+            yield (field,), f"{getattr(self, field)!r} joins levels, and there are none; give levels or leave it out"
         refers = self.self_reference is not None
         other = "self_reference" if refers else "levels" if self.levels else "attention"
-        for field in ("memory", *_RULE, *(() if refers else _AROUND)):
-            if self._is_set(field):
-                raise ConfigError(
-                    f"belongs to a block's plain memory, but {other} takes its place; set it "
-                    f"within {other} where it has such a field, or leave it out",
-                    path=(field,),
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _buildable(self) -> Self:
-        """Builds a block without storage, so that layers refuse here what they would refuse."""
-        try:
+        for field in filter(self._is_set, () if self.plain else ("memory", *_RULE, *(() if refers else _AROUND))):
+            own = f"belongs to a block's plain memory, but {other} takes its place; set it within {other}"
+            yield (field,), f"{own} where it has such a field, or leave it out"
+        try:  # without storage, so that layers refuse here what they would refuse
             check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
             MemoryBlock(self, "layer", device="meta")
         except ConfigError as error:
             raise error.or_at("d_model") from None
-        return self
 
     @property
     def plain(self) -> bool:

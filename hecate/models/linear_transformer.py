@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Count, Depth, Size, named
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.layers import MLPS, Layers, Norm, hidden_width, norm_of, redraw
+from hecate.models.layers import MLPS, Layers, Norm, hidden_width, norm_of
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
-from hecate.nn.parameters import blank
+from hecate.nn.parameters import blank, redraw
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind
 from hecate.states import State
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 
 class _TransformerFields(NamedTuple):
@@ -74,22 +74,17 @@ class LinearTransformerConfig(Config):
     mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)
     bias: bool = False
 
-    @model_validator(mode="after")
-    def _buildable(self) -> Self:
+    def conflicts(self) -> Conflicts:
+        """Sizes that do not fit, and what the attention refuses."""
         if self.hidden_size % self.num_heads:
-            raise ConfigError(f"must divide hidden_size={self.hidden_size}, got {self.num_heads}", path=("num_heads",))
+            yield ("num_heads",), f"must divide hidden_size={self.hidden_size}, got {self.num_heads}"
         if not hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size") and self.mlp != "gated":
-            raise ConfigError(
-                f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out; give mlp_ratio a number "
-                "above 0, or leave mlp out",
-                path=("mlp",),
-            )
-        # Without storage, so that the attention refuses here what it would refuse.
-        try:
+            own = f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out"
+            yield ("mlp",), f"{own}; give mlp_ratio a number above 0, or leave mlp out"
+        try:  # without storage, so that the attention refuses here what it would refuse
             TransformerLayer(self, "layer", device="meta")
         except ConfigError as error:
             raise error.or_at("hidden_size") from None
-        return self
 
 
 _ATTENTION = ("feature_map", "causal", "normalizer", "eps", "kv_heads", "positions", "bias")

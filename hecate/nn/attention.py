@@ -11,11 +11,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from hecate.checks import expect_choice, expect_count, named
-from hecate.distributed import overwrite
 from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
-from hecate.nn.parameters import FeatureParameters, TensorDict, blank, draw_normal, source_of
+from hecate.nn.parameters import FeatureParameters, TensorDict, blank, redraw, source_of
 from hecate.nn.positions import Position, PositionKind
 from hecate.nn.rule import ScanArguments
 from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
@@ -119,10 +118,7 @@ class LinearAttention(FeatureParameters):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         source = source_of(generator)
-        for linear in (self.query, self.key_value, self.out):
-            draw_normal(linear.weight, linear.in_features**-0.5, source)
-            if linear.bias is not None:
-                overwrite(linear.bias, torch.zeros(linear.bias.shape))
+        redraw(source, self.query, self.key_value, self.out)
         self.draw_features(source, self.out.weight)
         like = self.out.weight
         self.position_params.copy_(self._start_of_positions(device=like.device, dtype=like.dtype))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,7 +21,7 @@ from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.states import State
-from hecate.variant import Config
+from hecate.variant import Config, Conflicts
 
 Combination = Literal["multiply", "add", "paper"]
 
@@ -50,35 +50,23 @@ class AttentionConfig(Config):
     output_gate: bool = False
     gate: Combination | None = None
 
-    @model_validator(mode="after")
-    def _fitting(self) -> AttentionConfig:
+    def conflicts(self) -> Conflicts:
+        """Settings of mac with other kinds, and of others with mac."""
         if self.by_segment and self.window is not None:
-            raise ConfigError(
-                f"is {self.window}, but kind 'mac' attends within segment={self.segment}, which "
-                "takes the window's place; leave window out, or choose kind 'mag' or 'mal'",
-                path=("window",),
-            )
+            own = f"is {self.window}, but kind 'mac' attends within segment={self.segment}"
+            yield ("window",), f"{own}, which takes the window's place; leave window out, or choose kind 'mag' or 'mal'"
         if self.by_segment and self.segment is None:
-            raise ConfigError(
-                "is None, but kind 'mac' needs it: the tokens of a segment, at whose start the memory is asked",
-                path=("segment",),
-            )
+            reason = "the tokens of a segment, at whose start the memory is asked"
+            yield ("segment",), f"is None, but kind 'mac' needs it: {reason}"
         if self.segment is not None and not self.by_segment:
-            raise ConfigError(
-                f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}; set window instead",
-                path=("segment",),
-            )
+            own = f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}"
+            yield ("segment",), f"{own}; set window instead"
         if self.by_segment and self.conv_kernel:
-            raise ConfigError(
-                f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens, which are "
-                "no sequence of neighbours; leave it out, or choose kind 'mag', 'mal' or 'attention'",
-                path=("conv_kernel",),
-            )
+            own = f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens"
+            cure = "leave it out, or choose kind 'mag', 'mal' or 'attention'"
+            yield ("conv_kernel",), f"{own}, which are no sequence of neighbours; {cure}"
         if self.gate is not None and not self.has_memory:
-            raise ConfigError(
-                f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out", path=("gate",)
-            )
-        return self
+            yield ("gate",), f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out"
 
     @property
     def has_memory(self) -> bool:

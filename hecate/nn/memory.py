@@ -30,16 +30,18 @@ from hecate.nn.arguments import (
 from hecate.nn.blocks import EPS, EXACT, readout, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
 from hecate.nn.gates import GateHeads
-from hecate.nn.parameters import blank, draw_normal, source_of, unheard
-from hecate.nn.projection import Projection, check_projection, project_queries
+from hecate.nn.parameters import blank, redraw, source_of, unheard
 from hecate.nn.rule import (
     FeatureMemory,
     FeatureMemoryConfig,
     GatingParameters,
+    Projection,
     RuleParameters,
     ScanArguments,
     between,
     by_token,
+    check_projection,
+    project_queries,
 )
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
@@ -135,13 +137,7 @@ class MemoryLayer(nn.Module):
 
     def _draw(self, generator: torch.Generator | None) -> None:
         source, (first, rule) = source_of(generator), self._first_and_rule()
-        for part in (first, self.gate_down, self.output_gate, self.out):
-            if part is not None:
-                draw_normal(part.weight, part.in_features**-0.5, source)
-                if part.bias is not None:
-                    nn.init.zeros_(part.bias)
-        if self.conv is not None:
-            self.conv.reset_parameters(source)
+        redraw(source, first, self.gate_down, self.output_gate, self.out, self.conv)
         nn.init.ones_(self.norm)
         rule.draw_rule(source, first.weight)
         if self.feature_memory is not None:
@@ -387,17 +383,14 @@ class Memory(RuleParameters, MemoryLayer):
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)
+        if restart_mask is not None:
+            reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
             own = None if state is None else state.gating
-            restarts = (
-                reset_mask if restart_mask is None else restart_mask | (False if reset_mask is None else reset_mask)
-            )
-            made, gated = self._gated(self.gating, (x, q, k, v, gates), own, Masks(write_mask, restarts))
+            made, gated = self._gated(self.gating, (x, q, k, v, gates), own, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = made, Gates(**made.gates)
         params: Params | None = self.phi_params
         memory, held = None if state is None else state.memory, None
-        if restart_mask is not None:
-            reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.query_projection != "none":
             held = None if state is None else state.projection
             how = (memory, held, write_mask, reset_mask)

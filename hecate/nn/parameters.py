@@ -73,6 +73,22 @@ def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
     return not _has_any_global_hook()
 
 
+def redraw(generator: torch.Generator | None, *layers: nn.Module | None) -> None:
+    """Draws layers anew in this order: weights of linear layers and embeddings from N(0, 1 / width), norms at one,
+    biases at zero; what has no storage stays as it is."""
+    for layer in layers:
+        if isinstance(layer, nn.RMSNorm | nn.LayerNorm):
+            layer.reset_parameters()
+        elif isinstance(layer, nn.Linear | nn.Embedding):
+            if layer.weight.is_meta:
+                continue
+            draw_normal(layer.weight, layer.weight.shape[1] ** -0.5, source_of(generator))
+            if isinstance(layer, nn.Linear) and layer.bias is not None:
+                overwrite(layer.bias, torch.zeros(layer.bias.shape))
+        elif layer is not None and not isinstance(layer, nn.Dropout):
+            layer.reset_parameters(generator)  # type: ignore[operator]
+
+
 class TensorDict(nn.Module):
     """Named tensors as parameters or as buffers; names may hold dots, which torch forbids."""
 

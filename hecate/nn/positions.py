@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.variant import Variant
+from hecate.variant import Conflicts, Variant
 
 Params = dict[str, Tensor]
 BASE = 10_000.0
@@ -285,15 +285,11 @@ class Relative(Position):
     form: Literal["table", "linear"] = "table"
     max_distance: Size = Field(default=128, gt=0, description="K, the largest of the table")
 
-    @model_validator(mode="after")
-    def _of_its_form(self) -> Self:
+    def conflicts(self) -> Conflicts:
         if self.form == "linear" and self.max_distance != type(self).model_fields["max_distance"].default:
-            raise ConfigError(
-                f"is the size of a table, got {self.max_distance} with form='linear', whose bias "
-                "goes on with any distance; leave it out or use form='table'",
-                path=("max_distance",),
-            )
-        return self
+            own = f"is the size of a table, got {self.max_distance} with form='linear'"
+            reason = f"{own}, whose bias goes on with any distance"
+            yield ("max_distance",), f"{reason}; leave it out or use form='table'"
 
     @property
     def needs_position(self) -> bool:

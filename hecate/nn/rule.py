@@ -1,22 +1,22 @@
 """A layer's parts for a rule: parameters of phi, gates, starting weights, a check for diverging steps; a memory before
-phi, which is all of that; and the inputs of a memory."""
+phi, which is all of that; the inputs of a memory; and queries projected onto what keys of the chunk span."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hecate.checks import Size, check_shapes
+from hecate.checks import Size, check_shapes, expect_choice
 from hecate.distributed import gathered
 from hecate.distributed.context import Context, context_scan
-from hecate.engine import Inputs, memory_features, memory_scan, one_write_each, to_tokens
+from hecate.engine import L2_NORM, Inputs, memory_features, memory_scan, one_write_each, to_tokens, written_before
 from hecate.errors import ConfigError, StabilityWarning
 from hecate.gating import Masks, Sizes, Written
 from hecate.nn.arguments import check_length
@@ -26,8 +26,9 @@ from hecate.nn.parameters import FeatureParameters, TensorDict, draw_normal, wit
 from hecate.phi import Params
 from hecate.rule import LAYER_FIELDS, Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
-from hecate.tape import execute
+from hecate.tape import execute, one
 from hecate.tape.bridge import without_autocast
+from hecate.variant import Conflicts
 
 
 class GatingParameters(nn.Module):
@@ -168,14 +169,6 @@ class RuleParameters(HeldRule):
         self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
 
 
-def check_plain(config: MemoryConfig, what: str) -> None:
-    """Refuses a rule whose keys, values and gates a part does not make."""
-    if config.writes > 1:
-        raise ConfigError(f"writes={config.writes}: {what} makes one key and one value per token", path=("writes",))
-    if not config.gating.plain:
-        raise ConfigError(f"gating {config.gating.kind!r}: {what} makes gates of its own", path=("gating",))
-
-
 class FeatureMemoryConfig(MemoryConfig):
     """The rule of a feature memory, and what its answers are: see `FeatureMemory`.
 
@@ -200,26 +193,21 @@ class FeatureMemoryConfig(MemoryConfig):
                 raise ConfigError(f"{data[name]!r}: {own}; set that one, or leave it out", path=(name,))
         return data
 
-    @model_validator(mode="after")
-    def _without_layer(self) -> FeatureMemoryConfig:
-        for name in LAYER_FIELDS:  # a named rule's, for a layer around it
+    def settle(self) -> None:
+        """Leaves out what a named rule says of a layer around it."""
+        for name in LAYER_FIELDS:
             object.__setattr__(self, name, None)
-        return self
 
-    @model_validator(mode="after")
-    def _one_plain_write(self) -> FeatureMemoryConfig:
-        check_plain(self, "a feature memory")
-        return self
-
-    @model_validator(mode="after")
-    def _one_width(self) -> FeatureMemoryConfig:
+    def conflicts(self) -> Conflicts:
+        """Conflicts of any rule, and settings that would make or need other keys, values and gates."""
+        yield from super().conflicts()
+        if self.writes > 1:
+            yield ("writes",), f"writes={self.writes}: a feature memory makes one key and one value per token"
+        if not self.gating.plain:
+            yield ("gating",), f"gating {self.gating.kind!r}: a feature memory makes gates of its own"
         if self.residual and self.d_value is not None:
-            raise ConfigError(
-                f"d_value={self.d_value} with residual=True: k + M(k) has the width of k; "
-                "leave d_value out, or set residual=False",
-                path=("d_value",),
-            )
-        return self
+            own = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
+            yield ("d_value",), f"{own}; leave d_value out, or set residual=False"
 
     def width(self, d_key: int) -> int:
         """Width of the features of keys of width `d_key`."""
@@ -326,3 +314,90 @@ def features_of(
     with without_autocast(k.device.type):
         tokens = to_tokens(config, Inputs(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
     return tokens.phi_q, tokens.phi_k, tokens.lr
+
+
+# Queries projected onto what keys span.
+
+
+Projection = Literal["none", "sum", "orthogonal"]
+
+SUM = MemoryConfig(bias="dot")  # M = sum of v k^T
+NEW = 1e-4  # a unit key adds a direction if this much of its length lies outside the span
+
+
+def check_projection(config: MemoryConfig, projection: Projection) -> None:
+    """Refuses rules whose queries cannot be projected."""
+    expect_choice(projection, "query_projection", get_args(Projection))
+    if projection == "none":
+        return
+    refusal = None
+    if config.feature_map.needs_position:
+        refusal = f"feature_map {config.feature_map.kind!r} depends on positions, which a scan counts"
+    elif config.normalizer != "none":
+        refusal = "normalizer 'sum' needs phi(q) as it is: a projected one may have negative weights"
+    elif config.on_nonfinite == "skip":
+        refusal = "on_nonfinite='skip' may leave out tokens, whose keys the projection would hold"
+    if refusal is not None:
+        raise ConfigError(
+            f"query_projection={projection!r}: {refusal}; use 'none' or change the memory", path=("query_projection",)
+        )
+
+
+def project_queries(
+    projection: Projection,
+    config: MemoryConfig,
+    q: Tensor,
+    k: Tensor,
+    params: Params,
+    memory: MemoryState | None,
+    held: MemoryState | None,
+    write: Tensor | None,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor, MemoryState]:
+    """P_t phi(q_t), phi(k_t) and what P holds at the end. [CMS-TNT-D2]
+
+    P_t is made of the unit features of keys written in the memory's present chunk, the token's own among them: "sum"
+    adds up their projections k k^T, "orthogonal" projects onto their span. `memory` tells how far its chunk has come,
+    `held` is what P holds at the start.
+
+    Shapes: q, k `[B, T, H, D]`, features `[B, T, H, P]`, masks `[B, T]`.
+    Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
+    """
+    if projection == "orthogonal":
+        check_length(q, f"query_projection={projection!r}")
+    phi_q, phi_k, _ = features_of(config, q, k, params, write=write)
+    position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)  # `len` would fix an exported batch
+    if memory is not None:
+        position = memory.position[:, 0]
+    opens = written_before(position, write, reset, q.shape[1]) % config.chunk == 0
+    if write is not None:  # a chunk's directions stay until a token of the next one is written
+        opens = opens & write
+    if reset is not None:
+        opens = opens | reset
+    unit = one(execute(L2_NORM, phi_k))
+    if projection == "sum":
+        given: dict[str, Any] = {"state": held, "write_mask": write, "reset_mask": opens}
+        phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection")
+        return phi_q, phi_k, after
+    if held is None:
+        _, held = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
+    phi_q, span = _orthogonal(phi_q, unit, opens, write, held.memory["weight"])
+    return phi_q, phi_k, held._replace(memory={"weight": span})
+
+
+def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor) -> tuple[Tensor, Tensor]:
+    """Gram-Schmidt, token by token: P grows by r r^T / |r|^2, r the part of k outside the span."""
+    outputs: list[Tensor] = []
+    for t in range(q.shape[1]):
+        span = torch.where(opens[:, t, None, None, None], 0.0, span)
+        rest = k[:, t].unsqueeze(-1)
+        for _ in range(2):  # the second time takes away what rounding has left
+            rest = rest - span @ rest
+        square = rest.square().sum(-2, keepdim=True)
+        new = square > NEW * NEW
+        if write is not None:
+            new = new & write[:, t, None, None, None]
+        unit = torch.where(new, rest / torch.where(new, square, 1.0).sqrt(), 0.0)
+        span = span + unit @ unit.mT
+        outputs.append((span @ q[:, t].unsqueeze(-1)).squeeze(-1))
+    return (torch.stack(outputs, 1) if outputs else q), span

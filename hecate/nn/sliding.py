@@ -18,7 +18,7 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors, conv_tensors
 from hecate.nn.blocks import readout
 from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
-from hecate.nn.parameters import blank, draw_normal, source_of
+from hecate.nn.parameters import blank, draw_normal, redraw, source_of
 from hecate.nn.positions import rotated
 from hecate.nn.rule import between
 from hecate.states import State
@@ -150,13 +150,10 @@ class SlidingAttention(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator` (None: torch's default generator)."""
         source = source_of(generator)
-        for linear in (self.query, self.key_value, self.out, self.output_gate):
-            if linear is not None:
-                draw_normal(linear.weight, self.d_model**-0.5, source)
+        redraw(source, self.query, self.key_value, self.out, self.output_gate)
         if self.tokens is not None:
             draw_normal(self.tokens, 1.0, source)
-        if self.conv is not None:
-            self.conv.reset_parameters(source)
+        redraw(source, self.conv)
         for ones in (self.gain, self.norm):
             if ones is not None:
                 nn.init.ones_(ones)

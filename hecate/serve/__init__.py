@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from hecate.serve.memories import Memories
-from hecate.serve.prefix import PrefixCache
+from hecate.serve.kept import Memories, PrefixCache
 from hecate.serve.protocol import Limits, Texts, plain_chat
 from hecate.serve.scheduler import QueueFull, Request, Scheduler
 

@@ -66,7 +66,6 @@ class Asked(NamedTuple):
     """A request, and how its answer is to be told."""
 
     request: Request
-    chat: bool
     stops: tuple[str, ...]
     stream: bool
     usage: bool
@@ -120,7 +119,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
     for flag in (given.get("stream"), *flags):
         if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
             raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
-    return Asked(request, chat, tuple(stops), bool(given.get("stream")), bool(flags[0]))
+    return Asked(request, tuple(stops), bool(given.get("stream")), bool(flags[0]))
 
 
 def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from hecate import states
 from hecate.checks import expect_count, expect_ids, expect_number
 from hecate.errors import ConfigError, HecateError, NonFiniteError, ShapeError
-from hecate.serve.memories import Memories
-from hecate.serve.parked import check_parked
-from hecate.serve.prefix import PrefixCache
+from hecate.serve.kept import Memories, PrefixCache, check_parked
 from hecate.tape import exact as exactly
 from hecate.train.evaluate import likely
 

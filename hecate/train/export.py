@@ -22,7 +22,7 @@ from hecate.data.shards import TOKENIZER
 from hecate.distributed import overwrite
 from hecate.distributed.shard import settle
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import by_library, make_folder, new_folder, read_whole, refusing, write_file
+from hecate.files import expect_free, read_whole, write_file, written_folder
 from hecate.train.checkpoint import MANIFEST, Checkpoint, load_checkpoint, save_checkpoint, summary, write_tensors
 from hecate.train.compose import dump_experiment, load_experiment
 from hecate.train.config import ExperimentConfig
@@ -107,23 +107,20 @@ def export_weights(run: Path, to: str, out: Path, which: str = "best") -> Path:
     and, where the run has one, `tokenizer.json`.
     """
     expect_choice(to, "format", FORMATS)
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; choose another --out")
+    expect_free(out, "choose another --out")
     tensors = {name: value.clone() for name, value in read_weights(run, which).items()}  # tied ones one by one
     home = home_of(run)
-    with refusing(f"write {out}", "choose another --out"):
-        make_folder(out.parent)
-        with new_folder(out) as folder:
-            if to == "safetensors":
-                write_tensors(tensors, folder / WEIGHTS)
-            elif to == "torch":
-                with by_library(), (folder / "model.pt").open("wb") as file:
-                    torch.save(tensors, file)
-            else:
-                _write_dcp(tensors, folder / "model")
-            if home is not None:
-                write_file(folder / CONFIG, read_whole(home / CONFIG))
-                _copy_tokenizer(home, folder)
+    with written_folder(out, "choose another --out") as folder:
+        if to == "safetensors":
+            write_tensors(tensors, folder / WEIGHTS)
+        elif to == "torch":
+            with (folder / "model.pt").open("wb") as file:
+                torch.save(tensors, file)
+        else:
+            _write_dcp(tensors, folder / "model")
+        if home is not None:
+            write_file(folder / CONFIG, read_whole(home / CONFIG))
+            _copy_tokenizer(home, folder)
     return out
 
 
@@ -137,7 +134,7 @@ def _write_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with by_library(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process writes it, as is meant
         save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
 
@@ -148,8 +145,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
     `config`: None takes the `config.yaml` beside them. Names, shapes and dtypes must be the model's. `hecate train
     --out OUT --resume` trains on from there. Raises `CheckpointError`, `ConfigError`.
     """
-    if out.exists():
-        raise CheckpointError(f"{out} exists already; choose another --out")
+    expect_free(out, "choose another --out")
     beside = (source if source.is_dir() else source.parent) / CONFIG
     weights = read_weights(source)
     if config is None:
@@ -162,12 +158,10 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         named = {f"model/{name}": value for name, value in weights.items()}
         trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
         given = trainer.checkpoint()
-    with refusing(f"write {out}", "choose another --out"):
-        make_folder(out.parent)
-        with new_folder(out) as folder:
-            save_checkpoint(folder / CHECKPOINTS, 0, given)
-            write_file(folder / "config.yaml", dump_experiment(config))
-            _copy_tokenizer(beside.parent, folder)
+    with written_folder(out, "choose another --out") as folder:
+        save_checkpoint(folder / CHECKPOINTS, 0, given)
+        write_file(folder / "config.yaml", dump_experiment(config))
+        _copy_tokenizer(beside.parent, folder)
     return out
 
 

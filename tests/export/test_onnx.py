@@ -25,8 +25,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from hecate import onnx as exporting  # noqa: E402
-from hecate.onnx import SEQUENCE, STEP, export_folder, export_onnx, update_rule  # noqa: E402
-from hecate.onnx_graph import shorter  # noqa: E402
+from hecate.onnx import SEQUENCE, STEP, export_folder, export_onnx, shorter, update_rule  # noqa: E402
 
 OPERATORS = {
     "hebbian": "linear", "retnet": "gated", "gla": "gated", "mamba2": "gated", "hgrn2": "gated", "delta": "delta",

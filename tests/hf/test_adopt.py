@@ -19,8 +19,7 @@ from transformers import DynamicCache
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import AdoptionWarning, adopt, release
-from hecate.hf.adopt import families
-from hecate.hf.adopted import Adopted, official, rule_of
+from hecate.hf.adopt import Adopted, families, official, rule_of
 from studies.families import BUILT, built, modeling
 
 MIXING = {"glm5_next", "granitemoehybrid", "mamba2"}  # documents reach not all of their layers in transformers itself

@@ -56,6 +56,20 @@ def test_the_calls_of_others(kind):
             assert off(output(X[:1], **borders), alone) < 1e-12
 
 
+@pytest.mark.spec("HF-CACHE-D3")
+@pytest.mark.parametrize("kind", MADE)
+def test_tokens_are_taken_back_from_the_middle_of_a_call(kind):
+    layer, cache = AsLayer(MADE[kind]().eval(), returns="output"), DynamicCache()
+    layer._held(cache).activate_past_recording()
+    with torch.no_grad():
+        whole = layer(X)
+        for part in X.split((5, 7), 1):
+            layer(part, past_key_values=cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 9 and cache.layers[0].written.tolist() == [9, 9]
+        assert off(layer(X[:, 9:], past_key_values=cache), whole[:, 9:]) < 1e-12
+
+
 @pytest.mark.spec("HF-CALL-D1")
 def test_a_memory_in_the_place_of_attention():
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import hecate.hf
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import adopt, graft, graft_mlp, upgrade
-from hecate.hf.hosted import Hosted
+from hecate.hf.upgrade import Hosted
 from studies.families import built
 from tests.hf.test_graft_mlp import IDS, logits, mlps, model_of, moved
 from tests.hf.test_layers import DELTA

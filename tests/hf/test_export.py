@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from hecate.data.tokenizer import Bytes, FileTokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import byte_tokenizer, file_tokenizer
-from hecate.hf.export import export_run
-from hecate.hf.tokenizer import tokenizer_of
+from hecate.hf.export import export_run, tokenizer_of
 from hecate.train import run_experiment
 from hecate.train.display import Display
 from hecate.train.trained import open_model

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import MLPGraftConfig, graft, graft_mlp
-from hecate.hf.grafted_mlp import FastMLP
+from hecate.hf.graft_mlp import FastMLP
 from studies.families import built
 from tests.hf.test_adopt import off
 
@@ -144,7 +144,7 @@ def test_the_formula(family, fast):
             grads = torch.autograd.grad(-(whole(w, now) * v).sum(), w)
             w = [(item - 0.3 * grad).detach() for item, grad in zip(w, grads, strict=True)]
         expected = expected + torch.cat(answers)
-    y, _ = mlp.masked(x, None, write_mask=None, reset_mask=None)
+    y, _ = mlp.with_states(x, None, write_mask=None, reset_mask=None)
     assert off(y[0], expected) < 1e-12 and off(y[0], whole(start, x[0])) > 1e-2
 
 
@@ -182,9 +182,9 @@ def test_what_a_gating_adds_to_answers():
     x = torch.randn(1, 9, 32, dtype=torch.float32, generator=torch.Generator().manual_seed(2))
     masks: dict[str, Any] = {"write_mask": None, "reset_mask": None}
     with torch.no_grad():
-        before, d = mlp.masked(x, None, **masks)[0], level.gating.params.tensors["d"]
+        before, d = mlp.with_states(x, None, **masks)[0], level.gating.params.tensors["d"]
         d += 2.0
-        assert off(mlp.masked(x, None, **masks)[0] - before, 2 * level.value(x)) < 1e-5
+        assert off(mlp.with_states(x, None, **masks)[0] - before, 2 * level.value(x)) < 1e-5
 
 
 @pytest.mark.spec("HF-MLP-D1")

@@ -57,7 +57,7 @@ class Counted:
         crop = layer.crop
 
         def counted(own: Any, count: int) -> None:
-            self.rejected -= count if own._block() is model.model.lm.blocks[0] else 0
+            self.rejected -= count if own._layers["block"]() is model.model.lm.blocks[0] else 0
             crop(own, count)
 
         def seen(_: Any, args: Any, kwargs: Any) -> None:
@@ -167,7 +167,9 @@ def test_what_is_not_recorded_is_not_taken_back():
     with pytest.raises(ConfigError, match="1 tokens are to be taken back, and 0 are recorded"):
         cache.crop(-1)
     model(ids, past_key_values=cache)
-    assert cache.layers[0].calls[0].x.untyped_storage().nbytes() == WINDOW * 16 * 8  # and not all of the inputs
+    assert (
+        cache.layers[0].memories["block"].calls[0].x.untyped_storage().nbytes() == WINDOW * 16 * 8
+    )  # and not all of the inputs
     with pytest.raises(ConfigError, match=f"{WINDOW + 1} tokens are to be taken back, and {WINDOW} are recorded"):
         cache.crop(-WINDOW - 1)
     with pytest.raises(ConfigError, match="a length is not cropped to"):
@@ -189,10 +191,10 @@ def test_right_drafts_save_calls_and_the_record_is_small(monkeypatch):
     assert count.calls <= math.ceil(60 / 6) + 1 and count.rejected <= 5
     for layer in found.past_key_values.layers:
         state, inputs = states.bytes_of(layer.state), WINDOW * 16 * ids.new_zeros(1, dtype=torch.float64).itemsize
-        recorded = sum(call.tokens for call in layer.calls)
+        recorded = sum(call.tokens for call in layer.memories["block"].calls)
         assert WINDOW <= recorded < 2 * WINDOW
-        assert states.bytes_of(layer.calls) <= 2 * inputs + 2 * math.log2(WINDOW) * state
-        assert all(call.x.untyped_storage().nbytes() == call.x.numel() * 8 for call in layer.calls)
+        assert states.bytes_of(layer.memories["block"].calls) <= 2 * inputs + 2 * math.log2(WINDOW) * state
+        assert all(call.x.untyped_storage().nbytes() == call.x.numel() * 8 for call in layer.memories["block"].calls)
 
 
 @pytest.mark.spec("HF-GEN-D2")

@@ -18,8 +18,7 @@ from transformers import DynamicCache
 
 from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
-from hecate.hf.hosted import Hosted
-from hecate.hf.upgrade import NOT_WIDER, WIDER, rule_name
+from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
 from studies.families import built
 from tests.hf.test_adopt import greedy, in_pieces, off

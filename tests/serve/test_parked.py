@@ -11,7 +11,7 @@ from hecate.errors import CheckpointError, ConfigError
 from hecate.nn import Memory
 from hecate.rule import RULES, MemoryConfig
 from hecate.serve import Memories, PrefixCache, Request, Scheduler
-from hecate.serve.parked import check_parked
+from hecate.serve.kept import check_parked
 from hecate.states import Parked
 from tests.serve.common import drawn, made, run
 

@@ -261,7 +261,7 @@ def test_batches_that_a_run_is_scored_on_count_too(folder):
 def test_a_folder_of_transformers_is_held_to_the_same(tmp_path, way):
     transformers = pytest.importorskip("transformers")
     import hecate.hf as hf
-    from hecate.hf.config import ALIASES
+    from hecate.hf.model import ALIASES
 
     small = hf.HecateForCausalLM(hf.HecateConfig(model={"vocab_size": 16, "d_model": 8, "layers": 1, "heads": 2}))
     small.save_pretrained(tmp_path / "small")

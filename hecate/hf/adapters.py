@@ -1,4 +1,5 @@
-"""Causal models of transformers called as those of hecate are: in runs, evaluations and samples."""
+"""Calls of one library by the other: layers of hecate as those of transformers and flash-linear-attention, and causal
+models of transformers as those of hecate, in runs, evaluations and samples."""
 
 from __future__ import annotations
 
@@ -8,24 +9,95 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
-from hecate.checks import described, outside_vocabulary
+from hecate.checks import described, expect_choice, expect_count, outside_vocabulary
 from hecate.data import places_of
 from hecate.errors import ConfigError, ShapeError
-from hecate.hf.adopted import CACHED
+from hecate.hf.adopt import CACHED, masks_of
+from hecate.hf.cache import StateLayer
 from hecate.tape.bridge import without_autocast
 
+Returns = Literal["attention", "fla", "output"]
 CLOSE = 8  # units in the last place of the largest logit, by which rounding may differ between documents' neighbours
 
 FAULTS = {  # of a model, by the mask that it does not keep to
     "reset_mask": "takes the documents of a row for one",
     "write_mask": "goes on from padding otherwise than from the row alone",
 }
+
+
+class AsLayer(nn.Module):
+    """A layer of hecate in the place of an attention or a linear layer of transformers or fla. [HF-CALL-D1]
+
+        block.self_attn = AsLayer(Memory(256, heads=4, config="titans"), layer_idx=3)
+        y, _ = block.self_attn(hidden_states=x, attention_mask=padding, past_key_values=cache)
+
+    Positions are not looked at. The state lies in layer `layer_idx` of the cache, a `StateLayer`, which it makes of one
+    that is empty.
+
+    Args:
+        layer: `(x, state=None, *, write_mask, reset_mask) -> (y, state)`: `Memory`, `CMS`, compositions, blocks.
+        layer_idx: its number in the model, from 0.
+        returns: "attention" (y, None), as attention of transformers; "fla" (y, None, cache); "output" y.
+    """
+
+    def __init__(self, layer: nn.Module, layer_idx: int = 0, returns: Returns = "attention") -> None:
+        super().__init__()
+        expect_choice(returns, "returns", get_args(Returns))
+        expect_count(layer_idx, "layer_idx", 0)
+        self.layer, self.layer_idx, self.returns = layer, layer_idx, returns
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        cache_params: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """hidden_states `[B, T, d_model]`, attention_mask `[B, T]` or of all tokens so far, 0 where there is padding;
+        documents of a row by `cu_seqlens`, `cu_seq_lens_q` or `seq_idx`; other keywords say nothing to a memory.
+
+        Raises:
+            ShapeError: a mask over keys, which does not say what is padding.
+            ConfigError: attention weights are asked for; documents in a cached row; a layer of the cache that holds
+                something else.
+        """
+        if kwargs.get("output_attentions"):
+            raise ConfigError("output_attentions: a memory has no attention weights; leave it out")
+        if attention_mask is not None and (
+            attention_mask.dim() != 2 or attention_mask.shape[1] < hidden_states.shape[1]
+        ):
+            shape = f"[B, {hidden_states.shape[1]} or more]"
+            raise ShapeError(f"attention_mask must be {shape}, 0 at padding, got {described(attention_mask)}")
+        if kwargs.get("cu_seq_lens_q") is None:
+            kwargs["cu_seq_lens_q"] = kwargs.get("cu_seqlens")
+        past = cache_params if past_key_values is None else past_key_values
+        masks = masks_of(hidden_states, attention_mask, kwargs, past)
+        if past is None:
+            y, _ = self.layer(hidden_states, None, **masks)
+        else:
+            y = self._held(past).advance(self.layer, hidden_states, **masks, counts=True)
+        return {"attention": (y, None), "fla": (y, None, past), "output": y}[self.returns]
+
+    def _held(self, cache: Any) -> StateLayer:
+        """The layer of a cache that holds the state."""
+        if not isinstance(cache, Cache) or cache.offloading:
+            raise ConfigError(f"past_key_values must be a DynamicCache of transformers, got a {type(cache).__name__}")
+        while len(cache.layers) <= self.layer_idx:
+            cache.layers.append(DynamicLayer())
+        held = cache.layers[self.layer_idx]
+        if type(held) is DynamicLayer and not held.is_initialized:
+            held = cache.layers[self.layer_idx] = StateLayer()
+        if not isinstance(held, StateLayer):
+            raise ConfigError(f"layer {self.layer_idx} of past_key_values is a {type(held).__name__} in use by another")
+        return held
 
 
 @dataclass(frozen=True)

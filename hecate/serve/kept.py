@@ -1,23 +1,67 @@
-"""States of the beginnings that prompts share, kept in a tree and on disk, the least recently used let go first."""
+"""States that a server keeps between requests: those of the beginnings that prompts share, in a tree and on disk, the
+least recently used let go first; and each user's memory, one file, replaced whole whenever an answer is complete."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from hecate import states
-from hecate.checks import expect_count
-from hecate.errors import CheckpointError
-from hecate.files import make_folder, refusing
-from hecate.serve.parked import ParkedDtype, parking
+from hecate.algorithm import RLS, NewtonSchulz
+from hecate.checks import expect_choice, expect_count, readable
+from hecate.errors import CheckpointError, ConfigError, shorten
+from hecate.files import TEMPORARY, lock, make_folder, refusing, sync
+from hecate.readout import Ridge
+from hecate.retention import Lq
+from hecate.rule import MemoryConfig
+
+ParkedDtype = Literal["float16"]
+
+
+def parking(dtype: ParkedDtype | None) -> Callable[[Any], Any]:
+    """A copy of a state as it is kept: `states.park`, or `states.clone` where no dtype is given."""
+    if dtype is None:
+        return states.clone
+    expect_choice(dtype, "parked_dtype", ("float16",))
+    return states.park
+
+
+def check_parked(model: nn.Module, dtype: ParkedDtype) -> None:
+    """Refuses a model with a memory in which the rounding of a state does not fade. [SERVE-PARK-D1]
+
+    Raises:
+        ConfigError: names the memory and the setting.
+    """
+    for name, module in model.named_modules():
+        rule = getattr(module, "rule", None)
+        if isinstance(rule, MemoryConfig) and (why := _unbearable(rule)) is not None:
+            raise ConfigError(f"parked_dtype={dtype!r} and {name or 'the model'}: {why}; leave parked_dtype out")
+
+
+def _unbearable(rule: MemoryConfig) -> str | None:
+    """Why what is rounded once moves all later answers."""
+    if isinstance(rule.algorithm, RLS):
+        return "algorithm 'rls' keeps an inverse of all keys, in which errors add up"
+    if isinstance(rule.readout, Ridge) and not rule.retention.uses_retain:
+        return f"readout 'ridge' under retention {rule.retention.kind!r} keeps all keys, and solving magnifies errors"
+    if isinstance(rule.retention, Lq) and rule.retention.q > 2:
+        return f"retention 'lq' with q={rule.retention.q:g} has powers that are steep at 0, and errors grow"
+    if isinstance(rule.algorithm, NewtonSchulz) and not rule.structure.linear:
+        return (
+            f"algorithm 'newton_schulz' on structure {rule.structure.kind!r} takes steps of one size, and errors grow"
+        )
+    return None
+
 
 _FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
 
@@ -179,3 +223,102 @@ class PrefixCache:
 
 def _name(model: str, tokens: list[int]) -> str:
     return sha256(f"{model} {json.dumps(tokens)}".encode()).hexdigest()
+
+
+MAX_BYTES = 4 << 30
+"""Bytes of all files of a folder, above which no new user is remembered."""
+
+
+class Memories:
+    """A folder with a state for each user. [SERVE-USER-D1]
+
+    Files are named by a hash of the user, never by the user's text, and are of one model: those of another are refused.
+    Whoever is killed while writing leaves the old file or the new one.
+
+    Args:
+        folder: made if it is not there.
+        model: the `hecate.states.fingerprint` of the model.
+        max_bytes: of all files; who is remembered already goes on beyond it.
+        parked_dtype: "float16" writes files of half the bytes; those of the other kind are read all the same.
+            [SERVE-PARK-D1]
+
+    Raises:
+        CheckpointError: the folder cannot be made.
+    """
+
+    def __init__(
+        self, folder: Path | str, model: str, max_bytes: int = MAX_BYTES, *, parked_dtype: ParkedDtype | None = None
+    ) -> None:
+        if not isinstance(model, str):
+            raise ConfigError(f"model must be what states.fingerprint(model) says, got {shorten(model)}")
+        self.folder, self.model, self.max_bytes = Path(folder), model, max_bytes
+        self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
+        with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):
+            make_folder(self.folder.absolute())
+            self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
+            lock(self._lock, self.folder)
+            for path in self.folder.glob(f"{TEMPORARY}*.safetensors-*"):  # of a writer that was killed
+                path.unlink(missing_ok=True)
+            self._sizes = {path.name: path.stat().st_size for path in self.folder.glob("*.safetensors")}
+
+    def path(self, user: str) -> Path:
+        """The file of a user."""
+        return self.folder / f"{sha256(user.encode('utf-8', 'surrogatepass')).hexdigest()}.safetensors"
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files."""
+        return sum(self._sizes.values())
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def close(self) -> None:
+        """Leaves the folder to another process."""
+        os.close(self._lock)
+
+    def check_room(self, user: str, size: int) -> None:
+        """Refuses a user who is not remembered yet where a file of so many bytes is too much.
+
+        Raises:
+            ConfigError: says how much there is.
+        """
+        if self.path(user).name not in self._sizes and self.bytes + size > self.max_bytes:
+            raise ConfigError(
+                f"memories have {readable(self.bytes)} of {readable(self.max_bytes)}, and one of {readable(size)} more "
+                "is not kept; delete some (DELETE /v1/memories/USER), or leave user out"
+            )
+
+    def load(self, user: str) -> Any:
+        """The state that was saved last; None of a user who is not remembered.
+
+        Raises:
+            CheckpointError: a file that is damaged or of another model.
+        """
+        path = self.path(user)
+        return states.unpark(states.load(path, model=self.model)) if path.exists() else None
+
+    def save(self, user: str, state: Any) -> None:
+        """Replaces the user's file.
+
+        Raises:
+            CheckpointError: it cannot be written; the old one is still there.
+        """
+        path = self.path(user)
+        states.save(self.park(state), path, self.model)
+        self._sizes[path.name] = path.stat().st_size
+
+    def delete(self, user: str) -> bool:
+        """Forgets a user; False where nothing was remembered.
+
+        Raises:
+            CheckpointError: the file cannot be deleted.
+        """
+        path = self.path(user)
+        with refusing(f"delete {path}"):
+            if not path.exists():
+                return False
+            path.unlink()
+            sync(self.folder)
+        self._sizes.pop(path.name, None)
+        return True
