@@ -144,7 +144,7 @@ class Scan:
         return last
 
     def moves(self, walk: tuple[Any, ...]) -> Tensor:
-        """What each part makes of the states that enter it, memory and slot side by side: `[rows, parts, heads, n P,
+        """Matrices from the states that enter each part to those it hands on, side by side: `[rows, parts, heads, n P,
         n P]` of n states."""
         none = self.new(self.documents.programs * self.count, self.width, self.width).zero_()
         one = none + torch.eye(self.width, dtype=none.dtype, device=none.device)
