@@ -14,6 +14,7 @@ import torch
 
 from hecate import Gates, MemoryConfig, memory_scan
 from hecate.engine import Engine, Plan, choose
+from hecate.engine.call import Call
 from hecate.engine.triton import engine, table
 from hecate.errors import ConfigError, install_line
 
@@ -149,3 +150,19 @@ def test_nothing_loads_triton_unless_a_kernel_runs() -> None:
     code = "import sys, hecate.engine; hecate.engine.verdicts; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert not any(name.startswith("hecate.engine.triton.launch") for name in done.stdout.split())
+
+
+@pytest.mark.spec("ENG-TRITON-D11")
+def test_rows_are_parted_where_memories_are_few_and_parts_are_trusted(monkeypatch) -> None:
+    said: list[str | None] = [None]
+    monkeypatch.setattr(engine, "interpreting", lambda: False)
+    monkeypatch.setattr(engine, "_trusted", lambda plan, loops, *, parted: said[0] if parted else "asked of whole rows")
+
+    def part(length: int, batch: int = 1, heads: int = 4, **fields) -> int:
+        tokens = torch.empty(batch, length, heads, 64, dtype=torch.bfloat16)
+        return engine._part(Call.of(MemoryConfig(retention="decay", **fields), tokens, tokens, tokens))
+
+    assert part(8192) == part(8192, algorithm="momentum") == 1024 and part(1 << 15, heads=8) == 2048
+    assert {part(8191), part(8192, batch=0), part(8192, heads=32), part(8192, bias="huber")} == {0}
+    said[0] = "it differs from the token loop"
+    assert part(8192) == 0

@@ -174,7 +174,6 @@ ROUNDED = [  # of a config, and the flag of a verdict
         {"bias": "dot", "retention": "decay"}, {}, {"retention": "decay", "read": "before"},
         {"retention": "decay", "algorithm": "momentum", "decay_order": "before_gradient"})),
     pytest.param({"bias": "dot", "retention": "decay", "read": "before"}, "channels", marks=SLOW),
-    pytest.param({"retention": "decay", "algorithm": "momentum"}, "parted", marks=SLOW),
 ]  # fmt: skip
 
 

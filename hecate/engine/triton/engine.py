@@ -78,7 +78,7 @@ def _borders(plan: Plan | Call) -> tuple[int, ...] | None:
 def _part(plan: Plan | Call) -> int:
     """Tokens of the parts of a long row that are walked side by side where memories are too few for a card; 0 where
     rows are walked whole. Of states and of what parts make of states there are two walks more, three beside a momentum,
-    and at least twice as many parts as walks in all."""
+    and at least twice as many parts as walks in all. Kernels that are trusted for whole rows alone walk them whole."""
     linear = plan.config.forms.target or plan.config.forms.error
     if plan.length < LONGEST or plan.steps is not None or plan.traced or _loops(plan) or not linear:
         return 0
@@ -87,7 +87,7 @@ def _part(plan: Plan | Call) -> int:
     batch, _, heads, height = plan.tensors.inputs.v.shape
     programs, walks = batch * heads * -(-height // SEGMENT), 3 + len(plan.config.algorithm.slots)
     parts = min(plan.length // PART, PROGRAMS // programs) if programs else 0
-    if parts < 2 * walks:
+    if parts < 2 * walks or not (interpreting() or _trusted(plan, loops=False, parted=True) is None):
         return 0
     return -(-plan.length // parts // SEGMENT) * SEGMENT
 
@@ -198,8 +198,8 @@ def _loops(plan: Plan | Call) -> bool:
     return forms.algorithm is None or forms.algorithm.nesterov or (channels and forms.algorithm.momentum)
 
 
-def _trusted(plan: Plan | Call, loops: bool) -> str | None:
-    """Why the kernel of a call is not trusted."""
+def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False) -> str | None:
+    """Why the kernel of a call, of rows walked whole or parted, is not trusted."""
     config = plan.config
     own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
     raw = _raw(plan)
@@ -220,7 +220,7 @@ def _trusted(plan: Plan | Call, loops: bool) -> str | None:
         NARROW: raw and plan.values.itemsize < plan.dtype.itemsize,
         L2: config.key_norm == "l2" and not raw,
         PACKED: _borders(plan) is not None,
-        PARTED: _part(plan) > 0,
+        PARTED: parted,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(MemoryConfig(**own), flags, plan.values, plan.device, plan.shape)
