@@ -226,7 +226,7 @@ class Scan:
         us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
         if self.bias.error:  # whose E is the cotangent of v, but in float32: lr's is a difference of what it comes to
             us, gv = preds, es
-        g0, y0, gz = (self.memory.new_empty(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(3))
+        g0, y0, gz = (self.new(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(3))
         numbers = (self.length, self.heads)
         rows, weights, flags = walk = self.factors()
 
