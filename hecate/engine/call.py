@@ -49,6 +49,7 @@ TRACED = "torch has to see every operation here (torch.compile, torch.func, a di
 MOST = 64  # plans, or programs of a token, that a config keeps
 _DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
+_OF_TENSORS = ("flat", "inputs", "retain", "seen")
 _TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
@@ -98,6 +99,8 @@ class Plan:
         names: of phi's parameters, learned and frozen; first: where the memories begin in `Call.flat`.
         kinds: names and shapes of the weights, slots, anchor and pending tensors of one memory; counts: how many a
             state has of each kind, in the order of `Carry`; widths: P and V.
+        short: how an engine runs calls of the plan by what is given alone; False if it has no way, None if none was
+            asked for one.
         wide: P where an unfinished chunk has kept retain per channel, and none is given so; else 0.
         numbered: whether phi needs positions; anchored: whether the memory forgets towards its start; starts: whether
             the retention says where that is.
@@ -109,6 +112,7 @@ class Plan:
     looks: bool | None = None
     choice: tuple[Any, Any] = (None, None)
     counter: Plan | None = None
+    short: Any = None
     by_tensors = counting = numbered = anchored = starts = False
     first = wide = 0
 
@@ -217,9 +221,12 @@ class Plan:
 
     def call(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, params: Params, state: MemoryState | None,
-        initial: Named | None, write: Tensor | None, reset: Tensor | None,
+        initial: Named | None, write: Tensor | None, reset: Tensor | None, *, whole: bool = False,
     ) -> Call:  # fmt: skip
-        """The call of arguments that look like those of the plan; refuses numbers in gates that are out of range."""
+        """The call of arguments that look like those of the plan; refuses numbers in gates that are out of range. Where
+        an engine has left a short way it has no tensors unless it is asked for them, or is to be whole."""
+        if self.short and not whole:  # of which no number is looked at
+            return Call(self, None, traced=False, given=(q, k, v, gates, params, state, initial, write, reset))
         lr, retain, momentum = filled_gates(self.config, gates, k, write, self.looks)
         if self.wide:
             retain = retain.unsqueeze(-1).expand(*retain.shape, self.wide)
@@ -312,10 +319,16 @@ class Call:
         seen: number of tokens after the last, where phi needs positions.
     """
 
-    def __init__(self, plan: Plan, flat: Tensors, seen: Tensor | None = None, *, traced: bool | None = None) -> None:
-        self.plan, self.config, self.flat, self.seen, self._traced = plan, plan.config, flat, seen, traced
-        self.inputs = Inputs(*flat[: len(Inputs._fields)])  # type: ignore[arg-type]
-        self.retain = self.inputs.retain
+    def __init__(
+        self, plan: Plan, flat: Tensors | None, seen: Tensor | None = None, *, traced: bool | None = None,
+        given: tuple[Any, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """flat: None where it is made of what is `given` if it is asked for."""
+        self.plan, self.config, self._traced, self.given = plan, plan.config, traced, given
+        if flat is not None:
+            self.flat, self.seen = flat, seen
+            self.inputs = Inputs(*flat[: len(Inputs._fields)])  # type: ignore[arg-type]
+            self.retain = self.inputs.retain
 
     @classmethod
     def of(
@@ -343,6 +356,10 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         if name == "plan":  # of a copy that is being made
             raise AttributeError(name)
+        if name in _OF_TENSORS:
+            whole = self.plan.call(*self.given, whole=True)  # type: ignore[misc]
+            self.flat, self.seen, self.inputs, self.retain = whole.flat, whole.seen, whole.inputs, whole.retain
+            return vars(self)[name]
         return getattr(self.plan, name)
 
     @property
@@ -385,20 +402,22 @@ class Call:
     def rewritten(self, write: Tensor) -> Call:
         """The same call with another write mask."""
         plan, inputs = copy(self.plan), self.inputs._replace(write=write)
-        plan.masks, plan.masked = ("write", *plan.masks), True
+        plan.masks, plan.masked, plan.short = ("write", *plan.masks), True, None
         return Call(plan, (*inputs, *self.flat[len(inputs) :]), self.seen)
 
     def result(self, outputs: Tensors) -> tuple[Tensor, MemoryState]:
         """y, and the state by name, of the outputs of an engine: y and the states' tensors."""
         y, *flat = outputs
         states: list[MemoryState] = []
-        lead, plan = (self.flat[2].shape[0], self.flat[2].shape[2]), self.plan  # type: ignore[union-attr]
+        lead, plan = (y.shape[0], y.shape[2]), self.plan  # type: ignore[union-attr]
         for at in range(0, len(flat), sum(plan.counts) + 1):
             carry = Carry.of(plan.counts, tuple(flat), at)
             states.append(named_state(tuple(plan.kinds[0]), tuple(plan.kinds[1]), carry, lead))
         if self.config.chunk > 1 and not plan.masks:
             _remember(self, states)
         normalizer = states[1] if len(states) > 1 else None
+        if normalizer is None and not plan.numbered:
+            return y, states[0]  # type: ignore[return-value]
         return y, states[0]._replace(normalizer=normalizer, seen=self.seen)  # type: ignore[return-value]
 
 
@@ -425,7 +444,7 @@ def _looks(
     return (len(given), places, *looks)
 
 
-def keep(kept: dict[Any, Any], looks: tuple[object, ...], made: Any) -> None:
+def keep(kept: dict[Any, Any], looks: object, made: Any) -> None:
     """Leaves what is made for calls of these looks in place of the oldest, where there are many."""
     if len(kept) >= MOST:
         kept.pop(next(iter(kept)), None)

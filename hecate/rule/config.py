@@ -128,20 +128,21 @@ class MemoryConfig(Config):
 
     __slots__ = (
         *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "counting", "forms", "frozen_gradients"),
-        *("plans", "programs", "refusals", "remembered_keys", "rule"),
+        *("launches", "plans", "programs", "refusals", "remembered_keys", "rule"),
     )
     # Of each config: no fields, and read without a call. `rule` has the four knobs, `counting` is the memory of the sum
     # normaliser: bias dot, to be written with the value 1. `blocks` of a chunk's writes are what the step is normalised
     # by, 0 where it is raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on
     # `remembered_keys`, with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at
-    # which they are taken; `refusals` is what engines have said of it, by engine. `plans` of scans and `programs` of
-    # single tokens are kept by the looks of their tensors; no copy has them.
+    # which they are taken; `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and
+    # `programs` of single tokens are kept by the looks of their tensors; no copy has them.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
     by_key: ClassVar[bool]
     counting: ClassVar[MemoryConfig]
     forms: ClassVar[Forms]
     frozen_gradients: ClassVar[bool]
+    launches: ClassVar[dict[Any, Any]]
     plans: ClassVar[dict[Any, Any]]
     programs: ClassVar[dict[Any, Any]]
     remembered_keys: ClassVar[int]
@@ -150,7 +151,7 @@ class MemoryConfig(Config):
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for what is found of calls."""
-        for name in ("plans", "programs", "refusals"):
+        for name in ("launches", "plans", "programs", "refusals"):
             object.__setattr__(self, name, {})
         deep = getattr(self.structure, "factored", False) and not self.structure.linear
         if hasattr(self.retention, "settled") and not getattr(self.structure, "transposed", True):

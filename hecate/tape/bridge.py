@@ -43,6 +43,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 # Of tensors under `is_grads_batched`; looking a key up by its name costs more than all else here.
 _BATCHED = torch._C._parse_dispatch_key("Batched")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+_TENSOR = {Tensor}
 AT_ONCE = ("cpu",)  # types of devices whose numbers are there when a call returns
 
 
@@ -99,7 +100,10 @@ class ByHand(NamedTuple):
             if is_traced(*inputs):
                 return self.plain(*inputs), (inputs, None)
             if is_recorded(inputs):
-                outputs: Tensors = _Function.apply(self.forward, self.pullback, [], *inputs)  # type: ignore[no-untyped-call]
+                alive: list[Tensor | None] = []  # without the wrappers of transforms that are over
+                for item in inputs:
+                    alive.append(None if item is None else torch._C._functorch.unwrap_if_dead(item))
+                outputs = _apply(self.forward, self.pullback, [], *alive)
                 return outputs, (inputs, None)
             outputs, record = self.forward(inputs, keeps)
             return outputs, (inputs, record if keeps else None)
@@ -189,9 +193,12 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         _, ctx.pullback, record, *tensors = inputs
-        ctx.count, ctx.layout, ctx.others = len(tensors), None, []
+        ctx.count, ctx.flat, ctx.layout, ctx.others = len(tensors), False, None, []
         if record:
-            held, ctx.layout = tree_flatten(record)
+            # Tensors alone need no walk through what may be nested.
+            flat = type(record[0]) is tuple and _TENSOR.issuperset(map(type, record[0]))
+            held, ctx.layout = (record[0], None) if flat else tree_flatten(record)
+            ctx.flat = flat
             for item in held:
                 plain = isinstance(item, Tensor)
                 tensors.append(item if plain else None)
@@ -207,13 +214,19 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing hands them out a single time
         inputs, record = saved[: ctx.count], None
-        if ctx.layout is not None:
+        if ctx.flat:
+            record = saved[ctx.count :]
+        elif ctx.layout is not None:
             held = []
             for tensor, other in zip(saved[ctx.count :], ctx.others, strict=True):
                 held.append(other if tensor is None else tensor)
             (record,) = tree_unflatten(held, ctx.layout)
         given = list(filter(partial(is_not, None), cotangents))
         return None, None, None, *ctx.pullback(inputs, record, given)
+
+
+# `_Function.apply` where no transform of torch.func is active, which binds the arguments by their names in every call.
+_apply: Callable[..., Tensors] = super(torch.autograd.Function, _Function).apply
 
 
 def is_traced(*tensors: Tensor | None) -> bool:

@@ -23,6 +23,7 @@ from hecate import ConfigError, Gates, MemoryConfig, NonFiniteError, memory_scan
 from hecate.engine import Call, Engine, Plan, TokenEngine, choose
 from hecate.engine.call import MOST
 from hecate.nn import Memory
+from tests.launches import as_on_a_device
 from tests.memories import case_of, config_of
 
 # Of forward and backward of `Memory(256, heads=4, config=rule)`: functions of the package that are called, files that
@@ -70,6 +71,95 @@ def test_the_python_of_a_layer_call(rule, length):
     files = [file for file, _ in frames_of(rule, length)]
     found = len(files), len(set(files)), sum(a != b for a, b in pairwise(files))
     assert all(own <= most for own, most in zip(found, FRAMES[rule, length], strict=True)), found
+
+
+# The same of a call of engine triton on a card, without its kernels, forward and with its backward pass.
+ON_A_CARD = {"gated_delta": (106, 158), "titans_linear": (112, 170)}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Kernels that Triton is asked for, and those launched as they were found, each with its arguments; none runs."""
+    launch = pytest.importorskip("hecate.engine.triton.launch")
+    asked, found = [], []
+
+    class Found:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            return lambda *given, **where: found.append((self.name, len(given)))
+
+    class Kernel:
+        def __init__(self, kernel):
+            self.__name__, self.arg_names = kernel.__name__, kernel.arg_names
+
+        def __getitem__(self, grid):
+            def run(*given, **told):
+                asked.append((self.__name__, len(given) + len(told.keys() & set(self.arg_names))))
+                return Found(self.__name__)
+
+            return run
+
+    for name in ("factors", "scan", "pull", "tokens", "gates"):
+        monkeypatch.setattr(launch, name, Kernel(getattr(launch, name)))
+    monkeypatch.setattr(launch, "CompiledKernel", Found)
+    monkeypatch.setattr(importlib.import_module("hecate.engine.triton.engine"), "interpreting", lambda: True)
+    with as_on_a_device():
+        yield asked, found
+
+
+def on_a_card(rule, dtype=torch.bfloat16):
+    """A call of engine triton, and its leaves."""
+    config = hecate.named_rule(rule, on_nonfinite="propagate")
+    q, k, v = torch.ones(3, 1, 70, 2, 16, dtype=dtype).unbind(0)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    rows = torch.ones(3, 1, 70, 2).unbind(0)
+    gates = Gates(*(row if taken else None for row, taken in zip(rows, config.forms.gates, strict=True)))
+    return lambda *given: memory_scan(config, *(given or leaves), gates, engine="triton", name="m")[0], leaves
+
+
+@pytest.mark.spec("ENG-TRITON-D12")
+@pytest.mark.parametrize("rule", ON_A_CARD)
+def test_the_python_of_a_call_on_a_card(rule, launches):
+    call, leaves = on_a_card(rule)
+    root, frames = str(Path(hecate.__file__).parent), []
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            frames.append(frame.f_code.co_name)
+
+    for again in (True, True, False):
+        sys.setprofile(None if again else count)
+        try:
+            y = call()
+            ahead = len(frames)
+            torch.autograd.grad(y, leaves, torch.ones_like(y))
+        finally:
+            sys.setprofile(None)
+    found = ahead, len(frames)
+    assert all(own <= most for own, most in zip(found, ON_A_CARD[rule], strict=True)), found
+
+
+@pytest.mark.spec("ENG-TRITON-D12")
+def test_kernels_are_launched_as_they_were_found(launches):
+    asked, found = launches
+    call, leaves = on_a_card("gated_delta")
+
+    def both(*given):
+        asked.clear(), found.clear()
+        y = call(*given)
+        torch.autograd.grad(y, given or leaves, torch.ones_like(y))
+        return list(asked), list(found)
+
+    first, same = both()
+    assert {name for name, _ in first} == {"factors", "scan", "pull", "tokens", "gates"}
+    assert same == first[:1]  # which backward asks for once more
+    none, again = both()
+    assert none == [] and sorted(again) == sorted(first + same)  # with all that they take
+    wide = torch.ones(1, 70 * 2 * 16 + 1, dtype=torch.bfloat16)
+    apart = [wide[:, 1:].view(1, 70, 2, 16).requires_grad_(), *leaves[1:]]  # at an address that Triton tells apart
+    assert sorted(both(*apart)[0]) == sorted(first + same)
 
 
 def test_the_page_on_the_way_of_a_call_says_what_runs():

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
 from hecate.engine.arguments import BORDERS
-from hecate.engine.call import GENERAL, TRACED, Call, Plan
+from hecate.engine.call import GENERAL, TRACED, Call, Plan, keep
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
@@ -44,6 +44,7 @@ from hecate.engine.triton.kernel import (
     precision_of,
     verdict,
 )
+from hecate.engine.triton.short import Short
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
 from hecate.retention import Decay, NoRetention
@@ -133,6 +134,25 @@ class Triton(TokenEngine):
             return math.inf
         return 100.0 + (60.0 if _loops(plan) else 20.0) * plan.length
 
+    def outputs(self, call: Call, run: Run) -> Tensors:
+        """By the short way, where a call that looked the same has left one. [ENG-TRITON-D12]"""
+        if run is execute and call.given is not None:
+            q, k, v, gates, _, state, initial, *_ = call.given
+            found: Tensors = call.plan.short(q, k, v, gates, state, initial)
+            return found
+        found = super().outputs(call, run)
+        if run is execute and call.plan.short is None and not call.traced:
+            call.plan.short = self._short(call)
+        return found
+
+    @staticmethod
+    def _short(call: Call) -> Any:
+        if not _raw(call) or call.plan.looks is not False:
+            return False
+        inputs = call.inputs
+        narrow = inputs.q.dtype == inputs.k.dtype == call.values
+        return Short.of(call, precision_of(call.config, call.values, narrow=narrow), _part(call)) or False
+
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """From what is given where kernels make features of it, narrow numbers as narrow as they are; else as all
         engines for tokens."""
@@ -201,15 +221,11 @@ def _loops(plan: Plan | Call) -> bool:
 def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False) -> str | None:
     """Why the kernel of a call, of rows walked whole or parted, is not trusted."""
     config = plan.config
-    own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
     raw = _raw(plan)
-    if raw:
-        own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
-    if loops:
-        own |= {"retention": config.retention, "algorithm": config.algorithm}
-    else:
-        own["retention"] = Decay() if config.retention.uses_retain else NoRetention()
-        own["algorithm"] = Momentum() if config.algorithm.slots else GD()
+    judged = config.launches.get(("judged", raw, loops))
+    if judged is None:
+        judged = _judged(config, raw, loops)
+        keep(config.launches, ("judged", raw, loops), judged)
     there = {
         "write": "write" in plan.masks or config.on_nonfinite == "skip",  # which leaves tokens out by a mask
         "reset": "reset" in plan.masks,
@@ -223,4 +239,17 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False) -> str | N
         PARTED: parted,
     }
     flags = tuple(name for name, given in there.items() if given)
-    return verdict(MemoryConfig(**own), flags, plan.values, plan.device, plan.shape)
+    return verdict(judged, flags, plan.values, plan.device, plan.shape)
+
+
+def _judged(config: MemoryConfig, raw: bool, loops: bool) -> MemoryConfig:
+    """The part of a config that its kernels compute, of which a verdict is."""
+    own: dict[str, Any] = {"bias": config.bias, "decay_order": config.decay_order, "read": config.read}
+    if raw:
+        own |= {"feature_map": config.feature_map, "key_norm": config.key_norm, "query_scale": config.query_scale}
+    if loops:
+        own |= {"retention": config.retention, "algorithm": config.algorithm}
+    else:
+        own["retention"] = Decay() if config.retention.uses_retain else NoRetention()
+        own["algorithm"] = Momentum() if config.algorithm.slots else GD()
+    return MemoryConfig(**own)

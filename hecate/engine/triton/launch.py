@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
+from hecate.engine.call import keep
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens
 from hecate.engine.triton.channels import channel_factors, channel_tokens
@@ -23,49 +27,35 @@ from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
 ROWS = 32  # of a norm's program
+ALIGNED = 16  # bytes: Triton takes the address of a tensor for a multiple of them, or not
 
 
-class Scan:
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
-    `[N, T, *]` are those of one head."""
+class Form:
+    """The part that calls of equal looks have in common, without tensors: sizes, launches, flags, and the kernels that
+    were compiled for them. [ENG-TRITON-D12]
 
-    def __init__(
-        self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, part: int, inputs: Tensors
-    ) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
-        yet; borders: of the documents that reset tells of, which then are walked side by side; part: tokens of the
-        parts in which each row is walked side by side, or 0."""
+    Triton finds a kernel by all of its arguments, some 50 of which are the same in every call: once found, it is
+    launched as it is, by whoever has tensors that Triton would take for the same."""
+
+    def __init__(self, config: MemoryConfig, exact: str, raw: bool, docs: bool, part: int, inputs: Tensors) -> None:
+        """As for `Scan`; docs: whether there are borders."""
         states = 1 + len(config.algorithm.slots)
-        memory, *slots = several(inputs[:states])
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        self.heads = given.lr.shape[2] if given.lr.dim() == 3 else 1
-        self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
-        self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
-        self.length = given.v.shape[1]
+        memory = one(inputs[:1])
+        self.heads, self.length = given.lr.shape[2] if given.lr.dim() == 3 else 1, given.v.shape[1]
         (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
-        self.parts, row = -(-self.length // part) if part else 0, self.length
+        self.parts, self.part, self.row = -(-self.length // part) if part else 0, part, self.length
         if part:  # documents of one long row
             count = len(given.v)
-            self.count, self.length = self.count // count, count * row
-        retain = given.retain if config.retention.uses_retain else None
-        momentum = given.momentum if slots else None
-        masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
-        own = (given.phi_q, given.phi_k, given.phi_w, given.v, given.lr, retain, momentum)
-        if borders is not None:
-            masks[1] = None
-        self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
-        self.channels = retain is not None and retain.dim() > given.lr.dim()
+            self.count, self.length = self.count // count, count * self.length
+        self.slots, self.decays, self.folded = states > 1, config.retention.uses_retain, given.lr.dim() == 2
+        self.channels = self.decays and given.retain.dim() > given.lr.dim()
         self.bias = tiles_of(config.bias, turned=True)
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
-        sizes, moving, narrow = (card, self.height, self.width), slots != [], self.chunks.narrow
-        self.rest = launched(*sizes, momentum=moving)
-        self.walks = walked(*sizes, momentum=moving, narrow=narrow, whole=not self.bias.apart)
-        segment = self.chunks.segment
-        if part:
-            self.documents = Documents.parts(self.length // row, row, part, segment, self.memory)
-        else:
-            self.documents = Documents.of(borders, row, segment, self.memory)
+        sizes, narrow = (card, self.height, self.width), self.chunks.narrow
+        self.rest = launched(*sizes, momentum=self.slots)
+        self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
@@ -73,17 +63,36 @@ class Scan:
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
-            "MOVES": self.bias.moves, "RETAIN": retain is not None, "MOMENTUM": moving,
+            "MOVES": self.bias.moves, "RETAIN": self.decays, "MOMENTUM": self.slots,
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
-            "MASK": masks[0] is not None, "RESET": masks[1] is not None, "APART": given.phi_w is not None,
+            "MASK": given.write is not None, "RESET": given.reset is not None and not docs,
+            "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
-            "CHANNELS": self.channels, "DOCS": borders is not None or part > 0, "PARTS": part > 0, "HOLLOW": False,
+            "CHANNELS": self.channels, "DOCS": docs or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "PSI": self.bias.psi, "PULL": self.bias.pull,
             "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
             "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
             "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
             "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
+        early = self.flags["EARLY_READ"] or (self.bias.moves and not self.flags["DECAYED"])
+        self.of_retain = ("ahead", "after") if self.rest.apart and self.slots and early else ("retain",)
+        self.interpreted = interpreting()
+        self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
+        self.tables: dict[int, Documents] = {}  # of parts, by stream
+
+    @classmethod
+    def of(cls, config: MemoryConfig, exact: str, raw: bool, docs: bool, part: int, inputs: Tensors) -> Form:
+        """As the config keeps it."""
+        looks: list[object] = [exact, raw, docs, part]
+        for item in inputs:
+            looks += (None,) if item is None else (item.shape, item.dtype)
+        key = (*looks, one(inputs[:1]).device)
+        found: Form | None = config.launches.get(key)
+        if found is None:
+            found = cls(config, exact, raw, docs, part, inputs)
+            keep(config.launches, key, found)
+        return found
 
     def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
         """The options of a kernel, and those flags that it asks for."""
@@ -91,8 +100,69 @@ class Scan:
         own = {"num_warps": launch.warps, "num_stages": 1}
         return own | {name: flags[name] for name in kernel.arg_names if name in flags}
 
-    @property
-    def arguments(self) -> list[Tensor]:
+
+class Scan(Form):
+    """The inputs of one call, with all that its form has: states `[N, V, P]` (slot None without momentum) and tokens,
+    `[B, T, H, *]` as they lie; `[N, T, *]` are those of one head."""
+
+    def __init__(
+        self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, part: int, inputs: Tensors
+    ) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
+        yet; borders: of the documents that reset tells of, which then are walked side by side; part: tokens of the
+        parts in which each row is walked side by side, or 0."""
+        vars(self).update(vars(Form.of(config, exact, raw, borders is not None, part, inputs)))
+        states = 1 + self.slots
+        k, q, v, lr, retain, momentum, write, reset, kw, _ = inputs[states + 1 :]
+        self.memory = one(inputs[:1]).contiguous()
+        self.slot = one(inputs[1:2]).contiguous() if self.slots else None
+        self.restart = None if reset is None else one((inputs[states],)).contiguous()
+        masks = [None if m is None else m if self.folded else by_head(m, self.heads) for m in (write, reset)]
+        if borders is not None:
+            masks[1] = None
+        own = (q, k, kw, v, lr, retain if self.decays else None, momentum if self.slots else None, *masks)
+        self.given = [None if x is None else x.contiguous() for x in own]
+        self.arguments, self.documents = self._arguments(), self._documents(borders)
+        self.where = self._where()
+
+    def _documents(self, borders: tuple[int, ...] | None) -> Documents:
+        if not self.part:
+            return Documents.of(borders, self.row, self.chunks.segment, self.memory)
+        here, of = self.memory, (self.length // self.row, self.row, self.part, self.chunks.segment)
+        if here.is_cuda and torch.cuda.is_current_stream_capturing():
+            return Documents.parts(*of, here)  # which the graph holds
+        # By stream: another one would read them before they are there.
+        stream = torch.cuda.current_stream(here.device).stream_id if here.is_cuda else 0
+        if stream not in self.tables:
+            keep(self.tables, stream, Documents.parts(*of, here))
+        return self.tables[stream]
+
+    def _where(self) -> Any:
+        """The stream of kernels that were found already; None where Triton would take these tensors for others."""
+        if self.interpreted:
+            return None
+        for item in (self.memory, self.slot, self.restart, *self.given):
+            if item is not None and item.data_ptr() % ALIGNED:
+                return None
+        return stream_of(self.memory.device)
+
+    def launch(self, kernel: Any, settings: Launch, grid: tuple[int, int, int], *given: Any, **more: Any) -> None:
+        """Launches a kernel: as it was found for the form, or by Triton, which finds it."""
+        if self.where is None:
+            kernel[grid](*given, **self.told(kernel, settings, **more))
+            return
+        at = (kernel.__name__, *more.items())
+        found = self.kernels.get(at)
+        if found is not None:
+            made, flags = found
+            made[grid](*given, *flags, stream=self.where)
+            return
+        told = self.told(kernel, settings, **more)
+        made = kernel[grid](*given, **told)
+        if isinstance(made, CompiledKernel):
+            self.kernels[at] = made, [told[name] for name in kernel.arg_names[len(given) :]]
+
+    def _arguments(self) -> list[Tensor]:
         """q, k, kw, v, lr, retain, momentum, write, reset; v in place of what is not there."""
         return [self.given[3] if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given]  # type: ignore[misc]
 
@@ -114,78 +184,97 @@ class Scan:
         lengths = (self.length, self.heads, self.count)
         if not self.channels:
             found = [*pairs, self.new(places, 8, size), self.new(places, 4)]
-            factors[(places,)](
+            self.launch(
+                factors, self.walks.factors, (places, 1, 1),
                 q, k, kw, *gates, write, reset, self.documents.spans, *found, *lengths,
-                **self.told(factors, self.walks.factors),
             )  # fmt: skip
             return [q, k, kw, q, k], found, {}
         made = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
         made, ends = (made * 2)[:5], self.new(places, 2, self.width)
-        channel_factors[(places,)](
+        self.launch(
+            channel_factors, self.walks.factors, (places, 1, 1),
             q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths,
-            **self.told(channel_factors, self.walks.factors),
         )  # fmt: skip
         return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
-
-    def by_row(self, states: Tensor) -> Tensor:
-        """States of all parts, `[rows, parts, heads, V, P]`."""
-        return states.unflatten(0, (-1, self.parts, self.count))
 
     def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> list[Tensor]:
         """The last states of all parts from their first ones."""
         rows, found, flags = walk
         v, write, height = self.arguments[3], self.arguments[7], memory.shape[1]
-        last = [torch.empty_like(memory) for _ in (memory, slot)]
-        scan[(self.documents.programs * self.count, -(-height // self.walks.scan.tile))](
+        last = [torch.empty_like(memory)] * (1 if self.slots else 2)
+        last += [torch.empty_like(memory)] * (2 - len(last))
+        grid = self.documents.programs * self.count, -(-height // self.walks.scan.tile), 1
+        self.launch(
+            scan, self.walks.scan, grid,
             *rows, v, write, self.documents.docs, *found, memory, slot, memory, v, v, memory, slot, *last,
             self.length, self.heads, self.count, self.bias.cu,
-            **self.told(scan, self.walks.scan, PART="ends", KEEPS=False, **flags, **({"V": height} | more)),
+            PART="ends", KEEPS=False, **flags, **({"V": height} | more),
         )  # fmt: skip
         return last
 
-    def moves(self, walk: tuple[Any, ...]) -> Tensor:
-        """Matrices from the states that enter each part to those it hands on, side by side: `[rows, parts, heads, n P,
-        n P]` of n states."""
-        none = self.new(self.documents.programs * self.count, self.width, self.width).zero_()
-        one = none + torch.eye(self.width, dtype=none.dtype, device=none.device)
-        if self.slot is None:
-            return self.by_row(self.ends(walk, one, none, HOLLOW=True)[0])
-        found = self.ends(walk, one, none, HOLLOW=True), self.ends(walk, none, one, HOLLOW=True)
-        return self.by_row(torch.cat([torch.cat(each, -1) for each in found], -2))
+    def moves(self, walk: tuple[Any, ...], none: Tensor) -> Tensor:
+        """Matrices from the states that enter each part to those it hands on, `[rows, parts, heads, n P, n P]` of n
+        states; `none` are states of 0."""
+        if self.width != none.shape[1]:
+            none = none.new_zeros(len(none), self.width, self.width)
+        whole = none.clone()
+        whole.diagonal(dim1=1, dim2=2).fill_(1.0)
+        found = self.ends(walk, whole, none, HOLLOW=True)[: 1 + self.slots]
+        if self.slots:
+            found = [torch.cat(found, -1), torch.cat(self.ends(walk, none, whole, HOLLOW=True), -1)]
+            found = [torch.cat(found, -2)]
+        return found[0]
 
-    def entered(self, states: Sequence[Tensor], local: Sequence[Tensor], moves: Tensor) -> tuple[Tensor, Tensor]:
+    def by_part(self, states: Sequence[Tensor], parts: int) -> Tensor:
+        """States side by side in float64, part by part: `[parts, rows x heads, V, n P]`."""
+        first, height = states[0], states[0].shape[1]
+        wide = self.width * len(states) if len(states) > 1 else first.shape[2]
+        made = first.new_empty(parts, len(first) // (parts * self.count), self.count, height, wide, dtype=torch.float64)
+        for at, item in enumerate(states):
+            own = made if len(states) == 1 else made.narrow(-1, at * self.width, self.width)
+            own.copy_(item.view(-1, parts, self.count, *item.shape[1:]).transpose(0, 1))
+        return made.flatten(1, 2)
+
+    def entered(
+        self, states: Sequence[Tensor], local: Sequence[Tensor], moves: Tensor, *, back: bool
+    ) -> tuple[Tensor, Tensor]:
         """The memory and slot that enter each part: `states` enter the first of a row, and a part hands on what it
-        makes by itself (local) and, by its moves, of what entered. In float64, which neither autocast nor TF32 rounds.
-        """
-        count = 1 if self.slot is None else 2
-        first, made = (torch.cat([*each[:count]], -1).double() for each in (states, local))
-        found, made, moves = [first.unflatten(0, (-1, self.count))], self.by_row(made), moves.double()
-        for part in range(self.parts - 1):
-            found.append(made[:, part] + found[-1] @ moves[:, part])
-        whole = torch.stack(found, 1).flatten(0, 2).to(states[0].dtype).split(self.width, -1)
-        return whole[0].contiguous(), whole[-1].contiguous()
+        makes by itself (local) and, by its moves, of what entered; or, back, cotangents from the last to the first, by
+        the moves transposed. In float64, which neither autocast nor TF32 rounds."""
+        count = 1 + self.slots
+        made, moved = self.by_part(local[:count], self.parts).unbind(0), self.by_part([moves], self.parts).unbind(0)
+        found = torch.empty(self.parts, *made[0].shape, dtype=torch.float64, device=moves.device)
+        entering = found.unbind(0)
+        order = range(self.parts)[::-1] if back else range(self.parts)
+        entering[order[0]].copy_(states[0] if count == 1 else torch.cat([*states], -1))
+        for part, behind in pairwise(order):
+            by = moved[part].mT if back else moved[part]
+            torch.baddbmm(made[part], entering[part], by, out=entering[behind])
+        rows = found.unflatten(1, (-1, self.count)).transpose(0, 1).flatten(0, 2)
+        whole = [item.to(states[0].dtype, memory_format=torch.contiguous_format) for item in rows.split(self.width, -1)]
+        return whole[0], whole[-1]
 
-    def first(self, walk: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """The memory and slot that programs start at: those of the rows, or in parts what each part starts at."""
-        slot = self.memory if self.slot is None else self.slot
-        if not self.parts:
-            return self.memory, slot
-        none = self.new(self.documents.programs * self.count, *self.memory.shape[1:]).zero_()
-        return self.entered((self.memory, slot), self.ends(walk, none, none), self.moves(walk))
+    def last_of(self, states: Sequence[Tensor], part: int) -> list[Tensor]:
+        """The states of a part of each row, which do not keep the others'."""
+        own = [item.unflatten(0, (-1, self.parts, self.count))[:, part] for item in states[: 1 + self.slots]]
+        found = [item.flatten(0, 1).clone() for item in own]
+        return [found[0], found[-1]]
 
-    def last(self, walk: tuple[Any, ...], finals: Sequence[Tensor], local: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The cotangents of the last memory and slot of each part, by those of a row's and those that parts alone leave
-        of their first ones: what enters from behind, by the moves transposed."""
-        turned = [self.by_row(item).flip(1).flatten(0, 2) for item in local]
-        found = self.entered(finals, turned, self.moves(walk).flip(1).mT)
-        first, last = (self.by_row(item).flip(1).flatten(0, 2).contiguous() for item in found)
-        return first, last
+    def none(self) -> Tensor:
+        """States of 0 for all parts."""
+        return self.memory.new_zeros(self.documents.programs * self.count, *self.memory.shape[1:])
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
         v, write, documents = self.arguments[3], self.arguments[7], self.documents
         rows, found, flags = walk = self.factors()
-        memory, slot = self.first(walk)
+        memory, slot = self.memory, self.memory if self.slot is None else self.slot
+        moves: Tensors = ()
+        if self.parts:
+            none = self.none()
+            local, move = self.ends(walk, none, none), self.moves(walk, none)
+            memory, slot = self.entered((memory, slot)[: 1 + self.slots], local, move, back=False)
+            moves = (move,)
         y, last = torch.empty_like(v), torch.empty_like(memory)
         last_slot = last if self.slot is None else torch.empty_like(slot)
         apart = self.walks.apart
@@ -196,80 +285,91 @@ class Scan:
         tiles, grids = -(-self.height // self.walks.scan.tile), (documents.programs, documents.segments)
         parts = ("states", "outputs") if apart else ("all",)
         for part, table, programs in zip(parts, (documents.docs, documents.spans), grids):  # noqa: B905
-            scan[(programs * self.count, tiles)](
+            self.launch(
+                scan, self.walks.scan, (programs * self.count, tiles, 1),
                 *rows, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
-                self.length, self.heads, self.count, self.bias.cu,
-                **self.told(scan, self.walks.scan, PART=part, KEEPS=keeps, **flags),
+                self.length, self.heads, self.count, self.bias.cu, PART=part, KEEPS=keeps, **flags,
             )  # fmt: skip
-        if self.parts:  # those of the last parts, which do not keep the others'
-            last, last_slot = (self.by_row(item)[:, -1].flatten(0, 1).clone() for item in (last, last_slot))
+        if self.parts:
+            last, last_slot = self.last_of((last, last_slot), -1)
         finals = (last,) if self.slot is None else (last, last_slot)
-        return (y, *finals), (us, states, slots) if keeps else ()
+        return (y, *finals), (us, states, slots, *moves) if keeps else ()
 
     def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cotangents of the rows' memories, slots and of what they restart at, from those that programs leave."""
         if not self.parts:
             return self.documents.met(first, slot, restart)
-        first, slot = (self.by_row(item)[:, 0].flatten(0, 1).clone() for item in (first, slot))
-        return first, slot, restart
+        return *self.last_of((first, slot), 0), restart  # type: ignore[return-value]
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of memory, slots, initial memory and the tokens."""
-        preds, kept, kept_S = several(record)
+        preds, kept, kept_S, *moved = record = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
         q, k, kw, v, lr, *_, write, _ = self.arguments
+        if gy.dtype != v.dtype or any(item.data_ptr() % ALIGNED for item in (gy, *finals, *record)):
+            self.where = None
         g1, y1 = finals[0], finals[-1]
         kept_G = torch.empty_like(kept)
         kept_Y = kept_G if self.slot is None else torch.empty_like(kept)
-        moves = self.bias.moves
         gv = torch.empty_like(v)
-        us, es = (self.new(*v.shape), self.new(*v.shape)) if moves else (v, v)
+        us, es = (self.new(*v.shape), self.new(*v.shape)) if self.bias.moves else (v, v)
         if self.bias.error:  # whose E is the cotangent of v, but in float32: lr's is a difference of what it comes to
             us, gv = preds, es
         g0, y0, gz = (self.new(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(3))
         numbers = (self.length, self.heads)
-        rows, weights, flags = walk = self.factors()
+        rows, weights, flags = self.factors()
 
         def pulled(g1: Tensor, y1: Tensor) -> None:
-            pull[(len(g0), -(-self.height // self.walks.pull.tile))](
+            self.launch(
+                pull, self.walks.pull, (len(g0), -(-self.height // self.walks.pull.tile), 1),
                 *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0,
-                gz, *numbers, self.bias.cu, self.bias.cg, **self.told(pull, self.walks.pull, **flags),
+                gz, *numbers, self.bias.cu, self.bias.cg, **flags,
             )  # fmt: skip
 
         if self.parts:  # once for what each part's own outputs ask, and then from what those behind it ask, too
-            pulled(torch.zeros_like(g0), torch.zeros_like(g0))
-            g1, y1 = self.last(walk, (g1, y1), (g0, y0))
+            none = self.none()
+            pulled(none, none)
+            g1, y1 = self.entered((g1, y1)[: 1 + self.slots], (g0, y0), moved[0], back=True)
         pulled(g1, y1)
         gq, gk, glr = torch.empty_like(q), torch.empty_like(k), torch.empty_like(lr)
         gw = None if self.given[2] is None else torch.empty_like(kw)
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
-        grid, to_w = (self.documents.segments * self.count,), gk if gw is None else gw
+        grid, to_w = (self.documents.segments * self.count, 1, 1), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
         restart = self.memory if self.restart is None else self.restart
         g0, y0, gz, gv = *self.met(g0, y0, gz), gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
-            channel_tokens[(grid[0] * (segment // BLOCK),)](
+            self.launch(
+                channel_tokens, self.rest.tokens, (grid[0] * (segment // BLOCK), 1, 1),
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, **self.told(channel_tokens, self.rest.tokens, C=BLOCK, LOG=BLOCK.bit_length() - 1),
+                self.count, C=BLOCK, LOG=BLOCK.bit_length() - 1,
             )  # fmt: skip
             return grads
         sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
         for of in ("queries", "keys") if self.rest.apart else ("both",):
-            tokens[grid](
+            self.launch(
+                tokens, self.rest.tokens, grid,
                 *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
-                ends, *numbers, self.count, self.total, **self.told(tokens, self.rest.tokens, OF=of, C=segment),
+                ends, *numbers, self.count, self.total, OF=of, C=segment,
             )  # fmt: skip
-        early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
-        apart = self.rest.apart and self.slot is not None and early
-        for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
+        for to, parts in zip(found, (self.of_retain, ("momentum",)), strict=True):
             for of in parts if to is not None else ():
-                gates[grid](
+                self.launch(
+                    gates, self.rest.gates, grid,
                     *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total,
-                    **self.told(gates, self.rest.gates, OF=of, C=segment),
+                    OF=of, C=segment,
                 )  # fmt: skip
         return grads
+
+
+def stream_of(device: torch.device) -> int | None:
+    """The stream that kernels are launched on; None where that is not on the tensors' card."""
+    if device.type != "cuda":  # where kernels are compiled and run nothing
+        return 0
+    index = torch.cuda.current_device()
+    return driver.active.get_current_stream(index) if index == device.index else None
 
 
 def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
