@@ -17,7 +17,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, launched, walked
+from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -42,7 +42,7 @@ class Scan:
         self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
         self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
         self.length = given.v.shape[1]
-        (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
+        self.count, self.height, self.width = memory.shape
         self.parts, row = -(-self.length // part) if part else 0, self.length
         if part:  # documents of one long row
             count = len(given.v)
@@ -59,7 +59,6 @@ class Scan:
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, moving, narrow = (card, self.height, self.width), slots != [], self.chunks.narrow
-        self.rest = launched(*sizes, momentum=moving)
         self.walks = walked(*sizes, momentum=moving, narrow=narrow, whole=not self.bias.apart)
         segment = self.chunks.segment
         if part:
@@ -252,23 +251,21 @@ class Scan:
         if self.channels:
             channel_tokens[(grid[0] * (segment // BLOCK),)](
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, **self.told(channel_tokens, self.rest.tokens, C=BLOCK, LOG=BLOCK.bit_length() - 1),
+                self.count, **self.told(channel_tokens, self.walks.tokens, C=BLOCK, LOG=BLOCK.bit_length() - 1),
             )  # fmt: skip
             return grads
-        sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
-        for of in ("queries", "keys") if self.rest.apart else ("both",):
-            tokens[grid](
-                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
-                ends, *numbers, self.count, self.total, **self.told(tokens, self.rest.tokens, OF=of, C=segment),
+        sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
+        numbers = (*numbers, self.count, lr.numel())
+        tokens[grid](
+            *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums, ends,
+            *numbers, **self.told(tokens, self.walks.tokens, C=segment),
+        )  # fmt: skip
+        if found != [None, None]:
+            to = [v if x is None else x for x in found]
+            gates[grid](
+                *self.arguments, spans, us, es, gy, sums, ends, *to, *numbers,
+                **self.told(gates, self.walks.gates, C=segment),
             )  # fmt: skip
-        early = self.flags["EARLY_READ"] or (moves and not self.flags["DECAYED"])
-        apart = self.rest.apart and self.slot is not None and early
-        for to, parts in zip(found, (("ahead", "after") if apart else ("retain",), ("momentum",)), strict=True):
-            for of in parts if to is not None else ():
-                gates[grid](
-                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total,
-                    **self.told(gates, self.rest.gates, OF=of, C=segment),
-                )  # fmt: skip
         return grads
 
 

@@ -19,11 +19,9 @@ moves those below, and back, what is settled of its cotangent those above. [ENG-
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import first_state, segment_of, sequence_of, writes_at
-from hecate.engine.triton.factors import narrowed, rows, times
-from hecate.engine.triton.maps import COUNTS
-
-PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
+from hecate.engine.triton.block import first_state, narrowed, segment_of, sequence_of, times, writes_at
+from hecate.engine.triton.factors import rows
+from hecate.engine.triton.maps import COUNTS, PLAIN
 
 
 @triton.jit
