@@ -42,13 +42,15 @@ def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def in_halves(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
-    """The same to some sixteen bits: where operands are narrower than float32, those in float32 count in two halves."""
-    near, close = narrowed(x, DT), narrowed(y, DT)
-    found = tl.dot(near, close, input_precision=EXACT)
-    if DT != tl.float32:
-        if x.dtype == tl.float32:
+    """The same to some sixteen bits: what is given in more digits than operands have counts in two halves."""
+    if DT == tl.float32:
+        found = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=EXACT)
+    else:
+        near, close = narrowed(x, DT), narrowed(y, DT)
+        found = tl.dot(near, close)
+        if x.dtype != DT:
             found = tl.dot(narrowed(x - near.to(tl.float32), DT), close, found)
-        if y.dtype == tl.float32:
+        if y.dtype != DT:
             found = tl.dot(near, narrowed(y - close.to(tl.float32), DT), found)
     return found
 

@@ -107,7 +107,7 @@ def factors(
     if MOVES:
         L = F * times(own, tl.trans(written), DT, EXACT) * of_k[:, None] * step[None, :]
         if FORM == "error":
-            L = inverse(L, i, LOG, HALVES, DT, EXACT)
+            L = inverse(L, i, LOG, HALVES, DT if HALVES else tl.float32, EXACT)
         put(lower, place, i, L, C, HALVES)
         tl.store(mine + 3 * C, af * of_k)
         tl.store(mine + 4 * C, sf * of_k)

@@ -68,7 +68,7 @@ class Scan:
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
-        fine = "tf32" if exact == "bf16" else exact
+        lie = exact == "bf16"  # rows are operands as they lie, their sizes beside them
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
@@ -78,9 +78,10 @@ class Scan:
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
             "CHANNELS": self.channels, "DOCS": borders is not None or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "PSI": self.bias.psi, "PULL": self.bias.pull,
-            "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
-            "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
-            "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
+            "EXACT": "tf32x3" if exact == "tf32x3" else "tf32", "FINE": "tf32" if lie else "tf32x3",
+            "HALVES": narrow,
+            "DT": tl.float32 if exact == "tf32x3" or interpreting() else tl.bfloat16,
+            "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
             "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
 
