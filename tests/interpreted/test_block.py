@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
-from hecate.engine.triton import engine, factors, kernel, launch, scan, table
+from hecate.engine.triton import block, engine, factors, kernel, launch, scan, table
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from tests.launches import as_on_a_device, counted
@@ -182,8 +182,8 @@ ROUNDED = [  # of a config, and the flag of a verdict
 def test_operands_in_bfloat16_pass_the_gate(
     fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch, wide: None
 ) -> None:
-    monkeypatch.setattr(factors, "narrowed", rounded)
-    monkeypatch.setattr(scan, "narrowed", rounded)
+    for module in (block, factors, scan):
+        monkeypatch.setattr(module, "narrowed", rounded)
     config = MemoryConfig.model_validate(fields)
     assert distrust(config, (flag,), torch.bfloat16, "cpu", (64, 64)) is None
 
@@ -202,7 +202,6 @@ def doubled(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXA
 def test_the_gate_sees_an_inverse_that_random_keys_hide(monkeypatch: pytest.MonkeyPatch, wide: None) -> None:
     monkeypatch.setattr(factors, "inverse", doubled)
     trial({"bias": "l2"}, length=64, heads=1)
-    monkeypatch.setattr(kernel, "PARITY", {"bf16": kernel.PARITY["tf32x3"]})
     reason = distrust(MemoryConfig(), (), torch.float32, "cpu", (16, 16))
     assert reason is not None and "differs from the token loop" in reason
 

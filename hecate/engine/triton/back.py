@@ -2,15 +2,26 @@
 
 `pull` went back with G, Y and that of Z, by the predictions or u that were kept: no state is made again. It left
 u, E = -e, e_i the cotangent of a prediction, the cotangent of v, and G and Y at every segment's end. With them all else
-is a closed form of one segment, its first state and its last cotangent: `tokens` has rows, and the sums that `gates`
-turns into the cotangents of retain and momentum. No number is added to by two programs. [ENG-TRITON-D2]
+is a closed form of one segment, its first state and its last cotangent: `tokens` has rows, and of what it sums along
+them `gates` makes the cotangents of retain and momentum. No number is added to by two programs. [ENG-TRITON-D2]
 """
 
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import between, decays, gates_at, keys_at, product, rows_at, segment_of, views
-from hecate.engine.triton.maps import COUNTS, featured, featured_back
+from hecate.engine.triton.block import (
+    between,
+    decays,
+    gates_at,
+    in_halves,
+    rows_at,
+    segment_of,
+    times,
+    views,
+    writes_at,
+)
+from hecate.engine.triton.factors import over_size, rows
+from hecate.engine.triton.maps import COUNTS, PLAIN, featured, featured_back
 
 
 @triton.jit
@@ -23,6 +34,12 @@ def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
         u = -rows_at(v, at, w, o, V)
         err = u
     return g, u, err
+
+
+@triton.jit
+def writes_of(us, v, at, inside, w, o, V, MOVES: tl.constexpr):
+    """Rows of u, or where no prediction is asked for, those of -u, the values."""
+    return rows(us, at, inside, o, V, PLAIN) if MOVES else rows(v, at, w, o, V, PLAIN)
 
 
 @triton.jit
@@ -59,22 +76,48 @@ def keys_back(
     tl.store(gk + tile, featured_back(gpt, own, cells, PHI), mask=there)
 
 
+@triton.jit
+def pairs_of(gy, us, es, v, at, inside, w, i, V, BV: tl.constexpr, C: tl.constexpr, MOVES: tl.constexpr,
+             DT: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """Products of the rows of g, and of those of e where predictions are asked for, with those of -u."""
+    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for jv in range(0, V, BV):
+        ov = jv + tl.arange(0, BV)
+        u = tl.trans(writes_of(us, v, at, inside, w, ov, V, MOVES))
+        gA += in_halves(rows(gy, at, inside, ov, V, PLAIN), u, DT, EXACT)
+        if MOVES:
+            gL += in_halves(rows(es, at, inside, ov, V, PLAIN), u, DT, EXACT)
+    return -gA if MOVES else gA, gL
+
+
+@triton.jit
+def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr):
+    """(queries, keys, written keys) as products take them, and what is left to multiply each by: written ones by lr."""
+    own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
+    of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
+    step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
+    if APART:
+        written = rows(kw, at, w, op, P, PLAIN)
+    else:
+        step = step * of_k
+    return asked, own, written, of_q, of_k, step
+
+
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def tokens(
     q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, kept_S, gy, kept_G, kept_Y,
     gq, gk, gw, glr, sums, ends, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr, DOCS: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each segment of C tokens of a memory: cotangents of its rows, of queries or of keys (OF), and
-    what its gates are asked for. Pairs of rows come ahead of states, so that few are held at once.
+    """One program for each segment of C tokens of a memory: cotangents of its rows, and what its gates are asked for.
+    One kind of rows comes after the other, so that few are held at once.
 
-    sums `[9, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end; and room for a part of retain's. ends
-    `[segments, N, 4]`: of a, s, e, z there."""
-    ASKS: tl.constexpr = OF != "keys"
-    WRITES: tl.constexpr = OF != "queries"
+    sums `[8, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[segments, N, 4]`: of a, s, e, z
+    there."""
+    SIGN: tl.constexpr = -1.0 if MOVES else 1.0  # u is -v where no prediction is asked for
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
@@ -82,100 +125,92 @@ def tokens(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
     K, _, _, Kq, aq, sq, zq, F, af, sf, zf = views(
-        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES and WRITES, DECAYED, EXACT
+        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, DT, FINE
     )
     k_end = tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0)
     p_end = tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0)
     again = False
     if RESET:
         again = tl.max(born, 0) > 0
-    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for jv in range(0, V, BV):
-        g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
-        gA -= product(g, tl.trans(u), EXACT)
-        if MOVES and WRITES:
-            gL -= product(err, tl.trans(u), EXACT)
-    gA = gA * Kq
-    gqt, gbt, gpt = tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32), tl.zeros([C, BP], tl.float32)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-    if ASKS:
-        gqt = product(gA, bt, EXACT)
-    if WRITES:
-        gbt = product(tl.trans(gA), qt, EXACT)
-        if MOVES:
-            gL = gL * F
-            gpt = product(gL, bt, EXACT)
-            gbt += product(tl.trans(gL), pt, EXACT)
-    gaq, gsq, gzq, gaf, gsf, gzf, gk_end, gp_end = a * 0, a * 0, a * 0, a * 0, a * 0, a * 0, a * 0, a * 0
-    ga, gs, ge, gz = 0.0, 0.0, 0.0, 0.0
+    gA, gL = pairs_of(gy, us, es, v, at, inside, w, i, V, BV, C, MOVES, DT, EXACT)
+    gA, gL = gA * Kq, gL * F
+    asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
+    sum, end = sums + at, ends + place * 4
+    gqt = in_halves(gA * step[None, :], written, DT, EXACT)
+    gaq, gsq, gzq, ga, gs, ge, gz = a * 0, a * 0, a * 0, 0.0, 0.0, 0.0, 0.0
     for jv in range(0, V, BV):
         ov = jv + tl.arange(0, BV)
-        own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
-        state = place * V * P + own
-        g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        M, G = state_at(kept, state, whole), state_at(kept_G, state, whole)
-        if ASKS:
-            x = product(g, M, EXACT)
-            gaq += tl.sum(x * qt, 1)
-            gqt += aq[:, None] * x
-            ga += tl.sum(G * M)
-        if WRITES:
-            x = product(u, G, EXACT)
-            gk_end -= tl.sum(x * bt, 1)
-            gbt -= k_end[:, None] * x
-            if MOVES:
-                x = product(err, M, EXACT)
-                gaf += tl.sum(x * pt, 1)
-                gpt += af[:, None] * x
+        cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
+        state = place * V * P + cell
+        g = rows(gy, at, inside, ov, V, PLAIN)
+        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        x = in_halves(g, M, DT, EXACT)
+        gaq += tl.sum(x * asked, 1)
+        gqt += aq[:, None] * x
+        ga += tl.sum(G.to(tl.float32) * M)
         if again:
-            Z = tl.load(Z0 + place % N * V * P + own, mask=whole, other=0.0)
-            if ASKS:
-                x = product(g, Z, EXACT)
-                gzq += tl.sum(x * qt, 1)
-                gqt += zq[:, None] * x
-                gz += tl.sum(G * Z)
-            if MOVES and WRITES:
-                x = product(err, Z, EXACT)
-                gzf += tl.sum(x * pt, 1)
-                gpt += zf[:, None] * x
-    if MOMENTUM:
+            Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
+            x = in_halves(g, Z, DT, EXACT)
+            gzq += tl.sum(x * asked, 1)
+            gqt += zq[:, None] * x
+            gz += tl.sum(G * Z)
+        if MOMENTUM:
+            S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
+            x = in_halves(g, S, DT, EXACT)
+            gsq += tl.sum(x * asked, 1)
+            gqt += sq[:, None] * x
+            gs += tl.sum(G.to(tl.float32) * S)
+            ge += tl.sum(Y.to(tl.float32) * S)
+    tl.store(sum, gaq * of_q, mask=inside)
+    tl.store(sum + total, gsq * of_q, mask=inside)
+    tl.store(sum + 2 * total, gzq * of_q, mask=inside)
+    tl.store(end, ga)
+    tl.store(end + 1, gs)
+    tl.store(end + 2, ge)
+    tl.store(end + 3, gz)
+    queries_back(gq, gqt, q, at, inside, op, P, PHI)
+    # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
+    gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
+    if MOVES:
+        gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
+    gbt, gk_end, gp_end = tl.trans(gbt), a * 0, a * 0
+    for jv in range(0, V, BV):
+        ov = jv + tl.arange(0, BV)
+        cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+        state = place * V * P + cell
+        u = writes_of(us, v, at, inside, w, ov, V, MOVES)
+        x = in_halves(u, tl.load(kept_G + state, mask=whole, other=0.0), DT, EXACT) * SIGN
+        gk_end += tl.sum(x * written, 1)
+        gbt += k_end[:, None] * x
+        if MOMENTUM:
+            x = in_halves(u, tl.load(kept_Y + state, mask=whole, other=0.0), DT, EXACT) * SIGN
+            gp_end += tl.sum(x * written, 1)
+            gbt += p_end[:, None] * x
+    tl.store(sum + 6 * total, gk_end * step, mask=inside)
+    tl.store(sum + 7 * total, gp_end * step, mask=inside)
+    gpt = gbt * 0.0
+    if MOVES:
+        gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
         for jv in range(0, V, BV):
             ov = jv + tl.arange(0, BV)
-            whole = (ov < V)[:, None] & (op < P)[None, :]
-            state = place * V * P + ov[:, None] * P + op[None, :]
-            g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-            S, Y = state_at(kept_S, state, whole), state_at(kept_Y, state, whole)
-            if ASKS:
-                x = product(g, S, EXACT)
-                gsq += tl.sum(x * qt, 1)
-                gqt += sq[:, None] * x
-                gs += tl.sum(state_at(kept_G, state, whole) * S)
-                ge += tl.sum(Y * S)
-            if WRITES:
-                x = product(u, Y, EXACT)
-                gp_end -= tl.sum(x * bt, 1)
-                gbt -= p_end[:, None] * x
-                if MOVES:
-                    x = product(err, S, EXACT)
-                    gsf += tl.sum(x * pt, 1)
-                    gpt += sf[:, None] * x
-    if ASKS:
-        queries_back(gq, gqt, q, at, inside, op, P, PHI)
-        tl.store(sums + at, gaq, mask=inside)
-        tl.store(sums + total + at, gsq, mask=inside)
-        tl.store(sums + 2 * total + at, gzq, mask=inside)
-        end = ends + place * 4
-        tl.store(end, ga)
-        tl.store(end + 1, gs)
-        tl.store(end + 2, ge)
-        tl.store(end + 3, gz)
-    if WRITES:
-        tl.store(sums + 3 * total + at, gaf, mask=inside)
-        tl.store(sums + 4 * total + at, gsf, mask=inside)
-        tl.store(sums + 5 * total + at, gzf, mask=inside)
-        tl.store(sums + 6 * total + at, gk_end, mask=inside)
-        tl.store(sums + 7 * total + at, gp_end, mask=inside)
-        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
+            cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+            state = place * V * P + cell
+            err = -rows(es, at, inside, ov, V, PLAIN)
+            x = in_halves(err, tl.load(kept + state, mask=whole, other=0.0), DT, EXACT)
+            gaf += tl.sum(x * own, 1)
+            gpt += af[:, None] * x
+            if again:
+                x = in_halves(err, tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0), DT, EXACT)
+                gzf += tl.sum(x * own, 1)
+                gpt += zf[:, None] * x
+            if MOMENTUM:
+                x = in_halves(err, tl.load(kept_S + state, mask=whole, other=0.0), DT, EXACT)
+                gsf += tl.sum(x * own, 1)
+                gpt += sf[:, None] * x
+        tl.store(sum + 3 * total, gaf * of_k, mask=inside)
+        tl.store(sum + 4 * total, gsf * of_k, mask=inside)
+        tl.store(sum + 5 * total, gzf * of_k, mask=inside)
+    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
 
 
 @triton.jit
@@ -185,41 +220,34 @@ def number_at(sums, row, total, at, inside):
 
 
 @triton.jit
-def pulled(spans, left, g, ga, first, EXACT: tl.constexpr):
+def pulled(spans, left, g, ga, first, DT: tl.constexpr, EXACT: tl.constexpr):
     """Cotangent of gates from that g of their products `spans` and that ga of those from the tile's start, whose
     numbers ahead of each gate are `left` and `first`. No division: a gate of 0 has its own."""
-    return tl.sum(product(tl.trans(spans), g, EXACT) * left, 1) + tl.sum(spans * ga[:, None], 0) * first
+    return tl.sum(in_halves(tl.trans(spans), g, DT, EXACT) * left, 1) + tl.sum(spans * ga[:, None], 0) * first
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def gates(
-    q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, out, T, H, N, total,
+    q, k, kw, v, lr, retain, momentum, write, reset, spans, us, es, gy, sums, ends, gr, gm, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
-    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, OF: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr, DOCS: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    MAP: tl.constexpr, SIZE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """The cotangent of retain or of momentum (OF) in one segment, by those of the coefficients that they make. That of
-    retain is found at once, or by what is "ahead" of retain and then, added to it, by "after"."""
+    """The cotangents of retain and momentum in one segment, by those of the coefficients that they make."""
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     LEFT: tl.constexpr = MOVES and DECAYED
-    BY_K: tl.constexpr = OF != "ahead" or EARLY_READ
-    BY_F: tl.constexpr = MOVES and (OF != "after" or DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
-    gK, gF = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    w, _, _, _ = gates_at(retain, momentum, write, reset, at, inside, False, False, MASK, False)
-    for jv in range(0, V, BV):
-        g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
-        if BY_K:
-            gK -= product(g, tl.trans(u), EXACT)
-        if BY_F:
-            gF -= product(err, tl.trans(u), EXACT)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
-    if BY_K:
-        gK = gK * product(qt, tl.trans(bt), EXACT)
-    if BY_F:
-        gF = gF * product(pt, tl.trans(bt), EXACT)
+    asked, own, written, of_q, of_k, step = keys_of(
+        q, k, kw, lr, at, inside, writes_at(write, at, inside, MASK), op, P, APART, MAP, SIZE
+    )
+    gK = times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
+    gF = gK
+    if MOVES:
+        gF = times(own, tl.trans(written), DT, EXACT) * of_k[:, None] * step[None, :]
+    gA, gL = pairs_of(gy, us, es, v, at, inside, writes_at(write, at, inside, MASK), i, V, BV, C, MOVES, DT, EXACT)
+    gK, gF = gK * gA, gF * gL
     w, born, r, R, B, Pm, _, _, e = decays(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
@@ -252,53 +280,55 @@ def gates(
         else:
             ahead, ha = gF, number_at(sums, 3, total, at, inside)
             hs, hz = number_at(sums, 4, total, at, inside), number_at(sums, 5, total, at, inside)
-    if OF == "momentum":
+    if MOMENTUM:
         Rw = tl.where(w[None, :], R, 0.0)
-        gP, ge = product(tl.trans(Rw), own, EXACT), tl.sum(Rw * os[:, None], 0) + tl.where(fin, tl.load(end + 2), 0.0)
+        gP = in_halves(tl.trans(Rw), own, DT, EXACT)
+        gE = tl.sum(Rw * os[:, None], 0) + tl.where(fin, tl.load(end + 2), 0.0)
         if LEFT:
             Rw = tl.where(strict, Rw, 0.0)
-            gP += product(tl.trans(Rw), gF, EXACT)
-            ge += tl.sum(Rw * ls[:, None], 0)
+            gP += in_halves(tl.trans(Rw), gF, DT, EXACT)
+            gE += tl.sum(Rw * ls[:, None], 0)
         if EARLY:
             Bw = tl.where(w[None, :], B, 0.0)
-            gP += product(tl.trans(Bw), ahead, EXACT)
-            ge += tl.sum(Bw * hs[:, None], 0)
+            gP += in_halves(tl.trans(Bw), ahead, DT, EXACT)
+            gE += tl.sum(Bw * hs[:, None], 0)
         gP += tl.where(at_end, number_at(sums, 7, total, at, inside)[None, :], 0.0)
+        _, _, _, now = gates_at(retain, momentum, write, reset, at, inside, False, True, MASK, RESET)
         _, b, _, m = gates_at(retain, momentum, write, reset, at - H, inside & (i > 0), False, True, MASK, RESET)
         m = m * (1 - b)
         x = (1 - born) * pulled(
-            Pm, between(m, i), tl.where(i[:, None] >= i[None, :], gP, 0.0), ge, tl.cumprod(m, 0), EXACT
+            Pm,
+            between(m, now * (1 - born), i, inside),
+            tl.where(i[:, None] >= i[None, :], gP, 0.0),
+            gE,
+            tl.cumprod(m, 0),
+            DT,
+            EXACT,
         )
-    else:
+        tl.store(gm + at, tl.where(w, x, 0.0), mask=inside)
+    if RETAIN:
         _, b, m, _ = gates_at(retain, momentum, write, reset, at - H, inside & (i > 0), True, False, MASK, RESET)
         m = m * (1 - b)
-        x = r * 0.0
-        if EARLY and OF != "after":
+        left, first, x = between(m, r * (1 - born), i, inside), tl.cumprod(m, 0), r * 0.0
+        if EARLY:
             if MOMENTUM:
-                ahead = tl.where(w[None, :], product(ahead, tl.trans(Pm), EXACT) + hs[:, None] * e[None, :], 0.0)
+                ahead = in_halves(ahead, tl.trans(Pm), DT, EXACT) + hs[:, None] * e[None, :]
+                ahead = tl.where(w[None, :], ahead, 0.0)
             if RESET:
                 ahead += hz[:, None] * (born * r)[None, :]
-            x += pulled(B, between(m, i), ahead, ha, tl.cumprod(m, 0), EXACT)
-        if OF != "ahead":
-            if MOMENTUM:
-                own = product(own, tl.trans(Pm), EXACT) + os[:, None] * e[None, :]
-                if LEFT:
-                    own += tl.where(strict, product(gF, tl.trans(Pm), EXACT) + ls[:, None] * e[None, :], 0.0)
-                own = tl.where(w[None, :], own, 0.0)
-            elif LEFT:
-                own += gF
-            if RESET:
-                own += oz[:, None] * (born * r)[None, :]
-            x += pulled(R, between(m, i), own, oa, tl.cumprod(m, 0), EXACT)
+            x += pulled(B, left, ahead, ha, first, DT, EXACT)
+        if MOMENTUM:
+            own = in_halves(own, tl.trans(Pm), DT, EXACT) + os[:, None] * e[None, :]
+            if LEFT:
+                own += tl.where(strict, in_halves(gF, tl.trans(Pm), DT, EXACT) + ls[:, None] * e[None, :], 0.0)
+            own = tl.where(w[None, :], own, 0.0)
+        elif LEFT:
+            own += gF
         if RESET:
-            x = (1 - born) * x
-            if EARLY and OF != "after":
+            own += oz[:, None] * (born * r)[None, :]
+        x += pulled(R, left, own, oa, first, DT, EXACT)
+        if RESET:
+            x = (1 - born) * x + born * tl.sum(R * oz[:, None], 0)
+            if EARLY:
                 x += born * tl.sum(B * hz[:, None], 0)
-            if OF != "ahead":
-                x += born * tl.sum(R * oz[:, None], 0)
-        if OF == "after":
-            x += number_at(sums, 8, total, at, inside)
-    if OF == "ahead":
-        tl.store(sums + 8 * total + at, x, mask=inside)
-    else:
-        tl.store(out + at, tl.where(w, x, 0.0), mask=inside)
+        tl.store(gr + at, tl.where(w, x, 0.0), mask=inside)

@@ -29,6 +29,33 @@ def product(x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
+def narrowed(x, DT: tl.constexpr):
+    """An operand of products of matrices."""
+    return x.to(DT)
+
+
+@triton.jit
+def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
+    """A product of matrices of a dtype, summed in float32."""
+    return tl.dot(narrowed(x, DT), narrowed(y, DT), input_precision=EXACT)
+
+
+@triton.jit
+def in_halves(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
+    """The same to some sixteen bits: what is given in more digits than operands have counts in two halves."""
+    if DT == tl.float32:
+        found = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=EXACT)
+    else:
+        near, close = narrowed(x, DT), narrowed(y, DT)
+        found = tl.dot(near, close)
+        if x.dtype != DT:
+            found = tl.dot(narrowed(x - near.to(tl.float32), DT), close, found)
+        if y.dtype != DT:
+            found = tl.dot(near, narrowed(y - close.to(tl.float32), DT), found)
+    return found
+
+
+@triton.jit
 def sequence_of(docs, T, H, DOCS: tl.constexpr):
     """(the place of its first token, its tokens, its first kept state, how many are kept side by side, which of these
     are its own) of a program for one memory, or for one of a document: docs `[documents, 3]` has its first token, its
@@ -120,17 +147,35 @@ def gates_at(
 
 
 @triton.jit
-def through(gate, i):
-    """Products of gates over j < l <= t, `[t, j]`; 1 on the diagonal, 0 above."""
-    below = i[:, None] > i[None, :]
-    return tl.where(i[:, None] >= i[None, :], tl.cumprod(tl.where(below, gate[:, None], 1.0), 0), 0.0)
+def logs(gate):
+    """log2 of the products of gates up to each token, in two numbers of float32 whose sum has twice its digits. A gate
+    of 0 counts as 2^-16384, which is 0 in any product and leaves alone what lies on one side of it."""
+    dead = gate == 0
+    found = tl.cumsum(tl.where(dead, -16384.0, tl.log2(tl.where(dead, 1.0, gate).to(tl.float64))), 0)
+    high = found.to(tl.float32)
+    return high, (found - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
-def between(previous, i):
-    """Products of gates over j < l < t, `[t, j]`, of each token's previous gate; 0 on the diagonal and above."""
-    after = i[:, None] > i[None, :] + 1
-    return tl.where(i[:, None] > i[None, :], tl.cumprod(tl.where(after, previous[:, None], 1.0), 0), 0.0)
+def spans(to, low_to, on, low_on, there):
+    """Products of gates `[t, j]` from those up to token t over those up to token j, 0 where none is asked for."""
+    return tl.where(there, tl.exp2((to[:, None] - on[None, :]) + (low_to[:, None] - low_on[None, :])), 0.0)
+
+
+@triton.jit
+def through(gate, i):
+    """Products of gates over j < l <= t, `[t, j]`; 1 on the diagonal, 0 above."""
+    x, low = logs(gate)
+    return spans(x, low, x, low, i[:, None] >= i[None, :])
+
+
+@triton.jit
+def between(previous, gate, i, inside):
+    """Products of gates over j < l < t, `[t, j]`, by each token's previous gate, too; 0 on the diagonal and above, and
+    of tokens that are not there, whose previous gate is unknown."""
+    to, low_to = logs(previous)
+    on, low_on = logs(gate)
+    return spans(to, low_to, on, low_on, (i[:, None] > i[None, :]) & inside[:, None])
 
 
 @triton.jit
@@ -146,7 +191,7 @@ def decays(
     B, early, Pm, e = R, a, R, a
     if EARLY:
         _, b, p, _ = gates_at(retain, momentum, write, reset, at - step, inside & (i > 0), RETAIN, False, MASK, RESET)
-        B = between(p * (1 - b), i) * (1 - born)[:, None]
+        B = between(p * (1 - b), r * (1 - born), i, inside) * (1 - born)[:, None]
         early = tl.cumprod(p * (1 - b), 0) * (1 - born)
     if MOMENTUM:
         Pm, e = through(m * (1 - born), i), tl.cumprod(m * (1 - born), 0)
@@ -154,7 +199,7 @@ def decays(
 
 
 @triton.jit
-def seen(R, a, w, born, r, Pm, e, AHEAD: tl.constexpr, MOMENTUM: tl.constexpr, EXACT: tl.constexpr):
+def seen(R, a, w, born, r, Pm, e, AHEAD: tl.constexpr, MOMENTUM: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr):
     """(K, a, s, z) of a view of the memory given by its R and a; AHEAD: of retain, where a token starts at Z itself."""
     z = tl.sum(R * (born * r)[None, :], 1)
     if AHEAD:
@@ -162,28 +207,29 @@ def seen(R, a, w, born, r, Pm, e, AHEAD: tl.constexpr, MOMENTUM: tl.constexpr, E
     K, s = R, a * 0.0
     if MOMENTUM:
         Rw = tl.where(w[None, :], R, 0.0)
-        K, s = product(Rw, Pm, EXACT), tl.sum(Rw * e[None, :], 1)
+        K, s = in_halves(Rw, Pm, DT, EXACT), tl.sum(Rw * e[None, :], 1)
     return K, s, z
 
 
 @triton.jit
 def views(
     R, B, Pm, a, early, e, w, born, r, i,
-    MOMENTUM: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr, EXACT: tl.constexpr,
+    MOMENTUM: tl.constexpr, EARLY_READ: tl.constexpr, MOVES: tl.constexpr, DECAYED: tl.constexpr, DT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """(K, s, z) of the memory after a write, (K, a, s, z) of what is read and, where u MOVES with them, of what
     predicts."""
-    K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
+    K, s, z = seen(R, a, w, born, r, Pm, e, False, MOMENTUM, DT, EXACT)
     Kq, aq, sq, zq = K, a, s, z
     if EARLY_READ:
-        Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
+        Kq, sq, zq = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, DT, EXACT)
         aq = early
     F, af, sf, zf = Kq, a, s, z
     if MOVES:
         if DECAYED:
-            F, sf, _ = seen(tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, EXACT)
+            F, sf, _ = seen(tl.where(i[:, None] > i[None, :], R, 0.0), a, w, born, r, Pm, e, False, MOMENTUM, DT, EXACT)
         else:
-            F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, EXACT)
+            F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, DT, EXACT)
             af = early
     return K, s, z, Kq, aq, sq, zq, F, af, sf, zf
 

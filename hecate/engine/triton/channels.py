@@ -123,7 +123,7 @@ def channel_factors(
             tl.store(zp + tile, (pt * (left if DECAYED else ahead)).to(zp.dtype.element_ty), mask=there)
             tl.store(end + P, tl.sum(tl.where((i == C - 1)[:, None], left, 0.0), 0), mask=op < P)
     if FORM == "error":
-        L = inverse(L, i, LOG, HALVES, DT, EXACT)
+        L = inverse(L, i, LOG, HALVES, DT if HALVES else tl.float32, EXACT)
     put(attend, place, i, A, C, HALVES)
     if MOVES:
         put(lower, place, i, L, C, HALVES)

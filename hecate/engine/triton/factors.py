@@ -13,20 +13,8 @@ bfloat16 go to the tensor cores as they lie. [ENG-TRITON-D10]
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import decays, end_of, segment_of, views
-from hecate.engine.triton.maps import COUNTS, featured, sized
-
-
-@triton.jit
-def narrowed(x, DT: tl.constexpr):
-    """An operand of products of matrices."""
-    return x.to(DT)
-
-
-@triton.jit
-def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
-    """A product of matrices of a dtype, summed in float32."""
-    return tl.dot(narrowed(x, DT), narrowed(y, DT), input_precision=EXACT)
+from hecate.engine.triton.block import decays, end_of, narrowed, segment_of, times, views
+from hecate.engine.triton.maps import COUNTS, PLAIN, featured, over, sized
 
 
 @triton.jit
@@ -45,17 +33,15 @@ def over_size(x, NORM: tl.constexpr):
     found = tl.sum(x.to(tl.float32) * 0.0, 1) + 1.0
     if NORM != "none":
         _, size = sized(x.to(tl.float32), NORM)
-        found = 1.0 / size
+        found = over(size)
     return found
 
 
 @triton.jit
 def at_level(x, i, h: tl.constexpr):
-    """Mask of the lower left quarters of the squares of 2 h on the diagonal."""
-    quarter = (
-        (i[:, None] // (2 * h) == i[None, :] // (2 * h)) & (i[:, None] % (2 * h) >= h) & (i[None, :] % (2 * h) < h)
-    )
-    return tl.where(quarter, x, 0.0)
+    """x in the lower left quarters of the squares of 2 h on the diagonal, 0 elsewhere."""
+    left = tl.where(i // h % 2 == 0, i // h + 1, -1)  # the piece of h rows that a column's quarter is in
+    return tl.where((i // h)[:, None] == left[None, :], x, 0.0)
 
 
 @triton.jit
@@ -106,13 +92,13 @@ def factors(
         retain, momentum, write, reset, at, H, i, inside, RETAIN, MOMENTUM, MASK, RESET, EARLY
     )
     K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
-        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, FINE
+        R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, DT, FINE
     )
     own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
     of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
     step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
     if APART:
-        written = rows(kw, at, w, op, P, ("same", 0.0, "none", 1.0))
+        written = rows(kw, at, w, op, P, PLAIN)
     else:
         step = step * of_k
     A = Kq * times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
@@ -121,7 +107,7 @@ def factors(
     if MOVES:
         L = F * times(own, tl.trans(written), DT, EXACT) * of_k[:, None] * step[None, :]
         if FORM == "error":
-            L = inverse(L, i, LOG, HALVES, DT, EXACT)
+            L = inverse(L, i, LOG, HALVES, DT if HALVES else tl.float32, EXACT)
         put(lower, place, i, L, C, HALVES)
         tl.store(mine + 3 * C, af * of_k)
         tl.store(mine + 4 * C, sf * of_k)

@@ -20,9 +20,9 @@ from hecate.formula import bias_formula
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, execute, one, several
 
-# Largest relative difference from float64: float32's rounding over a trial, and that of TF32.
-PARITY = {"tf32x3": 2.0**-17, "tf32": 2.0**-8, "bf16": 2.0**-8}
-PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "tf32"}
+# Largest relative difference from float64, by the dtype of values: float32's rounding over a trial, and theirs.
+PARITY = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-8}
+PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "halves"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
 # Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents,
 # rows in parts that are walked side by side.
@@ -38,11 +38,12 @@ def interpreting() -> bool:
 
 
 def precision_of(config: MemoryConfig, dtype: torch.dtype, *, narrow: bool) -> str:
-    """Precision of the products of blocks by dtype. Operands in bfloat16 are for keys that lie so: features would be
-    rounded, and those of one sign add up what that costs."""
+    """Precision of the products of blocks by dtype: three of TF32's for float32; operands in bfloat16 for keys that lie
+    so; and for features, states and other numbers beside them, two "halves" in bfloat16 each. TF32 itself will not do:
+    tensor cores cut it short without rounding, which adds up in a momentum and turns signs that a bias goes by."""
     exact, phi = PRECISION[dtype], config.forms.phi
     as_they_lie = narrow and phi is not None and phi.name == "same"
-    return exact if as_they_lie or exact != "bf16" else "tf32"
+    return exact if as_they_lie or exact != "bf16" else "halves"
 
 
 def _launch(name: str) -> Any:
@@ -156,7 +157,8 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
             break
     return difference(
         partial(both_ways, kernel(inputs), inputs, cotangents), lambda: right,
-        slots=slots, bound=PARITY[exact or "tf32x3"], against="the token loop in float64", dtype=dtype, shape=shape,
+        slots=slots, bound=PARITY[torch.float32 if loops else dtype], against="the token loop in float64", dtype=dtype,
+        shape=shape,
         plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
     )  # fmt: skip
 
@@ -180,6 +182,6 @@ def distrust_norm(norm: ByHand, dtype: torch.dtype, device: str, shape: tuple[in
     return difference(
         partial(both_ways, norm, (keys,), [g]),
         partial(both_by_torch, norm, (keys.double(),), [g.double()]),
-        names=("keys at unit length", "their cotangents"), bound=PARITY[PRECISION[dtype]], against="float64",
+        names=("keys at unit length", "their cotangents"), bound=PARITY[dtype], against="float64",
         dtype=dtype, shape=shape,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, launched, walked
+from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -43,7 +43,7 @@ class Form:
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         memory = one(inputs[:1])
         self.heads, self.length = given.lr.shape[2] if given.lr.dim() == 3 else 1, given.v.shape[1]
-        (self.count, self.height, self.width), self.total = memory.shape, given.lr.numel()
+        self.count, self.height, self.width = memory.shape
         self.parts, self.part, self.row = -(-self.length // part) if part else 0, part, self.length
         if part:  # documents of one long row
             count = len(given.v)
@@ -54,12 +54,11 @@ class Form:
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, narrow = (card, self.height, self.width), self.chunks.narrow
-        self.rest = launched(*sizes, momentum=self.slots)
         self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
-        fine = "tf32" if exact == "bf16" else exact
+        lie = exact == "bf16"  # rows are operands as they lie, their sizes beside them
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
@@ -70,13 +69,12 @@ class Form:
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
             "CHANNELS": self.channels, "DOCS": docs or part > 0, "PARTS": part > 0, "HOLLOW": False,
             "PSI": self.bias.psi, "PULL": self.bias.pull,
-            "EXACT": fine, "FINE": fine if narrow else "tf32x3", "HALVES": narrow,
-            "DT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32,
-            "PHI": phi, "MAP": (*phi[:2], "none" if narrow else phi[2], phi[3]), "SIZE": phi[2] if narrow else "none",
+            "EXACT": "tf32x3" if exact == "tf32x3" else "tf32", "FINE": "tf32" if lie else "tf32x3",
+            "HALVES": narrow,
+            "DT": tl.float32 if exact == "tf32x3" or interpreting() else tl.bfloat16,
+            "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
             "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
-        early = self.flags["EARLY_READ"] or (self.bias.moves and not self.flags["DECAYED"])
-        self.of_retain = ("ahead", "after") if self.rest.apart and self.slots and early else ("retain",)
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream
@@ -342,25 +340,24 @@ class Scan(Form):
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
             self.launch(
-                channel_tokens, self.rest.tokens, (grid[0] * (segment // BLOCK), 1, 1),
+                channel_tokens, self.walks.tokens, (grid[0] * (segment // BLOCK), 1, 1),
                 *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
                 self.count, C=BLOCK, LOG=BLOCK.bit_length() - 1,
             )  # fmt: skip
             return grads
-        sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
-        for of in ("queries", "keys") if self.rest.apart else ("both",):
+        sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
+        numbers = (*numbers, self.count, lr.numel())
+        self.launch(
+            tokens, self.walks.tokens, grid,
+            *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums, ends,
+            *numbers, C=segment,
+        )  # fmt: skip
+        if self.decays or self.slots:
+            to = [v if x is None else x for x in found]
             self.launch(
-                tokens, self.rest.tokens, grid,
-                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
-                ends, *numbers, self.count, self.total, OF=of, C=segment,
+                gates, self.walks.gates, grid,
+                *self.arguments, spans, us, es, gy, sums, ends, *to, *numbers, C=segment,
             )  # fmt: skip
-        for to, parts in zip(found, (self.of_retain, ("momentum",)), strict=True):
-            for of in parts if to is not None else ():
-                self.launch(
-                    gates, self.rest.gates, grid,
-                    *self.arguments, spans, us, es, gy, sums, ends, to, *numbers, self.count, self.total,
-                    OF=of, C=segment,
-                )  # fmt: skip
         return grads
 
 

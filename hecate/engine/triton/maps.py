@@ -9,28 +9,42 @@ import triton.language as tl
 
 # Arguments that 16 may divide or not in the same kernel: what is tried on a few tokens is what runs on many.
 COUNTS = ("T", "H", "N", "total", "rows")
+PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
+LEAST = tl.constexpr(2.0**-126)  # whose inverse float32 has, and that of nothing less
 
 
 @triton.jit
-def sized(x, NORM: tl.constexpr):
-    """Rows over their length ("l2") or sum, and these; a zero row stays zero.
+def over(size):
+    """One over sizes of rows, finite for those that have no inverse in float32."""
+    return 1.0 / tl.maximum(size, LEAST)
 
-    Squares leave float32's range long before the rows do: they are taken of a row over its largest number."""
+
+@triton.jit
+def size_of(x, NORM: tl.constexpr):
+    """(rows over their largest number, its size, the length ("l2") or sum of such rows), 1 of a row of zeros.
+
+    Squares leave float32's range long before the rows do."""
     most = tl.max(tl.abs(x), 1)
-    most = tl.where(most > 0, most, 1.0)
-    x = x / most[:, None]
+    x = x * over(most)[:, None]
     if NORM == "l2":
         size = tl.sqrt(tl.sum(x * x, 1))
     else:
         size = tl.sum(x, 1)
     size = tl.where(size > 0, size, 1.0)
-    return x / size[:, None], size * most
+    return x, tl.where(most > 0, tl.maximum(most, LEAST), 1.0), size
+
+
+@triton.jit
+def sized(x, NORM: tl.constexpr):
+    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
+    x, most, size = size_of(x, NORM)
+    return x * (1.0 / size)[:, None], size * most
 
 
 @triton.jit
 def sized_back(g, y, size):
     """(g - y (y . g)) / size for rows y over their length."""
-    return (g - y * tl.sum(y * g, 1)[:, None]) / size[:, None]
+    return (g - y * tl.sum(y * g, 1)[:, None]) * over(size)[:, None]
 
 
 @triton.jit
@@ -62,7 +76,7 @@ def featured_back(g, x, there, PHI: tl.constexpr):
         if PHI[2] == "l2":
             g = sized_back(g, y, size)
         else:
-            g = (g - tl.sum(y * g, 1)[:, None]) / size[:, None]
+            g = (g - tl.sum(y * g, 1)[:, None]) * over(size)[:, None]
     if PHI[0] == "elu":
         g = g * tl.where(x > 0, 1.0, tl.exp(x))
     if PHI[0] == "relu":

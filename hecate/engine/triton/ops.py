@@ -69,7 +69,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     }  # fmt: skip
     flags = tuple(name for name, has in there.items() if has)
     # Narrow values that were made wide have the precision of narrow ones.
-    dtype = torch.bfloat16 if exact == "tf32" and values.dtype == torch.float32 else values.dtype
+    dtype = torch.bfloat16 if exact == "halves" and values.dtype == torch.float32 else values.dtype
     trusted = interpreting() or (
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
@@ -90,8 +90,8 @@ def _record_shapes(
         segment, dtype = chunks.segment, torch.bfloat16 if chunks.narrow and not interpreting() else dtype
     kept = (memory.numel() * -(-v.shape[1] // segment),)
     moves = keeps and exact is not None and not forms.target
-    shapes = tuple(v.shape) if moves else (0,), kept if keeps else (0,), kept if keeps and slot is not None else (0,)
-    return [(shape, dtype) for shape in shapes]
+    states = [(kept if keeps and there else (0,), dtype) for there in (True, slot is not None)]
+    return [(tuple(v.shape) if moves else (0,), memory.dtype), *states]
 
 
 @torch.library.custom_op("hecate::matrix_scan", mutates_args=())

@@ -19,11 +19,9 @@ moves those below, and back, what is settled of its cotangent those above. [ENG-
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import first_state, segment_of, sequence_of, writes_at
-from hecate.engine.triton.factors import narrowed, rows, times
-from hecate.engine.triton.maps import COUNTS
-
-PLAIN = tl.constexpr(("same", 0.0, "none", 1.0))  # rows as they lie
+from hecate.engine.triton.block import first_state, in_halves, narrowed, segment_of, sequence_of, writes_at
+from hecate.engine.triton.factors import rows
+from hecate.engine.triton.maps import COUNTS, PLAIN
 
 
 @triton.jit
@@ -56,9 +54,11 @@ def by_pairs(
     high = tl.load(pair)
     if TURN:
         high = tl.trans(high)
-    near = narrowed(x, DT)
-    acc = tl.dot(near, high.to(DT), acc, input_precision=EXACT)
-    if HALVES:
+    if not HALVES:
+        acc += in_halves(x, high, DT, EXACT)
+    else:
+        near = narrowed(x, DT)
+        acc = tl.dot(near, high.to(DT), acc, input_precision=EXACT)
         low = tl.load(pair + C * C)
         if TURN:
             low = tl.trans(low)
@@ -77,13 +77,21 @@ def answers(
     """Products of rows x, queries or keys, with a chunk's first states, transposed: with M, with S and, after a new
     start, with its weights Z (there by rows `fresh` of their own where retain is one of each channel), weighed by three
     rows of numbers."""
-    found = weighed(times(M, tl.trans(x), DT, EXACT), numbers, row, place, i, C, CHANNELS)
+    found = weighed(in_halves(M, tl.trans(x), DT, EXACT), numbers, row, place, i, C, CHANNELS)
     if MOMENTUM:
-        found += weighed(times(S, tl.trans(x), DT, EXACT), numbers, row + 1, place, i, C, CHANNELS)
+        found += weighed(in_halves(S, tl.trans(x), DT, EXACT), numbers, row + 1, place, i, C, CHANNELS)
     if RESET:
         z = rows(fresh, at, there, op, P, MAP) if CHANNELS else x
-        found += weighed(times(Z, tl.trans(z), DT, EXACT), numbers, row + 2, place, i, C, CHANNELS)
+        found += weighed(in_halves(Z, tl.trans(z), DT, EXACT), numbers, row + 2, place, i, C, CHANNELS)
     return found
+
+
+@triton.jit
+def from_rows(x, y, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr):
+    """What a tile x that lies turned adds to a state by rows y, rounded where states are kept so (HALVES)."""
+    if HALVES:
+        x = narrowed(x, DT)
+    return in_halves(x, y, DT, EXACT)
 
 
 @triton.jit
@@ -160,7 +168,9 @@ def scan(
         written = kt
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
-        Mn, Sn, Z = narrowed(M, DT), narrowed(S, DT), M
+        Mn, Sn, Z = M, S, M
+        if HALVES:
+            Mn, Sn = narrowed(M, DT), narrowed(S, DT)
         if RESET:
             Z = tl.load(Z0 + own * V * P + cell, mask=whole, other=0.0)
         D = vt
@@ -193,10 +203,10 @@ def scan(
             if MOMENTUM:
                 M += S * at_end(ends, 1, place, op, P, CHANNELS)
                 S = S * at_end(ends, 2, place, op, P, CHANNELS)
-                S += times(weighed(D, numbers, 7, place, i, C, CHANNELS), written, DT, EXACT)
+                S += from_rows(weighed(D, numbers, 7, place, i, C, CHANNELS), written, DT, EXACT, HALVES)
             if RESET:
                 M += Z * at_end(ends, 3, place, op, P, CHANNELS)
-            M += times(weighed(D, numbers, 6, place, i, C, CHANNELS), written, DT, EXACT)
+            M += from_rows(weighed(D, numbers, 6, place, i, C, CHANNELS), written, DT, EXACT, HALVES)
     if PART != "outputs":
         at, last = ending(n, own, beside, PARTS)
         tl.store(M1 + at * V * P + cell, M, mask=whole & last)
@@ -243,20 +253,20 @@ def pull(
         written = kt
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
-        X = weighed(times(G, tl.trans(written), DT, EXACT), numbers, 6, place, i, C, CHANNELS)
+        X = weighed(from_rows(G, tl.trans(written), DT, EXACT, HALVES), numbers, 6, place, i, C, CHANNELS)
         if MOMENTUM:
-            X += weighed(times(Y, tl.trans(written), DT, EXACT), numbers, 7, place, i, C, CHANNELS)
+            X += weighed(from_rows(Y, tl.trans(written), DT, EXACT, HALVES), numbers, 7, place, i, C, CHANNELS)
         X = by_pairs(X, g, attend, place, i, False, C, DT, EXACT, HALVES, False)
         g = g.to(tl.float32)
         if RESET:
             zt = rows(zq, at, inside, op, P, MAP) if CHANNELS else qt
             to_Z += at_end(ends, 3, place, op, P, CHANNELS) * G
-            to_Z += times(weighed(g, numbers, 2, place, i, C, CHANNELS), zt, DT, EXACT)
+            to_Z += from_rows(weighed(g, numbers, 2, place, i, C, CHANNELS), zt, DT, EXACT, HALVES)
         if MOMENTUM:
             Y = at_end(ends, 1, place, op, P, CHANNELS) * G + at_end(ends, 2, place, op, P, CHANNELS) * Y
-            Y += times(weighed(g, numbers, 1, place, i, C, CHANNELS), qt, DT, EXACT)
+            Y += from_rows(weighed(g, numbers, 1, place, i, C, CHANNELS), qt, DT, EXACT, HALVES)
         G = at_end(ends, 0, place, op, P, CHANNELS) * G
-        G += times(weighed(g, numbers, 0, place, i, C, CHANNELS), qt, DT, EXACT)
+        G += from_rows(weighed(g, numbers, 0, place, i, C, CHANNELS), qt, DT, EXACT, HALVES)
         side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
         E = X
         if FORM == "error":
@@ -283,10 +293,10 @@ def pull(
         if FORM != "target":
             if RESET:
                 zt = rows(zp, at, w, op, P, MAP) if CHANNELS else kt
-                to_Z -= times(weighed(E, numbers, 5, place, i, C, CHANNELS), zt, DT, EXACT)
+                to_Z -= from_rows(weighed(E, numbers, 5, place, i, C, CHANNELS), zt, DT, EXACT, HALVES)
             if MOMENTUM:
-                Y -= times(weighed(E, numbers, 4, place, i, C, CHANNELS), kt, DT, EXACT)
-            G -= times(weighed(E, numbers, 3, place, i, C, CHANNELS), kt, DT, EXACT)
+                Y -= from_rows(weighed(E, numbers, 4, place, i, C, CHANNELS), kt, DT, EXACT, HALVES)
+            G -= from_rows(weighed(E, numbers, 3, place, i, C, CHANNELS), kt, DT, EXACT, HALVES)
     tl.store(G0 + n * V * P + cell, G, mask=whole)
     if MOMENTUM:
         tl.store(Y0 + n * V * P + cell, Y, mask=whole)

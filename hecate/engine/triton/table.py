@@ -21,52 +21,61 @@ class Launch(NamedTuple):
 
 
 class Walks(NamedTuple):
-    """Of `factors`, `scan` and `pull`; apart: whether outputs have a launch of their own, of all chunks at once."""
+    """Of the kernels; apart: whether outputs of `scan` have a launch of their own, of all chunks at
+    once."""
 
     factors: Launch
     scan: Launch
     pull: Launch
-    apart: bool
-
-
-class Launches(NamedTuple):
-    """Of `tokens` and of `gates`; apart: whether `tokens` takes queries and keys in two launches, and `gates` retain
-    beside a momentum."""
-
     tokens: Launch
     gates: Launch
     apart: bool
 
 
-# (oldest architecture, widest keys, momentum). By the compiler's registers at 64 x 64 in TF32; no time was measured.
-TABLE = {
-    (90, 64, False): Launches(Launch(32, 8, 1), Launch(32, 8, 1), False),
-    (90, 64, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (90, 256, False): Launches(Launch(32, 8, 1), Launch(32, 8, 1), False),
-    (90, 256, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (0, 64, False): Launches(Launch(32, 8, 1), Launch(16, 8, 1), True),
-    (0, 64, True): Launches(Launch(32, 8, 1), Launch(32, 8, 1), True),
-    (0, 256, False): Launches(Launch(16, 8, 1), Launch(16, 8, 1), True),
-    (0, 256, True): Launches(Launch(16, 8, 1), Launch(16, 8, 1), True),
-}
-
-
 # (oldest architecture, widest keys, momentum, operands in bfloat16). By the compiler's registers; no time was measured.
 WALKS = {
-    (90, 64, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
-    (90, 64, True, True): Walks(Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), True),
-    (90, 128, False, True): Walks(Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), False),
-    (90, 128, True, True): Walks(Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), True),
-    (90, 64, False, False): Walks(Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), False),
-    (90, 64, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
-    (90, 128, False, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
-    (90, 128, True, False): Walks(Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), False),
-    (90, 256, False, False): Walks(Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
-    (90, 256, True, False): Walks(Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
-    (0, 128, False, True): Walks(Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), False),
-    (0, 128, True, True): Walks(Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), False),
-    (0, 256, False, False): Walks(Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), False),
-    (0, 256, True, False): Walks(Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False),
+    (90, 64, False, True): Walks(
+        Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False
+    ),
+    (90, 64, True, True): Walks(
+        Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True
+    ),
+    (90, 128, False, True): Walks(
+        Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False
+    ),
+    (90, 128, True, True): Walks(
+        Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True
+    ),
+    (90, 64, False, False): Walks(
+        Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (90, 64, True, False): Walks(
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (90, 128, False, False): Walks(
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (90, 128, True, False): Walks(
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (90, 256, False, False): Walks(
+        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (90, 256, True, False): Walks(
+        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (0, 128, False, True): Walks(
+        Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1), False
+    ),
+    (0, 128, True, True): Walks(
+        Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 1), Launch(32, 8, 1), True
+    ),
+    (0, 256, False, False): Walks(
+        Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False
+    ),
+    (0, 256, True, False): Walks(
+        Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False
+    ),
 }
 
 
@@ -76,8 +85,10 @@ def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, 
     widest = min(most for least, most, _, of in WALKS if (least, of) == (oldest, narrow) and width <= most)
     ahead, *walks, apart = WALKS[oldest, widest, momentum, narrow]
     padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
-    scan, pull = (own._replace(tile=padded if whole else min(padded, own.tile)) for own in walks)
-    return Walks(ahead, scan, pull, apart)
+    scan, pull, tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in walks)
+    if whole:
+        scan, pull = (own._replace(tile=padded) for own in (scan, pull))
+    return Walks(ahead, scan, pull, tokens, gates, apart)
 
 
 class Chunks(NamedTuple):
@@ -101,16 +112,6 @@ def kept_every(width: int, exact: str) -> int:
     """Tokens between kept states, which are those of a program of the backward pass: as many as a card has room for
     beside keys of a width in a precision."""
     return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
-
-
-def launched(card: int, height: int, width: int, *, momentum: bool) -> Launches:
-    """The launches of the rest of a backward pass on a card (90 for sm_90) for values and keys of a width."""
-    oldest = max(least for least, _, _ in TABLE if least <= card)
-    widest = min(most for _, most, _ in TABLE if width <= most)
-    tokens, gates, apart = TABLE[oldest, widest, momentum]
-    padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
-    tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in (tokens, gates))
-    return Launches(tokens, gates, apart)
 
 
 class Documents(NamedTuple):
