@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens
-from hecate.engine.triton.channels import channel_factors, channel_tokens
+from hecate.engine.triton.channels import channel_borders, channel_factors, channel_tokens
 from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
@@ -250,10 +250,7 @@ class Scan:
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
-            channel_tokens[(grid[0] * (segment // BLOCK),)](
-                *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, **self.told(channel_tokens, self.rest.tokens, C=BLOCK, LOG=BLOCK.bit_length() - 1),
-            )  # fmt: skip
+            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]), restart)
             return grads
         sums, ends = self.new(9, self.total), self.new(self.documents.segments, self.count, 4)
         for of in ("queries", "keys") if self.rest.apart else ("both",):
@@ -270,6 +267,29 @@ class Scan:
                     **self.told(gates, self.rest.gates, OF=of, C=segment),
                 )  # fmt: skip
         return grads
+
+    def channelled(self, record: Tensors, cotangents: Tensors, restart: Tensor) -> None:
+        """Fills the cotangents of queries, keys, written keys, lr and retain of each channel, by what `pull` left."""
+        q, k, kw, v, lr, retain, _, write, reset = self.arguments
+        segment, places = self.chunks.segment, self.documents.segments * self.count
+        pieces, launch = segment // BLOCK, self.rest.tokens
+        tile = min(32, self.flags["BP"])
+        sums, lengths = self.new(3, *k.shape), self.new(2, self.total)
+        fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
+        pairs, ends = self.new(2, places, segment, BLOCK), self.new(places, pieces, self.width)
+        between = pairs, sums, fresh, lengths, ends
+        numbers = (self.length, self.heads, self.count, self.total)
+        own, spans, small = (q, k, kw), self.documents.spans, BLOCK.bit_length() - 1
+        channel_borders[(places * -(-self.width // tile),)](
+            *own, v, lr, retain, write, reset, spans, restart, *record, *between, *numbers,
+            **self.told(
+                channel_borders, launch, C=segment, LOG=segment.bit_length() - 1, PIECE=small, TILE=tile,
+            ),
+        )  # fmt: skip
+        channel_tokens[(places * pieces,)](
+            *own, lr, retain, write, reset, spans, *between, *cotangents, *numbers,
+            **self.told(channel_tokens, launch._replace(warps=max(1, self.flags["BP"] // 32)), C=BLOCK),
+        )  # fmt: skip
 
 
 def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
