@@ -140,10 +140,19 @@ def channel_factors(
 
 
 @triton.jit
-def spread(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """The sum over each piece of h rows, in all of its rows."""
-    pieces = tl.reshape(x, [C // h, h, BP])
-    return tl.reshape(tl.broadcast_to(tl.sum(pieces, 1)[:, None, :], [C // h, h, BP]), [C, BP])
+def more(found, x):
+    """One more of a tuple, which Triton cannot spread."""
+    return found + (x,)  # noqa: RUF005
+
+
+@triton.jit
+def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """The sum over the piece of h rows that makes one of 2 h with a row's own."""
+    half = tl.arange(0, 2)[None, :, None]
+    sums = tl.sum(tl.reshape(x, [C // (2 * h), 2, h, BP]), 2)
+    first, second = tl.sum(tl.where(half == 0, sums, 0.0), 1), tl.sum(tl.where(half == 1, sums, 0.0), 1)
+    turned = tl.where(half == 0, second[:, None, :], first[:, None, :])
+    return tl.reshape(tl.broadcast_to(turned[:, :, None, :], [C // (2 * h), 2, h, BP]), [C, BP])
 
 
 @triton.jit
@@ -160,26 +169,21 @@ def in_parts(x, y, DT: tl.constexpr, EXACT: tl.constexpr, X: tl.constexpr, Y: tl
 
 @triton.jit
 def halves(
-    xq, xp, xb, g_whole, gA, gL, asked, keyed, bt, x, before, after, i, h: tl.constexpr, C: tl.constexpr,
+    xq, xp, xb, g_whole, gA, gL, asked, keyed, bt, to, on, other, i, h: tl.constexpr, C: tl.constexpr,
     BP: tl.constexpr, MOVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Cotangents that reach pieces of h rows from outside, from those that reach the pieces of 2 h that they make: of
     queries and keys (xq, xp) as the start of a piece sees them, of what is written (xb) as its end does, and of what a
-    piece leaves, in all of its rows."""
-    to, on = running(before, i, h, False, C, BP), running(after, i, h, True, C, BP)
-    second, left = ((i // h) % 2 == 1)[:, None], on * x
-    ahead = spread(tl.where((i % (2 * h) == 0)[:, None], left, 0.0), 2 * h, C, BP)
-    behind = spread(tl.where((i % (2 * h) == h)[:, None], left, 0.0), 2 * h, C, BP)
-    by_to = spread(tl.where(second, (asked * xq + keyed * xp) * to, 0.0), 2 * h, C, BP)
-    by_on = spread(tl.where(second, 0.0, bt * xb * on), 2 * h, C, BP)
-    g_whole = tl.where(second, g_whole * ahead + by_on, g_whole * behind + by_to)
-    xq, xb = tl.where(second, xq * ahead, xq), tl.where(second, xb, xb * behind)
+    piece leaves, in all of its rows. to, on and other: products from its start, to its end, and of the piece beside."""
+    second = ((i // h) % 2 == 1)[:, None]
+    g_whole = g_whole * other + beside(tl.where(second, (asked * xq + keyed * xp) * to, bt * xb * on), h, C, BP)
+    xq, xb = tl.where(second, xq * other, xq), tl.where(second, xb, xb * other)
     written, near = bt * on, at_level(gA, i, h)
     xq += in_parts(near, written, DT, EXACT, HALVES, HALVES)
     xb += in_parts(tl.trans(near), asked * to, DT, EXACT, HALVES, HALVES)
     if MOVES:
         far = at_level(gL, i, h)
-        xp = tl.where(second, xp * ahead, xp) + in_parts(far, written, DT, EXACT, HALVES, HALVES)
+        xp = tl.where(second, xp * other, xp) + in_parts(far, written, DT, EXACT, HALVES, HALVES)
         xb += in_parts(tl.trans(far), keyed * to, DT, EXACT, HALVES, HALVES)
     return xq, xp, xb, g_whole
 
@@ -224,24 +228,14 @@ def channel_borders(
     what a piece leaves; pairs `[2, segments, N, C, 2^PIECE]`: of reads and predictions, within pieces; overs
     `[2, B, T, H]`: one over the overs of queries and keys."""
     TILES: tl.constexpr = (P + TILE - 1) // TILE
+    SMALL: tl.constexpr = 1 << PIECE
     i, own = tl.arange(0, C), tl.program_id(0) % TILES
     op = own * TILE + tl.arange(0, TILE)
     at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS, TILES)
-    w, born, qt, pt, bt, rt, before, after = chunk_at(
-        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
-    )
-    of_q, of_k = sizes(q, at, inside, tl.arange(0, BP), P, BARE, NORM), sizes(k, at, w, tl.arange(0, BP), P, BARE, NORM)
-    tl.store(overs + at[:, None], 1 / of_q, mask=(inside & (own == 0))[:, None])
-    tl.store(overs + total + at[:, None], 1 / of_k, mask=(inside & (own == 0))[:, None])
-    qt, pt = qt / of_q, pt / of_k
-    if not APART:
-        bt = bt / of_k
-    alive = (1 - born)[:, None]
-    x = rt * alive
-    asked, keyed = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
+    w = writes_at(write, at, inside, MASK)
     gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    xq, xp, xb, zq, zp = bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0
-    g_end, j = tl.sum(bt * 0.0, 0), tl.sum(bt * 0.0, 0)
+    xq, xp, xb = tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32)
+    zq, zp, g_end, j = xq, xp, tl.sum(xq, 0), tl.sum(xq, 0)
     for jv in range(0, V, BV):
         ov = jv + tl.arange(0, BV)
         cells, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
@@ -260,56 +254,51 @@ def channel_borders(
             j += tl.sum(G * Z, 0)
             if MOVES:
                 zp += times(err, Z, DT, EXACT)
-    g_whole = bt * 0.0 + g_end[None, :]
-    for n in tl.static_range(LOG - 1, PIECE - 1, -1):
-        xq, xp, xb, g_whole = halves(
-            xq,
-            xp,
-            xb,
-            g_whole,
-            gA,
-            gL,
-            asked,
-            keyed,
-            bt,
-            x,
-            before,
-            after,
-            i,
-            1 << n,
-            C,
-            TILE,
-            MOVES,
-            DT,
-            EXACT,
-            HALVES,
-        )
-    SMALL: tl.constexpr = 1 << PIECE
-    rows = total.to(tl.int64) * P
-    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
-    tl.store(sums + tile, xq, mask=there)
-    tl.store(sums + 2 * rows + tile, xb, mask=there)
-    last = ends + (place * (C // SMALL) + i[:, None] // SMALL) * P + op[None, :]
-    tl.store(last, g_whole, mask=(i % SMALL == 0)[:, None] & (op < P)[None, :])
     pair, close = (
         pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL,
         i[:, None] // SMALL == i[None, :] // SMALL,
     )
     tl.store(pair, gA, mask=close & (own == 0))
     if MOVES:
-        tl.store(sums + rows + tile, xp, mask=there)
         tl.store(pair + (tl.num_programs(0) // TILES).to(tl.int64) * C * SMALL, gL, mask=close & (own == 0))
+    of_q, of_k = sizes(q, at, inside, tl.arange(0, BP), P, BARE, NORM), sizes(k, at, w, tl.arange(0, BP), P, BARE, NORM)
+    tl.store(overs + at[:, None], 1 / of_q, mask=(inside & (own == 0))[:, None])
+    tl.store(overs + total + at[:, None], 1 / of_k, mask=(inside & (own == 0))[:, None])
+    w, born, qt, pt, bt, rt, before, after = chunk_at(
+        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
+    )
+    qt, pt = qt / of_q, pt / of_k
+    if not APART:
+        bt = bt / of_k
+    alive = (1 - born)[:, None]
+    x = rt * alive
+    asked, keyed = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
+    to, on = running(before, i, SMALL, False, C, TILE), running(after, i, SMALL, True, C, TILE)
+    left, tos, ons, others = on * x, (), (), ()
+    for n in tl.static_range(PIECE, LOG):
+        second = ((i >> n) % 2 == 1)[:, None]
+        other = beside(tl.where((i % (1 << n) == 0)[:, None], left, 0.0), 1 << n, C, TILE)
+        tos, ons, others = more(tos, to), more(ons, on), more(others, other)
+        to, on, left = tl.where(second, to * other, to), tl.where(second, on, on * other), left * other
+    g_whole = bt * 0.0 + g_end[None, :]
+    for n in tl.static_range(LOG - 1, PIECE - 1, -1):
+        xq, xp, xb, g_whole = halves(
+            xq, xp, xb, g_whole, gA, gL, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE], others[n - PIECE], i, 1 << n,
+            C, TILE, MOVES, DT, EXACT, HALVES
+        )  # fmt: skip
+    rows = total.to(tl.int64) * P
+    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+    tl.store(sums + tile, xq, mask=there)
+    if MOVES:
+        tl.store(sums + rows + tile, xp, mask=there)
+    tl.store(sums + 2 * rows + tile, xb, mask=there)
+    last = ends + (place * (C // SMALL) + i[:, None] // SMALL) * P + op[None, :]
+    tl.store(last, g_whole, mask=(i % SMALL == 0)[:, None] & (op < P)[None, :])
     if RESET:
         zq, zp, by_start = starts_back(rt, born, qt, pt, zq, zp, j[None, :], i, C, DECAYED, EARLY_READ)
         tl.store(fresh + tile, zq, mask=there)
         tl.store(fresh + rows + tile, zp, mask=there)
         tl.store(fresh + 2 * rows + tile, by_start, mask=there)
-
-
-@triton.jit
-def more(found, x):
-    """One more of a tuple, which Triton cannot spread."""
-    return found + (x,)  # noqa: RUF005
 
 
 @triton.jit
