@@ -80,6 +80,31 @@ def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr, NORM: tl.constex
     return found[:, None]
 
 
+@triton.jit
+def more(found, x):
+    """One more of a tuple, which Triton cannot spread."""
+    return found + (x,)  # noqa: RUF005
+
+
+@triton.jit
+def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """The sum over the piece of h rows that makes one of 2 h with a row's own."""
+    half = tl.arange(0, 2)[None, :, None]
+    sums = tl.sum(tl.reshape(x, [C // (2 * h), 2, h, BP]), 2)
+    first, second = tl.sum(tl.where(half == 0, sums, 0.0), 1), tl.sum(tl.where(half == 1, sums, 0.0), 1)
+    turned = tl.where(half == 0, second[:, None, :], first[:, None, :])
+    return tl.reshape(tl.broadcast_to(turned[:, :, None, :], [C // (2 * h), 2, h, BP]), [C, BP])
+
+
+@triton.jit
+def doubled(to, on, left, i, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """Products of rows from the start of a piece of 2 h rows, to its end, and of it in its first row, by those of its
+    halves; and those of the piece beside."""
+    second = ((i // h) % 2 == 1)[:, None]
+    other = beside(tl.where((i % h == 0)[:, None], left, 0.0), h, C, BP)
+    return tl.where(second, to * other, to), tl.where(second, on, on * other), left * other, other
+
+
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def channel_factors(
     q, k, kw, lr, retain, write, reset, spans, lower, attend, kq, kp, ke, zq, zp, ends, T, H, N,
@@ -103,7 +128,7 @@ def channel_factors(
     A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for jp in range(0, P, TILE):
         op = jp + tl.arange(0, TILE)
-        _, born, qt, pt, bt, rt, before, after = chunk_at(
+        _, born, qt, pt, bt, rt, _, _ = chunk_at(
             q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
         )
         qt, pt = qt / of_q, pt / of_k
@@ -114,19 +139,19 @@ def channel_factors(
         asked, told = qt * (alive if EARLY_READ else here), pt * (here if DECAYED else alive)
         if not EARLY_READ:
             A += tl.where(i[:, None] == i[None, :], tl.sum(qt * bt, 1)[:, None], 0.0)
+        to, on, left = here * 0.0 + 1.0, here * 0.0 + 1.0, here
         for n in tl.static_range(0, LOG):
-            to = running(before, i, 1 << n, False, C, TILE)
-            on = tl.trans(bt * running(after, i, 1 << n, True, C, TILE))
-            A += at_level(product(asked * to, on, FINE), i, 1 << n)
+            written = tl.trans(bt * on)
+            A += at_level(product(asked * to, written, FINE), i, 1 << n)
             if MOVES:
-                L += at_level(product(told * to, on, FINE), i, 1 << n)
-        to, left = running(before, i, C, False, C, TILE), running(after, i, C, True, C, TILE)
+                L += at_level(product(told * to, written, FINE), i, 1 << n)
+            to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
         tl.store(kq + tile, (asked * to).to(kq.dtype.element_ty), mask=there)
         tl.store(kp + tile, (told * to).to(kp.dtype.element_ty), mask=there)
-        tl.store(ke + tile, (bt * left).to(ke.dtype.element_ty), mask=there)
+        tl.store(ke + tile, (bt * on).to(ke.dtype.element_ty), mask=there)
         end = ends + place * 2 * P + op
-        tl.store(end, tl.sum(tl.where((i == 0)[:, None], left * here, 0.0), 0), mask=op < P)
+        tl.store(end, tl.sum(tl.where((i == 0)[:, None], left, 0.0), 0), mask=op < P)
         if RESET:
             ahead, left = starts(rt, born, i, C)
             tl.store(zq + tile, (qt * (ahead if EARLY_READ else left)).to(zq.dtype.element_ty), mask=there)
@@ -137,22 +162,6 @@ def channel_factors(
     put(attend, place, i, A, C, HALVES)
     if MOVES:
         put(lower, place, i, L, C, HALVES)
-
-
-@triton.jit
-def more(found, x):
-    """One more of a tuple, which Triton cannot spread."""
-    return found + (x,)  # noqa: RUF005
-
-
-@triton.jit
-def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """The sum over the piece of h rows that makes one of 2 h with a row's own."""
-    half = tl.arange(0, 2)[None, :, None]
-    sums = tl.sum(tl.reshape(x, [C // (2 * h), 2, h, BP]), 2)
-    first, second = tl.sum(tl.where(half == 0, sums, 0.0), 1), tl.sum(tl.where(half == 1, sums, 0.0), 1)
-    turned = tl.where(half == 0, second[:, None, :], first[:, None, :])
-    return tl.reshape(tl.broadcast_to(turned[:, :, None, :], [C // (2 * h), 2, h, BP]), [C, BP])
 
 
 @triton.jit
@@ -276,10 +285,9 @@ def channel_borders(
     to, on = running(before, i, SMALL, False, C, TILE), running(after, i, SMALL, True, C, TILE)
     left, tos, ons, others = on * x, (), (), ()
     for n in tl.static_range(PIECE, LOG):
-        second = ((i >> n) % 2 == 1)[:, None]
-        other = beside(tl.where((i % (1 << n) == 0)[:, None], left, 0.0), 1 << n, C, TILE)
-        tos, ons, others = more(tos, to), more(ons, on), more(others, other)
-        to, on, left = tl.where(second, to * other, to), tl.where(second, on, on * other), left * other
+        tos, ons = more(tos, to), more(ons, on)
+        to, on, left, other = doubled(to, on, left, i, 1 << n, C, TILE)
+        others = more(others, other)
     g_whole = bt * 0.0 + g_end[None, :]
     for n in tl.static_range(LOG - 1, PIECE - 1, -1):
         xq, xp, xb, g_whole = halves(

@@ -17,7 +17,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, launched, walked
+from hecate.engine.triton.table import BLOCK, CHANNELS, Documents, Launch, card_of, chunks_of, launched, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -273,7 +273,7 @@ class Scan:
         q, k, kw, v, lr, retain, _, write, reset = self.arguments
         segment, places = self.chunks.segment, self.documents.segments * self.count
         pieces, launch = segment // BLOCK, self.rest.tokens
-        tile = min(32, self.flags["BP"])
+        tile = min(CHANNELS, self.flags["BP"])
         sums, lengths = self.new(3, *k.shape), self.new(2, self.total)
         fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
         pairs, ends = self.new(2, places, segment, BLOCK), self.new(places, pieces, self.width)
