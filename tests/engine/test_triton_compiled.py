@@ -40,7 +40,8 @@ CARDS = {80: Card(163 * 1024, 164 * 1024), 90: Card(227 * 1024, 228 * 1024)}
 # waits for its own last result most of the time, so that two are twice as fast; a token in place is over at once.
 BESIDE = {
     "forward": 2,
-    "channel_borders": 1,
+    "channel_pairs": 2,
+    "channel_borders": 2,
     "channel_tokens": 2,
     "tokens": 1,
     "gates": 1,
@@ -120,7 +121,7 @@ def test_kernels_compile_and_fit_a_card(version: str) -> None:
     assert {name: Counter(row["kernel"] for row in rows if row["case"] == name) for name in COVERING} == {
         "gated_delta_documents": {**once, "tokens": 1, "gates": 1},
         "momentum": {**once, "scan": 2, "tokens": 2, "gates": 3},  # states, and then outputs
-        "kda_elu": {name: 1 for name in ("channel_factors", "scan", "pull", "channel_borders", "channel_tokens")},
+        "kda_elu": {f"channel_{name}": 1 for name in ("factors", "pairs", "borders", "tokens")} | {"scan": 1, "pull": 1},
         "every_name": {**once, "tokens": 2, "gates": 3}, "sphere": {"forward": 1, "backward": 1},
         "in_place": {"forward": 1},
     }  # fmt: skip

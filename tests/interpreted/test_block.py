@@ -384,7 +384,7 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
             assert found.launches <= most and not found.waits
     ahead, back = "factors", ["tokens", *["gates"] * sum(used)]
     if name == "kda":
-        ahead, back = "channel_factors", ["channel_borders", "channel_tokens"]
+        ahead, back = "channel_factors", ["channel_pairs", "channel_borders", "channel_tokens"]
     scans = ["scan"] * (1 + (name == "titans linear" and dtype == torch.bfloat16))  # states, and then outputs
     assert [own for own in ran if own not in back] == [ahead, *scans, ahead, "pull"]
     assert not {"unit", "unit_back"}.intersection(ran)

@@ -177,8 +177,28 @@ def in_parts(x, y, DT: tl.constexpr, EXACT: tl.constexpr, X: tl.constexpr, Y: tl
 
 
 @triton.jit
+def across(
+    acc, m, x, place, i, h: tl.constexpr, TURN: tl.constexpr, C: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """acc + m x, or m^T x (TURN), by a segment's pairs of rows of two pieces of h that make one, all in two halves."""
+    N: tl.constexpr = 2 if HALVES else 1
+    row, column = i[:, None], i[None, :]
+    if TURN:
+        row, column = column, row
+    pair, here = m + place * N * C * C + row * C + column, row // (2 * h) == column // (2 * h)
+    here = here & (row % (2 * h) >= h) & (column % (2 * h) < h)
+    high, near = tl.load(pair, mask=here, other=0.0).to(DT), narrowed(x, DT)
+    acc = tl.dot(high, near, acc, input_precision=EXACT)
+    if HALVES:
+        acc = tl.dot(tl.load(pair + C * C, mask=here, other=0.0).to(DT), near, acc, input_precision=EXACT)
+        acc = tl.dot(high, narrowed(x - near.to(tl.float32), DT), acc, input_precision=EXACT)
+    return acc
+
+
+@triton.jit
 def halves(
-    xq, xp, xb, g_whole, gA, gL, asked, keyed, bt, to, on, other, i, h: tl.constexpr, C: tl.constexpr,
+    xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, to, on, other, i, h: tl.constexpr, C: tl.constexpr,
     BP: tl.constexpr, MOVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Cotangents that reach pieces of h rows from outside, from those that reach the pieces of 2 h that they make: of
@@ -187,14 +207,45 @@ def halves(
     second = ((i // h) % 2 == 1)[:, None]
     g_whole = g_whole * other + beside(tl.where(second, (asked * xq + keyed * xp) * to, bt * xb * on), h, C, BP)
     xq, xb = tl.where(second, xq * other, xq), tl.where(second, xb, xb * other)
-    written, near = bt * on, at_level(gA, i, h)
-    xq += in_parts(near, written, DT, EXACT, HALVES, HALVES)
-    xb += in_parts(tl.trans(near), asked * to, DT, EXACT, HALVES, HALVES)
+    xq = across(xq, reads, bt * on, place, i, h, False, C, DT, EXACT, HALVES)
+    xb = across(xb, reads, asked * to, place, i, h, True, C, DT, EXACT, HALVES)
     if MOVES:
-        far = at_level(gL, i, h)
-        xp = tl.where(second, xp * other, xp) + in_parts(far, written, DT, EXACT, HALVES, HALVES)
-        xb += in_parts(tl.trans(far), keyed * to, DT, EXACT, HALVES, HALVES)
+        xp = across(tl.where(second, xp * other, xp), tells, bt * on, place, i, h, False, C, DT, EXACT, HALVES)
+        xb = across(xb, tells, keyed * to, place, i, h, True, C, DT, EXACT, HALVES)
     return xq, xp, xb, g_whole
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def channel_pairs(
+    q, k, v, write, spans, us, es, gy, reads, tells, pairs, overs, T, H, N, total,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr,
+    MOVES: tl.constexpr, MASK: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
+    BARE: tl.constexpr, NORM: tl.constexpr, DOCS: tl.constexpr,
+):  # fmt: skip
+    """One program for each segment of C tokens: cotangents of its pairs of reads and of predictions (reads, tells), and
+    of those within pieces of 2^PIECE in float32, `[2, segments, N, C, 2^PIECE]`; overs `[2, B, T, H]`: one over the
+    sizes of queries and keys."""
+    SMALL: tl.constexpr = 1 << PIECE
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
+    w = writes_at(write, at, inside, MASK)
+    tl.store(overs + at[:, None], 1 / sizes(q, at, inside, op, P, BARE, NORM), mask=inside[:, None])
+    tl.store(overs + total + at[:, None], 1 / sizes(k, at, w, op, P, BARE, NORM), mask=inside[:, None])
+    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for jv in range(0, V, BV):
+        g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
+        gA -= in_parts(g, tl.trans(u), DT, EXACT, False, HALVES)
+        if MOVES:
+            gL -= in_parts(err, tl.trans(u), DT, EXACT, HALVES, HALVES)
+    pair, near = (
+        pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL,
+        i[:, None] // SMALL == i[None, :] // SMALL,
+    )
+    put(reads, place, i, gA, C, HALVES)
+    tl.store(pair, gA, mask=near)
+    if MOVES:
+        put(tells, place, i, gL, C, HALVES)
+        tl.store(pair + tl.num_programs(0).to(tl.int64) * C * SMALL, gL, mask=near)
 
 
 @triton.jit
@@ -222,27 +273,25 @@ def starts_back(rt, born, qt, pt, zq, zp, j, i, C: tl.constexpr, DECAYED: tl.con
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def channel_borders(
-    q, k, kw, v, lr, retain, write, reset, spans, Z0, us, es, kept, gy, kept_G, pairs, sums, fresh, overs, ends, T, H,
-    N, total,
+    q, k, kw, v, lr, retain, write, reset, spans, Z0, us, es, kept, gy, kept_G, reads, tells, overs, sums, fresh, ends,
+    T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
     PIECE: tl.constexpr, TILE: tl.constexpr, MOVES: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
-    HALVES: tl.constexpr, BARE: tl.constexpr, NORM: tl.constexpr, DOCS: tl.constexpr,
+    HALVES: tl.constexpr, BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for a TILE of the channels of a segment of C tokens: cotangents that reach each piece of 2^PIECE
     tokens from outside.
 
     sums `[3, B, T, H, P]`: of queries and keys as the start of their piece sees them, of what is written as its end
     does; fresh alike: what new starts add to those of queries, keys and retain; ends `[segments, N, pieces, P]`: of
-    what a piece leaves; pairs `[2, segments, N, C, 2^PIECE]`: of reads and predictions, within pieces; overs
-    `[2, B, T, H]`: one over the overs of queries and keys."""
+    what a piece leaves."""
     TILES: tl.constexpr = (P + TILE - 1) // TILE
     SMALL: tl.constexpr = 1 << PIECE
     i, own = tl.arange(0, C), tl.program_id(0) % TILES
     op = own * TILE + tl.arange(0, TILE)
     at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS, TILES)
     w = writes_at(write, at, inside, MASK)
-    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     xq, xp, xb = tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32)
     zq, zp, g_end, j = xq, xp, tl.sum(xq, 0), tl.sum(xq, 0)
     for jv in range(0, V, BV):
@@ -250,12 +299,10 @@ def channel_borders(
         cells, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
         M, G = state_at(kept, place * V * P + cells, whole), state_at(kept_G, place * V * P + cells, whole)
         g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        gA -= in_parts(g, tl.trans(u), DT, EXACT, False, HALVES)
         xq += times(g, M, DT, EXACT)
         xb -= times(u, G, DT, EXACT)
         g_end += tl.sum(G * M, 0)
         if MOVES:
-            gL -= in_parts(err, tl.trans(u), DT, EXACT, HALVES, HALVES)
             xp += times(err, M, DT, EXACT)
         if RESET:
             Z = tl.load(Z0 + place % N * V * P + cells, mask=whole, other=0.0)
@@ -263,22 +310,13 @@ def channel_borders(
             j += tl.sum(G * Z, 0)
             if MOVES:
                 zp += times(err, Z, DT, EXACT)
-    pair, close = (
-        pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL,
-        i[:, None] // SMALL == i[None, :] // SMALL,
-    )
-    tl.store(pair, gA, mask=close & (own == 0))
-    if MOVES:
-        tl.store(pair + (tl.num_programs(0) // TILES).to(tl.int64) * C * SMALL, gL, mask=close & (own == 0))
-    of_q, of_k = sizes(q, at, inside, tl.arange(0, BP), P, BARE, NORM), sizes(k, at, w, tl.arange(0, BP), P, BARE, NORM)
-    tl.store(overs + at[:, None], 1 / of_q, mask=(inside & (own == 0))[:, None])
-    tl.store(overs + total + at[:, None], 1 / of_k, mask=(inside & (own == 0))[:, None])
     w, born, qt, pt, bt, rt, before, after = chunk_at(
         q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
     )
-    qt, pt = qt / of_q, pt / of_k
+    of_k = tl.load(overs + total + at, mask=inside, other=1.0)[:, None]
+    qt, pt = qt * tl.load(overs + at, mask=inside, other=1.0)[:, None], pt * of_k
     if not APART:
-        bt = bt / of_k
+        bt = bt * of_k
     alive = (1 - born)[:, None]
     x = rt * alive
     asked, keyed = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
@@ -291,8 +329,8 @@ def channel_borders(
     g_whole = bt * 0.0 + g_end[None, :]
     for n in tl.static_range(LOG - 1, PIECE - 1, -1):
         xq, xp, xb, g_whole = halves(
-            xq, xp, xb, g_whole, gA, gL, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE], others[n - PIECE], i, 1 << n,
-            C, TILE, MOVES, DT, EXACT, HALVES
+            xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE],
+            others[n - PIECE], i, 1 << n, C, TILE, MOVES, DT, EXACT, HALVES
         )  # fmt: skip
     rows = total.to(tl.int64) * P
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]

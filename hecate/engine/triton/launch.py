@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens
-from hecate.engine.triton.channels import channel_borders, channel_factors, channel_tokens
+from hecate.engine.triton.channels import channel_borders, channel_factors, channel_pairs, channel_tokens
 from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
@@ -271,23 +271,25 @@ class Scan:
     def channelled(self, record: Tensors, cotangents: Tensors, restart: Tensor) -> None:
         """Fills the cotangents of queries, keys, written keys, lr and retain of each channel, by what `pull` left."""
         q, k, kw, v, lr, retain, _, write, reset = self.arguments
-        segment, places = self.chunks.segment, self.documents.segments * self.count
-        pieces, launch = segment // BLOCK, self.rest.tokens
-        tile = min(CHANNELS, self.flags["BP"])
-        sums, lengths = self.new(3, *k.shape), self.new(2, self.total)
+        us, es, kept, gy, kept_G = record
+        segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.rest.tokens
+        pieces, tile = segment // BLOCK, min(CHANNELS, self.flags["BP"])
+        sums, overs = self.new(3, *k.shape), self.new(2, self.total)
         fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
+        across = [self.new(places, 1 + self.chunks.narrow, segment, segment, dtype=self.dtype) for _ in range(2)]
         pairs, ends = self.new(2, places, segment, BLOCK), self.new(places, pieces, self.width)
-        between = pairs, sums, fresh, lengths, ends
-        numbers = (self.length, self.heads, self.count, self.total)
-        own, spans, small = (q, k, kw), self.documents.spans, BLOCK.bit_length() - 1
+        spans, numbers = self.documents.spans, (self.length, self.heads, self.count, self.total)
+        sizes = {"C": segment, "LOG": segment.bit_length() - 1, "PIECE": BLOCK.bit_length() - 1, "TILE": tile}
+        channel_pairs[(places,)](
+            q, k, v, write, spans, us, es, gy, *across, pairs, overs, *numbers,
+            **self.told(channel_pairs, launch, **sizes),
+        )  # fmt: skip
         channel_borders[(places * -(-self.width // tile),)](
-            *own, v, lr, retain, write, reset, spans, restart, *record, *between, *numbers,
-            **self.told(
-                channel_borders, launch, C=segment, LOG=segment.bit_length() - 1, PIECE=small, TILE=tile,
-            ),
+            q, k, kw, v, lr, retain, write, reset, spans, restart, us, es, kept, gy, kept_G, *across, overs, sums,
+            fresh, ends, *numbers, **self.told(channel_borders, launch._replace(warps=4), **sizes),
         )  # fmt: skip
         channel_tokens[(places * pieces,)](
-            *own, lr, retain, write, reset, spans, *between, *cotangents, *numbers,
+            q, k, kw, lr, retain, write, reset, spans, pairs, sums, fresh, overs, ends, *cotangents, *numbers,
             **self.told(channel_tokens, launch._replace(warps=max(1, self.flags["BP"] // 32)), C=BLOCK),
         )  # fmt: skip
 
