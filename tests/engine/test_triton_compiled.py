@@ -121,7 +121,7 @@ def test_kernels_compile_and_fit_a_card(version: str) -> None:
     assert {name: Counter(row["kernel"] for row in rows if row["case"] == name) for name in COVERING} == {
         "gated_delta_documents": {**once, "tokens": 1, "gates": 1},
         "momentum": {**once, "scan": 2, "tokens": 2, "gates": 3},  # states, and then outputs
-        "kda_elu": {f"channel_{name}": 1 for name in ("factors", "pairs", "borders", "tokens")} | {"scan": 1, "pull": 1},
+        "kda_elu": {"scan": 1, "pull": 1, **{f"channel_{of}": 1 for of in ("factors", "pairs", "borders", "tokens")}},
         "every_name": {**once, "tokens": 2, "gates": 3}, "sphere": {"forward": 1, "backward": 1},
         "in_place": {"forward": 1},
     }  # fmt: skip

@@ -5,8 +5,9 @@ A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l 
 b_i. But a chunk falls into pieces of 1, 2, 4 .. tokens, and between any two tokens lies one border of pieces that are
 halves of one: the product from i to that border is a row's, that from there to t is another row's, and pairs on its two
 sides are a product of matrices. Back, each level gives cotangents of its rows, and of these two products; those of the
-products of a piece become those of its halves', from the whole chunk down to single tokens, where they are retain's. No
-product is divided by another: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+products of a piece become those of its halves', from a segment down to pieces of 16 tokens. Within these no two channels
+meet but in numbers that are made by then, so that a thread takes its channel token by token, without a wait. No product
+is divided by another: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
 """
 
 import triton
