@@ -5,9 +5,9 @@ A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l 
 b_i. But a chunk falls into pieces of 1, 2, 4 .. tokens, and between any two tokens lies one border of pieces that are
 halves of one: the product from i to that border is a row's, that from there to t is another row's, and pairs on its two
 sides are a product of matrices. Back, each level gives cotangents of its rows, and of these two products; those of the
-products of a piece become those of its halves', from a segment down to pieces of 16 tokens. Within these no two channels
-meet but in numbers that are made by then, so that a thread takes its channel token by token, without a wait. No product
-is divided by another: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+products of a piece become those of its halves', from a segment down to pieces of 16 tokens. Within these a thread takes
+a channel token by token: what channels share, the cotangents of pairs, is made ahead. No product is divided by another:
+a gate of 0 has its own cotangent. [ENG-TRITON-D2]
 """
 
 import triton
@@ -333,7 +333,7 @@ def channel_borders(
             xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE],
             others[n - PIECE], i, 1 << n, C, TILE, MOVES, DT, EXACT, HALVES
         )  # fmt: skip
-    rows = total.to(tl.int64) * P
+    rows = (place * 0 + total) * P
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     tl.store(sums + tile, xq, mask=there)
     if MOVES:
@@ -379,7 +379,7 @@ def channel_tokens(
     to t go from the last one back, s <- . + x_t s."""
     op = tl.arange(0, BP)
     first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, 1)
-    in_p, rows = (op < P)[None, :], total.to(tl.int64) * P
+    in_p, rows = (op < P)[None, :], (place * 0 + total) * P
     piece = (place // N // (SEG // C) * N + place % N) * (SEG // C) + place // N % (SEG // C)
     mine, apart = pairs + piece * C * C, tl.num_programs(0).to(tl.int64) * C * C
     xs, asks, tells, of_A, of_L = (), (), (), (), ()
