@@ -17,6 +17,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from hecate import Gates, MemoryConfig, late, memory_scan, named_rule
 from hecate.engine.triton import block, engine, factors, kernel, launch, scan, table
+from hecate.engine.triton import channels as channel_kernels
 from hecate.engine.triton.kernel import distrust
 from hecate.errors import ConfigError
 from tests.launches import as_on_a_device, counted
@@ -182,7 +183,7 @@ ROUNDED = [  # of a config, and the flag of a verdict
 def test_operands_in_bfloat16_pass_the_gate(
     fields: dict[str, Any], flag: str, monkeypatch: pytest.MonkeyPatch, wide: None
 ) -> None:
-    for module in (block, factors, scan):
+    for module in (block, channel_kernels, factors, scan):
         monkeypatch.setattr(module, "narrowed", rounded)
     config = MemoryConfig.model_validate(fields)
     assert distrust(config, (flag,), torch.bfloat16, "cpu", (64, 64)) is None
@@ -382,7 +383,7 @@ def test_launches_around_the_kernels(name: str, dtype: torch.dtype, monkeypatch:
             assert found.launches <= most and not found.waits
     ahead, back = "factors", ["tokens", *["gates"] * sum(used)]
     if name == "kda":
-        ahead, back = "channel_factors", ["channel_tokens"]
+        ahead, back = "channel_factors", ["channel_pairs", "channel_borders", "channel_tokens"]
     scans = ["scan"] * (1 + (name == "titans linear" and dtype == torch.bfloat16))  # states, and then outputs
     assert [own for own in ran if own not in back] == [ahead, *scans, ahead, "pull"]
     assert not {"unit", "unit_back"}.intersection(ran)

@@ -86,18 +86,26 @@ def first_state(
 
 
 @triton.jit
-def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr, skip=0):
-    """(places of the C tokens of a program for one chunk of one of N memories, or of those `skip` chunks on in its
-    segment; which there are, which have one behind them, the program's own place among all). spans `[segments, 2]`:
-    the first token of each segment of SEG tokens, and the end of its document."""
-    place, i = tl.program_id(0), tl.arange(0, C)
+def origin_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr, EACH: tl.constexpr):
+    """(places of a memory's first token and of the C tokens of a program for one chunk of one of N memories, or of EACH
+    program for a part of its channels; their number in the sequence, and where it ends; the chunk's own place among
+    all). spans `[segments, 2]`: the first token of each segment of SEG tokens, and the end of its document."""
+    place = tl.program_id(0) // EACH
     here, n = place // N, (place % N).to(tl.int64)
     first, start, end = n // H * T * H + n % H, here * C, T
     if DOCS:
         span = spans + here // (SEG // C) * 2
         first, start, end = n, tl.load(span) + here % (SEG // C) * C, tl.load(span + 1)
-    start += skip * C
-    return first + (start + i) * H, start + i < end, start + i + 1 < end, place.to(tl.int64)
+    return first, start, end, place.to(tl.int64)
+
+
+@triton.jit
+def segment_of(spans, T, H, N, C: tl.constexpr, SEG: tl.constexpr, DOCS: tl.constexpr, EACH: tl.constexpr = 1):
+    """(places of the tokens that `origin_of` tells of; which there are, which have one behind them; the chunk's own
+    place)."""
+    first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, EACH)
+    i = tl.arange(0, C)
+    return first + (start + i) * H, start + i < end, start + i + 1 < end, place
 
 
 @triton.jit

@@ -5,16 +5,27 @@ A write's part of the memory, X_i[t, p] = b_i[p] prod of retain_l[p] over i < l 
 b_i. But a chunk falls into pieces of 1, 2, 4 .. tokens, and between any two tokens lies one border of pieces that are
 halves of one: the product from i to that border is a row's, that from there to t is another row's, and pairs on its two
 sides are a product of matrices. Back, each level gives cotangents of its rows, and of these two products; those of the
-products of a piece become those of its halves', from the whole chunk down to single tokens, where they are retain's. No
-product is divided by another: a gate of 0 has its own cotangent. [ENG-TRITON-D2]
+products of a piece become those of its halves', from a segment down to pieces of 16 tokens. Within these a thread takes
+a channel token by token: what channels share, the cotangents of pairs, is made ahead. No product is divided by another:
+a gate of 0 has its own cotangent. [ENG-TRITON-D2]
 """
 
 import triton
 import triton.language as tl
 
 from hecate.engine.triton.back import keys_back, queries_back, state_at, values_at
-from hecate.engine.triton.block import channels_at, gates_at, keys_at, product, row_of, rows_at, segment_of, writes_at
-from hecate.engine.triton.factors import at_level, inverse, put
+from hecate.engine.triton.block import (
+    channels_at,
+    gates_at,
+    keys_at,
+    origin_of,
+    product,
+    row_of,
+    rows_at,
+    segment_of,
+    writes_at,
+)
+from hecate.engine.triton.factors import at_level, inverse, narrowed, put, times
 from hecate.engine.triton.maps import COUNTS, featured, sized
 
 
@@ -70,6 +81,31 @@ def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr, NORM: tl.constex
     return found[:, None]
 
 
+@triton.jit
+def more(found, x):
+    """One more of a tuple, which Triton cannot spread."""
+    return found + (x,)  # noqa: RUF005
+
+
+@triton.jit
+def beside(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """The sum over the piece of h rows that makes one of 2 h with a row's own."""
+    half = tl.arange(0, 2)[None, :, None]
+    sums = tl.sum(tl.reshape(x, [C // (2 * h), 2, h, BP]), 2)
+    first, second = tl.sum(tl.where(half == 0, sums, 0.0), 1), tl.sum(tl.where(half == 1, sums, 0.0), 1)
+    turned = tl.where(half == 0, second[:, None, :], first[:, None, :])
+    return tl.reshape(tl.broadcast_to(turned[:, :, None, :], [C // (2 * h), 2, h, BP]), [C, BP])
+
+
+@triton.jit
+def doubled(to, on, left, i, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
+    """Products of rows from the start of a piece of 2 h rows, to its end, and of it in its first row, by those of its
+    halves; and those of the piece beside."""
+    second = ((i // h) % 2 == 1)[:, None]
+    other = beside(tl.where((i % h == 0)[:, None], left, 0.0), h, C, BP)
+    return tl.where(second, to * other, to), tl.where(second, on, on * other), left * other, other
+
+
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def channel_factors(
     q, k, kw, lr, retain, write, reset, spans, lower, attend, kq, kp, ke, zq, zp, ends, T, H, N,
@@ -93,7 +129,7 @@ def channel_factors(
     A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for jp in range(0, P, TILE):
         op = jp + tl.arange(0, TILE)
-        _, born, qt, pt, bt, rt, before, after = chunk_at(
+        _, born, qt, pt, bt, rt, _, _ = chunk_at(
             q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
         )
         qt, pt = qt / of_q, pt / of_k
@@ -104,19 +140,19 @@ def channel_factors(
         asked, told = qt * (alive if EARLY_READ else here), pt * (here if DECAYED else alive)
         if not EARLY_READ:
             A += tl.where(i[:, None] == i[None, :], tl.sum(qt * bt, 1)[:, None], 0.0)
+        to, on, left = here * 0.0 + 1.0, here * 0.0 + 1.0, here
         for n in tl.static_range(0, LOG):
-            to = running(before, i, 1 << n, False, C, TILE)
-            on = tl.trans(bt * running(after, i, 1 << n, True, C, TILE))
-            A += at_level(product(asked * to, on, FINE), i, 1 << n)
+            written = tl.trans(bt * on)
+            A += at_level(product(asked * to, written, FINE), i, 1 << n)
             if MOVES:
-                L += at_level(product(told * to, on, FINE), i, 1 << n)
-        to, left = running(before, i, C, False, C, TILE), running(after, i, C, True, C, TILE)
+                L += at_level(product(told * to, written, FINE), i, 1 << n)
+            to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
         tl.store(kq + tile, (asked * to).to(kq.dtype.element_ty), mask=there)
         tl.store(kp + tile, (told * to).to(kp.dtype.element_ty), mask=there)
-        tl.store(ke + tile, (bt * left).to(ke.dtype.element_ty), mask=there)
+        tl.store(ke + tile, (bt * on).to(ke.dtype.element_ty), mask=there)
         end = ends + place * 2 * P + op
-        tl.store(end, tl.sum(tl.where((i == 0)[:, None], left * here, 0.0), 0), mask=op < P)
+        tl.store(end, tl.sum(tl.where((i == 0)[:, None], left, 0.0), 0), mask=op < P)
         if RESET:
             ahead, left = starts(rt, born, i, C)
             tl.store(zq + tile, (qt * (ahead if EARLY_READ else left)).to(zq.dtype.element_ty), mask=there)
@@ -130,24 +166,87 @@ def channel_factors(
 
 
 @triton.jit
-def spread(x, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """The sum over each piece of h rows, in all of its rows."""
-    pieces = tl.reshape(x, [C // h, h, BP])
-    return tl.reshape(tl.broadcast_to(tl.sum(pieces, 1)[:, None, :], [C // h, h, BP]), [C, BP])
+def in_parts(x, y, DT: tl.constexpr, EXACT: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
+    """A product of matrices of a dtype, summed in float32, of what each of these (X, Y) is in two halves."""
+    near, close = narrowed(x, DT), narrowed(y, DT)
+    found = tl.dot(near, close, input_precision=EXACT)
+    if X:
+        found = tl.dot(narrowed(x - near.to(tl.float32), DT), close, found, input_precision=EXACT)
+    if Y:
+        found = tl.dot(near, narrowed(y - close.to(tl.float32), DT), found, input_precision=EXACT)
+    return found
 
 
 @triton.jit
-def halves(x, g_to, g_on, g_whole, to, on, i, h: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
-    """Cotangents of what two pieces of h rows leave of a channel, from those of the piece of 2 h that they make: of
-    their products from the start (to) and to the end (on), and of each whole one, in all of its rows. x is what rows
-    leave."""
-    second, left = ((i // h) % 2 == 1)[:, None], on * x
-    ahead = spread(tl.where((i % (2 * h) == 0)[:, None], left, 0.0), 2 * h, C, BP)
-    behind = spread(tl.where((i % (2 * h) == h)[:, None], left, 0.0), 2 * h, C, BP)
-    by_to = spread(tl.where(second, g_to * to, 0.0), 2 * h, C, BP)
-    by_on = spread(tl.where(second, 0.0, g_on * on), 2 * h, C, BP)
-    g_whole = tl.where(second, g_whole * ahead + by_on, g_whole * behind + by_to)
-    return tl.where(second, g_to * ahead, g_to), tl.where(second, g_on, g_on * behind), g_whole
+def across(
+    acc, m, x, place, i, h: tl.constexpr, TURN: tl.constexpr, C: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """acc + m x, or m^T x (TURN), by a segment's pairs of rows of two pieces of h that make one, all in two halves."""
+    N: tl.constexpr = 2 if HALVES else 1
+    row, column = i[:, None], i[None, :]
+    if TURN:
+        row, column = column, row
+    pair, here = m + place * N * C * C + row * C + column, row // (2 * h) == column // (2 * h)
+    here = here & (row % (2 * h) >= h) & (column % (2 * h) < h)
+    high, near = tl.load(pair, mask=here, other=0.0).to(DT), narrowed(x, DT)
+    acc = tl.dot(high, near, acc, input_precision=EXACT)
+    if HALVES:
+        acc = tl.dot(tl.load(pair + C * C, mask=here, other=0.0).to(DT), near, acc, input_precision=EXACT)
+        acc = tl.dot(high, narrowed(x - near.to(tl.float32), DT), acc, input_precision=EXACT)
+    return acc
+
+
+@triton.jit
+def halves(
+    xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, to, on, other, i, h: tl.constexpr, C: tl.constexpr,
+    BP: tl.constexpr, MOVES: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Cotangents that reach pieces of h rows from outside, from those that reach the pieces of 2 h that they make: of
+    queries and keys (xq, xp) as the start of a piece sees them, of what is written (xb) as its end does, and of what a
+    piece leaves, in all of its rows. to, on and other: products from its start, to its end, and of the piece beside."""
+    second = ((i // h) % 2 == 1)[:, None]
+    g_whole = g_whole * other + beside(tl.where(second, (asked * xq + keyed * xp) * to, bt * xb * on), h, C, BP)
+    xq, xb = tl.where(second, xq * other, xq), tl.where(second, xb, xb * other)
+    xq = across(xq, reads, bt * on, place, i, h, False, C, DT, EXACT, HALVES)
+    xb = across(xb, reads, asked * to, place, i, h, True, C, DT, EXACT, HALVES)
+    if MOVES:
+        xp = across(tl.where(second, xp * other, xp), tells, bt * on, place, i, h, False, C, DT, EXACT, HALVES)
+        xb = across(xb, tells, keyed * to, place, i, h, True, C, DT, EXACT, HALVES)
+    return xq, xp, xb, g_whole
+
+
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def channel_pairs(
+    q, k, v, write, spans, us, es, gy, reads, tells, pairs, overs, T, H, N, total,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr,
+    MOVES: tl.constexpr, MASK: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
+    BARE: tl.constexpr, NORM: tl.constexpr, DOCS: tl.constexpr,
+):  # fmt: skip
+    """One program for each segment of C tokens: cotangents of its pairs of reads and of predictions (reads, tells), and
+    of those within pieces of 2^PIECE in float32, `[2, segments, N, C, 2^PIECE]`; overs `[2, B, T, H]`: one over the
+    sizes of queries and keys."""
+    SMALL: tl.constexpr = 1 << PIECE
+    i, op = tl.arange(0, C), tl.arange(0, BP)
+    at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
+    w = writes_at(write, at, inside, MASK)
+    tl.store(overs + at[:, None], 1 / sizes(q, at, inside, op, P, BARE, NORM), mask=inside[:, None])
+    tl.store(overs + total + at[:, None], 1 / sizes(k, at, w, op, P, BARE, NORM), mask=inside[:, None])
+    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    for jv in range(0, V, BV):
+        g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
+        gA -= in_parts(g, tl.trans(u), DT, EXACT, False, HALVES)
+        if MOVES:
+            gL -= in_parts(err, tl.trans(u), DT, EXACT, HALVES, HALVES)
+    pair, near = (
+        pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL,
+        i[:, None] // SMALL == i[None, :] // SMALL,
+    )
+    put(reads, place, i, gA, C, HALVES)
+    tl.store(pair, gA, mask=near)
+    if MOVES:
+        put(tells, place, i, gL, C, HALVES)
+        tl.store(pair + tl.num_programs(0).to(tl.int64) * C * SMALL, gL, mask=near)
 
 
 @triton.jit
@@ -173,121 +272,190 @@ def starts_back(rt, born, qt, pt, zq, zp, j, i, C: tl.constexpr, DECAYED: tl.con
     return (ahead if EARLY_READ else after) * zq, (after if DECAYED else ahead) * zp, found
 
 
-@triton.jit
-def moved(
-    X, Z, q, k, kw, v, lr, retain, write, reset, us, es, gy, spans, skip, T, H, N, i, op, ov, P: tl.constexpr,
-    V: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr, MASK: tl.constexpr,
-    RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr,
-    PHI: tl.constexpr, DOCS: tl.constexpr, BACK: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=COUNTS)
+def channel_borders(
+    q, k, kw, v, lr, retain, write, reset, spans, Z0, us, es, kept, gy, kept_G, reads, tells, overs, sums, fresh, ends,
+    T, H, N, total,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, LOG: tl.constexpr,
+    PIECE: tl.constexpr, TILE: tl.constexpr, MOVES: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
+    HALVES: tl.constexpr, BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """A tile X of the memory after the C tokens that are `skip` chunks from the program's own; or (BACK) of its
-    cotangent, ahead of them."""
-    at, inside, behind, _ = segment_of(spans, T, H, N, C, SEG, DOCS, skip)
-    w, born, qt, pt, bt, rt, before, after = chunk_at(
-        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, PHI
-    )
-    g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-    alive, on = (1 - born)[:, None], running(after, i, C, True, C, BP)
-    x = rt * alive
-    X = X * tl.sum(tl.where((i == 0)[:, None], on * x, 0.0), 0)[None, :]
-    if BACK:
-        to = running(before, i, C, False, C, BP)
-        X += product(tl.trans(g), qt * to * (alive if EARLY_READ else x), EXACT)
+    """One program for a TILE of the channels of a segment of C tokens: cotangents that reach each piece of 2^PIECE
+    tokens from outside.
+
+    sums `[3, B, T, H, P]`: of queries and keys as the start of their piece sees them, of what is written as its end
+    does; fresh alike: what new starts add to those of queries, keys and retain; ends `[segments, N, pieces, P]`: of
+    what a piece leaves."""
+    TILES: tl.constexpr = (P + TILE - 1) // TILE
+    SMALL: tl.constexpr = 1 << PIECE
+    i, own = tl.arange(0, C), tl.program_id(0) % TILES
+    op = own * TILE + tl.arange(0, TILE)
+    at, inside, behind, place = segment_of(spans, T, H, N, C, C, DOCS, TILES)
+    w = writes_at(write, at, inside, MASK)
+    xq, xp, xb = tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32)
+    zq, zp, g_end, j = xq, xp, tl.sum(xq, 0), tl.sum(xq, 0)
+    for jv in range(0, V, BV):
+        ov = jv + tl.arange(0, BV)
+        cells, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+        M, G = state_at(kept, place * V * P + cells, whole), state_at(kept_G, place * V * P + cells, whole)
+        g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
+        xq += times(g, M, DT, EXACT)
+        xb -= times(u, G, DT, EXACT)
+        g_end += tl.sum(G * M, 0)
         if MOVES:
-            X += product(tl.trans(err), pt * to * (x if DECAYED else alive), EXACT)
-    else:
-        X -= product(tl.trans(u), bt * on, EXACT)
+            xp += times(err, M, DT, EXACT)
         if RESET:
-            _, left = starts(rt, born, i, C)
-            X += Z * tl.sum(tl.where((i == C - 1)[:, None], left, 0.0), 0)[None, :]
-    return X
+            Z = tl.load(Z0 + place % N * V * P + cells, mask=whole, other=0.0)
+            zq += times(g, Z, DT, EXACT)
+            j += tl.sum(G * Z, 0)
+            if MOVES:
+                zp += times(err, Z, DT, EXACT)
+    w, born, qt, pt, bt, rt, before, after = chunk_at(
+        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
+    )
+    of_k = tl.load(overs + total + at, mask=inside, other=1.0)[:, None]
+    qt, pt = qt * tl.load(overs + at, mask=inside, other=1.0)[:, None], pt * of_k
+    if not APART:
+        bt = bt * of_k
+    alive = (1 - born)[:, None]
+    x = rt * alive
+    asked, keyed = qt * (alive if EARLY_READ else x), pt * (x if DECAYED else alive)
+    to, on = running(before, i, SMALL, False, C, TILE), running(after, i, SMALL, True, C, TILE)
+    left, tos, ons, others = on * x, (), (), ()
+    for n in tl.static_range(PIECE, LOG):
+        tos, ons = more(tos, to), more(ons, on)
+        to, on, left, other = doubled(to, on, left, i, 1 << n, C, TILE)
+        others = more(others, other)
+    g_whole = bt * 0.0 + g_end[None, :]
+    for n in tl.static_range(LOG - 1, PIECE - 1, -1):
+        xq, xp, xb, g_whole = halves(
+            xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE],
+            others[n - PIECE], i, 1 << n, C, TILE, MOVES, DT, EXACT, HALVES
+        )  # fmt: skip
+    rows = (place * 0 + total) * P
+    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
+    tl.store(sums + tile, xq, mask=there)
+    if MOVES:
+        tl.store(sums + rows + tile, xp, mask=there)
+    tl.store(sums + 2 * rows + tile, xb, mask=there)
+    last = ends + (place * (C // SMALL) + i[:, None] // SMALL) * P + op[None, :]
+    tl.store(last, g_whole, mask=(i % SMALL == 0)[:, None] & (op < P)[None, :])
+    if RESET:
+        zq, zp, by_start = starts_back(rt, born, qt, pt, zq, zp, j[None, :], i, C, DECAYED, EARLY_READ)
+        tl.store(fresh + tile, zq, mask=there)
+        tl.store(fresh + rows + tile, zp, mask=there)
+        tl.store(fresh + 2 * rows + tile, by_start, mask=there)
+
+
+@triton.jit
+def token_at(
+    q, k, retain, write, reset, overs, total, at, inside, op, P: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
+    BARE: tl.constexpr,
+):  # fmt: skip
+    """(what one token leaves of what was before it, query, key), rows `[1, P]`, and whether it does not start anew."""
+    w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
+    in_p = (op < P)[None, :]
+    asked, wrote, own = inside & in_p, w & in_p, at * P + op[None, :]
+    qt, _ = featured(tl.load(q + own, mask=asked, other=0.0).to(tl.float32), asked, BARE)
+    pt, _ = featured(tl.load(k + own, mask=wrote, other=0.0).to(tl.float32), wrote, BARE)
+    qt = qt * (tl.load(overs + at, mask=inside, other=0.0) * BARE[3])
+    pt = pt * tl.load(overs + total + at, mask=w, other=0.0)
+    return tl.load(retain + own, mask=wrote, other=1.0).to(tl.float32) * (1 - born), qt, pt, 1 - born
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def channel_tokens(
-    q, k, kw, v, lr, retain, momentum, write, reset, spans, Z0, us, es, kept, gy, kept_G, gq, gk, gw, glr, gr, T, H, N,
-    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr,
-    LOG: tl.constexpr, MOVES: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr,
-    DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, EXACT: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
+    q, k, kw, lr, retain, write, reset, spans, pairs, sums, fresh, overs, ends, gq, gk, gw, glr, gr, T, H, N, total,
+    P: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr, MOVES: tl.constexpr, MASK: tl.constexpr,
+    RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, PHI: tl.constexpr,
+    BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each C tokens of a segment of a memory: cotangents of queries, keys, lr and retain. The states
-    are those at the segment's ends, moved on by the tokens ahead of its own and back by those behind."""
-    R: tl.constexpr = SEG // C
-    i, op = tl.arange(0, C), tl.arange(0, BP)
-    at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
-    part, segment = (place // N % R).to(tl.int32), place // N // R * N + place % N
-    w, born, qt, pt, bt, rt, before, after = chunk_at(
-        q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, PHI
-    )
-    alive = (1 - born)[:, None]
-    x = rt * alive
-    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    xq, xp, xb, zq, zp = bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0, bt * 0.0
-    g_end, j = tl.sum(bt * 0.0, 0), tl.sum(bt * 0.0, 0)
-    for jv in range(0, V, BV):
-        ov = jv + tl.arange(0, BV)
-        own, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-        M, G = state_at(kept, segment * V * P + own, whole), state_at(kept_G, segment * V * P + own, whole)
-        Z = M
-        if RESET:
-            Z = tl.load(Z0 + place % N * V * P + own, mask=whole, other=0.0)
-        for ahead in range(part, 0, -1):
-            M = moved(
-                M, Z, q, k, kw, v, lr, retain, write, reset, us, es, gy, spans, -ahead, T, H, N, i, op, ov, P, V, BP,
-                C, SEG, MOVES, MASK, RESET, APART, DECAYED, EARLY_READ, EXACT, PHI, DOCS, False)  # fmt: skip
-        for later in range(R - 1 - part, 0, -1):
-            G = moved(
-                G, Z, q, k, kw, v, lr, retain, write, reset, us, es, gy, spans, later, T, H, N, i, op, ov, P, V, BP,
-                C, SEG, MOVES, MASK, RESET, APART, DECAYED, EARLY_READ, EXACT, PHI, DOCS, True)  # fmt: skip
-        g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
-        gA -= product(g, tl.trans(u), EXACT)
-        xq += product(g, M, EXACT)
-        xb -= product(u, G, EXACT)
-        g_end += tl.sum(G * M, 0)
+    """One program for each piece of C tokens, by what `channel_borders` leaves: cotangents of queries, keys, lr and
+    retain. A channel is a thread's, whose tokens follow one another in registers: none waits for another's.
+
+    With x what a token leaves of what was before it, at token l, for each later one t, U_l(t) is what its cotangents
+    have gathered of the piece ahead of l, U_l+1 = x_l U_l + pair(t, l) b_l; and sums over t of products of x from l
+    to t go from the last one back, s <- . + x_t s."""
+    op = tl.arange(0, BP)
+    first, start, end, place = origin_of(spans, T, H, N, C, SEG, DOCS, 1)
+    in_p, rows = (op < P)[None, :], (place * 0 + total) * P
+    piece = (place // N // (SEG // C) * N + place % N) * (SEG // C) + place // N % (SEG // C)
+    mine, apart = pairs + piece * C * C, tl.num_programs(0).to(tl.int64) * C * C
+    xs, asks, tells, of_A, of_L = (), (), (), (), ()
+    for t in tl.static_range(C):
+        at, inside = first + (start + t) * H, start + t < end
+        own = sums + at * P + op[None, :]
+        x, qt, pt, alive = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
+        xs, of_A = more(xs, x), more(of_A, tl.load(own, mask=inside & in_p, other=0.0))
+        asks, tells = more(asks, qt * alive if EARLY_READ else qt), more(tells, pt if DECAYED else pt * alive)
         if MOVES:
-            gL -= product(err, tl.trans(u), EXACT)
-            xp += product(err, M, EXACT)
-        if RESET:
-            zq += product(g, Z, EXACT)
-            j += tl.sum(G * Z, 0)
+            of_L = more(of_L, tl.load(own + rows, mask=inside & in_p, other=0.0))
+    left = tl.load(ends + piece * P + op[None, :], mask=in_p, other=0.0)
+    for l in tl.static_range(C):
+        at, inside = first + (start + l) * H, start + l < end
+        cell, there = at * P + op[None, :], inside & in_p
+        w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
+        bt = tells[l]
+        if APART:
+            bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
+        elif RESET and not DECAYED:
+            _, _, bt, _ = token_at(q, k, retain, write, reset, overs, total, at, inside, op, P, MASK, RESET, BARE)
+        bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)
+        gbt, grt = tl.load(sums + 2 * rows + cell, mask=there, other=0.0), left
+        left = xs[l] * left + bt * gbt
+        later_A, later_L = (), ()
+        for t in tl.static_range(l + 1, C):
+            later_A = more(later_A, tl.load(mine + t * C + l))
             if MOVES:
-                zp += product(err, Z, EXACT)
-    seen, told = alive if EARLY_READ else x, x if DECAYED else alive
-    asked, keyed = qt * seen, pt * told
-    to, on = running(before, i, C, False, C, BP), running(after, i, C, True, C, BP)
-    gqt, gpt, gbt = to * xq, to * xp, on * xb
-    g_to, g_on, g_whole = asked * xq + keyed * xp, bt * xb, bt * 0.0 + g_end[None, :]
-    for n in tl.static_range(LOG - 1, -1, -1):
-        to, on = running(before, i, 1 << n, False, C, BP), running(after, i, 1 << n, True, C, BP)
-        g_to, g_on, g_whole = halves(x, g_to, g_on, g_whole, to, on, i, 1 << n, C, BP)
-        pairs, written = at_level(gA, i, 1 << n), bt * on
-        xq, xb = product(pairs, written, EXACT), product(tl.trans(pairs), asked * to, EXACT)
-        g_to += asked * xq
-        gqt += to * xq
+                later_L = more(later_L, tl.load(mine + apart + t * C + l))
+        for t in tl.static_range(C - 1, l, -1):
+            if not EARLY_READ:
+                gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]
+            if MOVES and DECAYED:
+                gbt, grt = gbt + later_L[t - l - 1] * tells[t], grt + of_L[t - l] * tells[t]
+            gbt, grt = gbt * xs[t], grt * xs[t]
+            if EARLY_READ:
+                gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]
+            if MOVES and not DECAYED:
+                gbt, grt = gbt + later_L[t - l - 1] * tells[t], grt + of_L[t - l] * tells[t]
+        gqt, gpt = of_A[0], bt * 0.0
         if MOVES:
-            pairs = at_level(gL, i, 1 << n)
-            xp = product(pairs, written, EXACT)
-            xb += product(tl.trans(pairs), keyed * to, EXACT)
-            g_to += keyed * xp
-            gpt += to * xp
-        g_on += bt * xb
-        gbt += on * xb
-    if not EARLY_READ:
-        g_whole += gqt * qt
-    if DECAYED:
-        g_whole += gpt * pt
-    grt, gqt, gpt = g_whole * alive, gqt * seen, gpt * told
-    if not EARLY_READ:  # a token's read of its own write
-        own_pair = tl.sum(tl.where(i[:, None] == i[None, :], gA, 0.0), 1)[:, None]
-        gqt += own_pair * bt
-        gbt += own_pair * qt
-    if RESET:
-        zq, zp, by_start = starts_back(rt, born, qt, pt, zq, zp, j[None, :], i, C, DECAYED, EARLY_READ)
-        grt += by_start
-        gqt += zq
-        if MOVES:
-            gpt += zp
-    queries_back(gq, gqt, q, at, inside, op, P, PHI)
-    tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
-    tl.store(gr + tile, tl.where(w[:, None], grt, 0.0), mask=there)
+            gpt = of_L[0]
+        moved_A, moved_L = (), ()
+        for t in tl.static_range(l + 1, C):
+            moved_A = more(moved_A, xs[l] * of_A[t - l] + later_A[t - l - 1] * bt)
+            if MOVES:
+                moved_L = more(moved_L, xs[l] * of_L[t - l] + later_L[t - l - 1] * bt)
+        of_A, of_L = moved_A, moved_L
+        if DECAYED:
+            grt += gpt * tells[l]
+            gpt = gpt * xs[l]
+        else:
+            gpt = gpt * (1 - born)
+        if EARLY_READ:
+            gqt = gqt * (1 - born)
+        else:  # a token's read of its own write, too
+            pair = tl.load(mine + l * C + l)
+            grt += gqt * asks[l]
+            gqt = gqt * xs[l] + pair * bt
+            gbt += pair * asks[l]
+        grt = grt * (1 - born)
+        if RESET:
+            gqt += tl.load(fresh + cell, mask=there, other=0.0)
+            if MOVES:
+                gpt += tl.load(fresh + rows + cell, mask=there, other=0.0)
+            grt += tl.load(fresh + 2 * rows + cell, mask=there, other=0.0)
+        tl.store(gr + cell, tl.where(w, grt, 0.0), mask=there)
+        tl.store(sums + cell, gqt, mask=there)
+        tl.store(sums + rows + cell, gpt, mask=there)
+        tl.store(sums + 2 * rows + cell, gbt, mask=there)
+    tl.debug_barrier()  # rows go on as other threads'
+    i = tl.arange(0, C)
+    at, inside = first + (start + i) * H, start + i < end
+    cell, there = at[:, None] * P + op[None, :], inside[:, None] & in_p
+    w = writes_at(write, at, inside, MASK)
+    queries_back(gq, tl.load(sums + cell, mask=there, other=0.0), q, at, inside, op, P, PHI)
+    gpt = tl.load(sums + rows + cell, mask=there, other=0.0)
+    gbt = tl.load(sums + 2 * rows + cell, mask=there, other=0.0)
     keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)

@@ -16,12 +16,12 @@ from triton.runtime import driver
 from hecate.engine.call import keep
 from hecate.engine.tokens import Tokens, by_head
 from hecate.engine.triton.back import gates, tokens
-from hecate.engine.triton.channels import channel_factors, channel_tokens
+from hecate.engine.triton.channels import channel_borders, channel_factors, channel_pairs, channel_tokens
 from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, Documents, Launch, card_of, chunks_of, walked
+from hecate.engine.triton.table import BLOCK, CHANNELS, Documents, Launch, card_of, chunks_of, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -75,6 +75,8 @@ class Form:
             "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
             "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
+        # Rows that are taken one by one, of products of retain, are rounded by no operand.
+        self.wide = {} if narrow else {"DT": tl.float32}
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream
@@ -191,7 +193,7 @@ class Scan(Form):
         made, ends = (made * 2)[:5], self.new(places, 2, self.width)
         self.launch(
             channel_factors, self.walks.factors, (places, 1, 1),
-            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths,
+            q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths, **self.wide,
         )  # fmt: skip
         return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
 
@@ -339,11 +341,7 @@ class Scan(Form):
         own = (g0,) if self.slot is None else (g0, y0)
         grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
-            self.launch(
-                channel_tokens, self.walks.tokens, (grid[0] * (segment // BLOCK), 1, 1),
-                *self.arguments, spans, restart, us, es, kept, gy, kept_G, gq, gk, to_w, glr, found[0], *numbers,
-                self.count, C=BLOCK, LOG=BLOCK.bit_length() - 1,
-            )  # fmt: skip
+            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]), restart)
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
         numbers = (*numbers, self.count, lr.numel())
@@ -359,6 +357,37 @@ class Scan(Form):
                 *self.arguments, spans, us, es, gy, sums, ends, *to, *numbers, C=segment,
             )  # fmt: skip
         return grads
+
+    def channelled(self, record: Tensors, cotangents: Tensors, restart: Tensor) -> None:
+        """Fills the cotangents of queries, keys, written keys, lr and retain of each channel, by what `pull` left."""
+        q, k, kw, v, lr, retain, _, write, reset = self.arguments
+        us, es, kept, gy, kept_G = record
+        segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.tokens
+        pieces, tile = segment // BLOCK, min(CHANNELS, self.flags["BP"])
+        sums, overs = self.new(3, *k.shape), self.new(2, lr.numel())
+        fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
+        across = [self.new(places, 1 + self.chunks.narrow, segment, segment, dtype=self.dtype) for _ in range(2)]
+        pairs, ends = self.new(2, places, segment, BLOCK), self.new(places, pieces, self.width)
+        spans, numbers = self.documents.spans, (self.length, self.heads, self.count, lr.numel())
+        sizes = self.wide | {
+            "C": segment,
+            "LOG": segment.bit_length() - 1,
+            "PIECE": BLOCK.bit_length() - 1,
+            "TILE": tile,
+        }
+        self.launch(
+            channel_pairs, launch, (places, 1, 1),
+            q, k, v, write, spans, us, es, gy, *across, pairs, overs, *numbers, **sizes,
+        )  # fmt: skip
+        self.launch(
+            channel_borders, launch._replace(warps=4), (places * -(-self.width // tile), 1, 1),
+            q, k, kw, v, lr, retain, write, reset, spans, restart, us, es, kept, gy, kept_G, *across, overs, sums,
+            fresh, ends, *numbers, **sizes,
+        )  # fmt: skip
+        self.launch(
+            channel_tokens, launch._replace(warps=max(1, self.flags["BP"] // 32)), (places * pieces, 1, 1),
+            q, k, kw, lr, retain, write, reset, spans, pairs, sums, fresh, overs, ends, *cotangents, *numbers, C=BLOCK,
+        )  # fmt: skip
 
 
 def stream_of(device: torch.device) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK, SEGMENT = 16, 64  # tokens of a chunk at least and at most, the latter between kept states
+CHANNELS = 16  # of a program of `channel_borders`, which leaves room for a second one beside it
 
 
 class Launch(NamedTuple):
