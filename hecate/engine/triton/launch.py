@@ -23,6 +23,7 @@ from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
 ROWS = 32  # of a norm's program
+SAME = ("same", 0.0, "none", 1.0)  # of features
 
 
 class Scan:
@@ -68,7 +69,7 @@ class Scan:
             self.documents = Documents.of(borders, row, segment, self.memory)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
-        phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
+        phi = phi_of(config, self.width) if raw else SAME
         fine = "tf32" if exact == "bf16" else exact
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
@@ -272,7 +273,7 @@ class Scan:
         return grads
 
 
-def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
+def phi_of(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
     """The map of a config, its number, its norm, and what queries are multiplied by."""
     form = config.forms.phi
     if form is None:
