@@ -149,8 +149,11 @@ def test_a_token_is_one_launch_and_no_operation_of_torch(monkeypatch: pytest.Mon
     ("own", "flags"),
     [
         ({"key_norm": "l2", "query_scale": "key_dim"}, ("loop", "token")),
-        ({"feature_map": "elu", "key_norm": "sum", "algorithm": "momentum"}, ("loop", "token", "narrow", "channels")),
-        ({"feature_map": "leaky_relu", "retention": "sphere"}, ("loop", "token", "phi_w")),
+        (
+            {"feature_map": "elu", "key_norm": "sum", "algorithm": "momentum"},
+            ("loop", "token", "narrow", "narrow gates", "channels"),
+        ),
+        ({"feature_map": "leaky_relu", "retention": "sphere"}, ("loop", "token", "phi_w", "narrow", "narrow gates")),
     ],
     ids=str,
 )
@@ -202,7 +205,8 @@ def test_the_kernel_that_is_asked_for_is_the_one_judged(
     made = engine.raw_token(config)
     assert rule.key_norm == (config.key_norm if made else "none")
     assert rule.feature_map.kind == (config.feature_map.kind if made else "identity")
-    assert ("narrow" in flags) == (made and "half" in extra) and dtype == token[2].dtype
+    assert ("narrow" in flags) == (made and "half" in extra) and ("narrow gates" in flags) == ("half" in extra)
+    assert dtype == token[2].dtype
     gates = token[3]
     assert ("phi_w" in flags) == (gates.erase is not None or gates.write is not None)
     assert ("retain_value" in flags) == (gates.retain_value is not None)

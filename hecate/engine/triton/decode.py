@@ -97,18 +97,17 @@ class InPlace:
                 None if x is None else own if isinstance(own, Tensor) else x.detach().squeeze(1).clone()
                 for x, own in zip(found, (q, k, v, *gates), strict=False)
             ]
-        numbers = [
-            y if x is None else None if x is own else x for x, own in zip(given, (q, k, v, *gates), strict=False)
-        ]
+        pairs = zip(given, (q, k, v, *gates), strict=False)
+        numbers = [y if x is None else None if x is own else x for x, own in pairs]
         launch = self.launch(True, given, y) if raw_token(self.config) else None
         return Plan(numbers, y, launch, checks=not waits(k))
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Call:
         """The checked call of a token."""
         timed = Gates(*(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in gates))  # type: ignore[arg-type]
-        tokens = (x.unsqueeze(1) for x in (q, k, v))
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         with torch.no_grad():
-            return Call.of(self.config, *tokens, timed, state=self.state, phi_params=self.params)
+            return Call.of(self.config, q, k, v, timed, state=self.state, phi_params=self.params)
 
     def launch(self, raw: bool, given: list[Tensor | None], y: Tensor) -> Any:
         """Of the kernel of one token, for such tensors."""
@@ -123,7 +122,7 @@ class InPlace:
         call = self.call(q, k, v, gates._replace(**numbers))
         with torch.no_grad():
             tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
-        return [x.squeeze(1) for x in (tokens.phi_q, tokens.phi_k, *tokens[2:6])]  # type: ignore[union-attr]
+        return [x.squeeze(1) for x in (tokens.phi_q, tokens.phi_k, *tokens[2:6])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None) -> Tensor:
         """y `[B, H, V]` of one token, in a buffer that the next call overwrites; a state was adopted before."""
@@ -139,7 +138,7 @@ class InPlace:
             self.plans[looks] = plan = self.plan(q, k, v, gates)
         elif plan.checks and plan.launch is not None:
             self.call(q, k, v, gates)
-        given = [own if x is None else x for x, own in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
+        given: list[Any] = [own if x is None else x for x, own in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
         if plan.launch is None:
             given[:6] = self.features(plan, q, k, v, gates)
             there = [None if number is plan.y else x for number, x in zip(plan.numbers, given, strict=True)]

@@ -32,6 +32,7 @@ from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import (
+    GATES,
     L2,
     LOOP,
     NARROW,
@@ -230,6 +231,7 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: boo
         PACKED: _borders(plan) is not None,
         PARTED: parted,
         TOKEN: token,
+        GATES: token and plan.tensors.inputs.lr.itemsize < plan.dtype.itemsize,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(MemoryConfig(**own), flags, plan.values, plan.device, plan.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hecate.engine.call import Inputs
 from hecate.engine.features import L2_NORM, featured, to_tokens
 from hecate.engine.parallel import by_torch
-from hecate.engine.tokens import Carry
+from hecate.engine.tokens import VECTORS, Carry
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.engine.triton.table import SEGMENT
 from hecate.formula import bias_formula
@@ -29,6 +29,7 @@ SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets
 # Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents,
 # rows in parts that are walked side by side, one token in place.
 LOOP, NARROW, L2, PACKED, PARTED, TOKEN = "loop", "narrow", "l2", "packed", "parted", "token"
+GATES = "narrow gates"  # of one token
 BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
 NO_CARD = "no GPU is here to try its kernels on"
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
@@ -178,8 +179,9 @@ def distrust_token(
         states, tokens = several(inputs[: 1 + slots]), list(inputs[slots + 2 :])
         if config.key_norm != "none":  # or nothing would tell keys of unit length from such that came there
             tokens[0] = one((tokens[0],)) * one((tokens[1],)).norm(dim=-1, keepdim=True)
-        if NARROW in flags:
-            tokens = [None if x is None else x.to(dtype) for x in tokens]
+        for at, x in enumerate(tokens):
+            if x is not None and (NARROW if at < VECTORS else GATES) in flags:
+                tokens[at] = x.to(dtype)
         k, q, v, lr, retain, momentum, _, _, keys, value = tokens
         sizes = None if keys is None else keys * math.sqrt(shape[1])
         gates = (None, None) if sizes is None else (sizes.sigmoid(), (-sizes).sigmoid())
@@ -201,8 +203,8 @@ def distrust_token(
 
 def _tokens_by_torch(config: MemoryConfig, dtype: torch.dtype, states: Tensors, given: Tensors) -> tuple[Tensor, ...]:
     """y and the last states of what a caller gives of a sequence, by plain torch in a dtype."""
-    *own, erase, write, value = given
-    inputs = Inputs(*own, erase=erase, write_gate=write, retain_value=value)  # type: ignore[arg-type]
+    names = (*Inputs._fields[:6], *Inputs._fields[9:12])
+    inputs = Inputs(**dict(zip(names, given, strict=True)))  # type: ignore[arg-type]
     first = several(tuple(x.to(dtype) for x in several(states)))
     carry = Carry(first[:1], first[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=first[0].device))
     tokens = to_tokens(config, inputs, {"learned": {}, "frozen": {}}, dtype, execute)
