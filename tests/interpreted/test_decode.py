@@ -247,5 +247,10 @@ def test_what_in_place_cannot_keep_is_refused() -> None:
         stepper(MemoryConfig(structure="mlp", **own), in_place=True)(q[..., :7], k[..., :7], v)
     with pytest.raises(ConfigError, match=r"in_place=True records no gradients"):
         stepper(MemoryConfig(**own), in_place=True)(q.requires_grad_(), k, v, gates)
-    with pytest.raises(ConfigError, match=r"gates.lr"):
-        stepper(MemoryConfig(**own), in_place=True)(q.detach(), k, v, gates._replace(lr=-gates.lr))
+    mine = stepper(MemoryConfig(**own), in_place=True)
+    for _ in range(2):  # before any token of these looks, and after one
+        with pytest.raises(ConfigError, match=r"gates.lr"):
+            mine(q.detach(), k, v, gates._replace(lr=-gates.lr))
+        mine(q.detach(), k, v, gates)
+    with pytest.raises(ConfigError, match=r"gates.lr|one lr of a token"):
+        mine(q.detach(), k, v, gates._replace(lr=gates.lr.unsqueeze(-1)))
