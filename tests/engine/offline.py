@@ -104,10 +104,17 @@ CASES = {
         dtype=torch.float32, channels=True, given="masks documents values keys", spilt=(0, 768),
     ),
     "in_place": Case({**DECAY, "algorithm": "momentum"}, in_place=True, spilt=LOOP),
+    "in_place_wide": Case(DECAY, width=128, dtype=torch.float32, in_place=True, spilt=LOOP),
+    "in_place_kda": Case(
+        {**DECAY, "decay_order": "before_gradient"}, width=128, channels=True, in_place=True, spilt=LOOP
+    ),
+    "in_place_sum": Case(
+        {"bias": "huber", "feature_map": "elu", "key_norm": "sum"}, width=128, given="keys", in_place=True, spilt=LOOP
+    ),
 }  # fmt: skip
 # Every kernel, and what a Triton may take amiss: names of biases, maps, norms, documents, a momentum, retain of each
 # channel, a token.
-COVERING = ("gated_delta_documents", "momentum", "kda_elu", "every_name", "sphere", "in_place")
+COVERING = ("gated_delta_documents", "momentum", "kda_elu", "every_name", "sphere", "in_place", "in_place_wide")
 
 
 class NoDriver:

@@ -4,7 +4,8 @@ device, so that a CUDA graph may hold it. [ENG-TRITON-D6]"""
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from torch import Tensor
 from hecate.engine.call import Call
 from hecate.engine.features import to_tokens
 from hecate.engine.one_token import looks_of
-from hecate.engine.triton.engine import no_step
+from hecate.engine.triton.engine import no_step, raw_token
 from hecate.errors import ConfigError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.tape import execute
+from hecate.tape import execute, waits
 
 
 def expect_in_place(config: MemoryConfig) -> None:
@@ -36,6 +37,16 @@ def expect_in_place(config: MemoryConfig) -> None:
             raise ConfigError(f"in_place=True holds one state and nothing beside it, and {name}={value!r} needs more")
 
 
+class Plan(NamedTuple):
+    """The part that tokens of equal looks have in common: tensors for all that they do not give, in the kernel's order;
+    room for y; the launch, None where features are made in torch; and whether every call looks at numbers in gates."""
+
+    numbers: list[Tensor | None]
+    y: Tensor
+    launch: Callable[[list[Tensor]], None] | None
+    checks: bool = False
+
+
 class InPlace:
     """The buffers of a memory and the steps on them.
 
@@ -47,7 +58,7 @@ class InPlace:
         expect_in_place(config)
         self.config, self.params = config, params
         self.state: MemoryState | None = None
-        self.plans: dict[tuple[object, ...], tuple[Gates, Tensor]] = {}  # what tokens look like: numbers, and y
+        self.plans: dict[tuple[object, ...], Plan] = {}  # by what tokens look like, strides among it
 
     def adopt(self, state: MemoryState) -> MemoryState:
         """The buffers with the numbers of a state; new ones where its tensors have other shapes or places."""
@@ -66,27 +77,52 @@ class InPlace:
         self.state = own
         return own  # type: ignore[return-value]
 
-    def plan(self, looks: tuple[object, ...], token: tuple[Tensor, Tensor, Tensor], gates: Gates) -> None:
-        """Makes what tokens of some looks need: gates that are numbers as tensors, and room for y.
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Plan:
+        """Makes what tokens of some looks need.
 
         Raises:
             ConfigError: the kernel cannot take them.
         """
-        q, k, v = (item.unsqueeze(1) for item in token)
-        call = Call.of(self.config, q, k, v, _timed(gates), state=self.state, phi_params=self.params)
+        call = self.call(q, k, v, gates)
         if (reason := no_step(call)) is not None:
             raise ConfigError(f"in_place=True takes tokens in a kernel of engine 'triton', which cannot: {reason}")
-        inputs = call.inputs
+        inputs, keys = call.inputs, None if gates.erase is gates.write is None else torch.ones_like(call.inputs.lr)
+        retain = inputs.retain if self.config.retention.uses_retain else None
+        momentum = inputs.momentum if self.config.algorithm.slots else None
+        both = (keys if x is None else x for x in (inputs.erase, inputs.write_gate))
+        found = (*inputs[:4], retain, momentum, *both, inputs.retain_value)
         with torch.inference_mode(False):
-            found: dict[str, Any] = {"lr": inputs.lr, "retain": inputs.retain, "momentum": inputs.momentum}
-            found |= {"erase": inputs.erase, "write": inputs.write_gate, "retain_value": inputs.retain_value}
-            taken = (*self.config.forms.gates, True, True, True)
-            numbers = {
-                name: item.detach().clone()
-                for (name, item), needed in zip(found.items(), taken, strict=True)
-                if needed and item is not None and not isinstance(getattr(gates, name), Tensor)
-            }
-            self.plans[looks] = Gates(**numbers), torch.empty_like(v, memory_format=torch.contiguous_format)
+            y = torch.empty_like(v, memory_format=torch.contiguous_format)
+            given = [
+                None if x is None else own if isinstance(own, Tensor) else x.detach().squeeze(1).clone()
+                for x, own in zip(found, (q, k, v, *gates), strict=False)
+            ]
+        pairs = zip(given, (q, k, v, *gates), strict=False)
+        numbers = [y if x is None else None if x is own else x for x, own in pairs]
+        launch = self.launch(True, given, y) if raw_token(self.config) else None
+        return Plan(numbers, y, launch, checks=not waits(k))
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Call:
+        """The checked call of a token."""
+        timed = Gates(*(x.unsqueeze(1) if isinstance(x, Tensor) else x for x in gates))  # type: ignore[arg-type]
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        with torch.no_grad():
+            return Call.of(self.config, q, k, v, timed, state=self.state, phi_params=self.params)
+
+    def launch(self, raw: bool, given: list[Tensor | None], y: Tensor) -> Any:
+        """Of the kernel of one token, for such tensors."""
+        made = importlib.import_module("hecate.engine.triton.loops").OneToken
+        return made(self.config, raw, _tensors(self.state), given, y)  # type: ignore[arg-type]
+
+    def features(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> list[Tensor | None]:
+        """A token whose map or step the kernel does not know, by its features, made in torch."""
+        gates, taken = gates._replace(erase=None, write=None, retain_value=None), self.config.forms.gates
+        own = zip(gates._fields, plan.numbers[3:6], taken, strict=False)
+        numbers = {name: x for name, x, needed in own if needed and x is not None and x is not plan.y}
+        call = self.call(q, k, v, gates._replace(**numbers))
+        with torch.no_grad():
+            tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
+        return [x.squeeze(1) for x in (tokens.phi_q, tokens.phi_k, *tokens[2:6])]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None) -> Tensor:
         """y `[B, H, V]` of one token, in a buffer that the next call overwrites; a state was adopted before."""
@@ -96,24 +132,21 @@ class InPlace:
         looks = looks_of(q, k, v, gates, state, self.params, None)
         if looks is None:
             raise ConfigError("in_place=True records no gradients; call it under torch.no_grad(), outside transforms")
-        if looks not in self.plans:
-            self.plan(looks, (q, k, v), gates)
-        numbers, y = self.plans[looks]
-        q, k, v = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-        timed = _timed(gates)._replace(**{name: item for name, item in numbers._asdict().items() if item is not None})
-        with torch.no_grad():
-            call = Call.of(self.config, q, k, v, timed, phi_params=self.params, state=state)
-            tokens = to_tokens(call.config, call.inputs, call.params, torch.float32, execute)
-            ((_, carry),) = call.memories
-            loop = importlib.import_module("hecate.engine.triton.loops").Loop
-            loop(self.config, None, (*carry.memory, *carry.slots, None, *tokens)).step(y)
-        return y.squeeze(1)
+        looks += tuple([x.stride() for x in (q, k, v, *gates) if isinstance(x, Tensor)])
+        plan = self.plans.get(looks)
+        if plan is None:
+            self.plans[looks] = plan = self.plan(q, k, v, gates)
+        elif plan.checks and plan.launch is not None:
+            self.call(q, k, v, gates)
+        given: list[Any] = [own if x is None else x for x, own in zip(plan.numbers, (q, k, v, *gates))]  # noqa: B905
+        if plan.launch is None:
+            given[:6] = self.features(plan, q, k, v, gates)
+            there = [None if number is plan.y else x for number, x in zip(plan.numbers, given, strict=True)]
+            self.launch(False, there, plan.y)(given)
+        else:
+            plan.launch(given)
+        return plan.y
 
 
 def _tensors(state: MemoryState) -> list[Tensor]:
     return [*state.memory.values(), *state.slots.values()]
-
-
-def _timed(gates: Gates) -> Gates:
-    """With an axis of time."""
-    return Gates(*(gate.unsqueeze(1) if isinstance(gate, Tensor) else gate for gate in gates))  # type: ignore[arg-type]

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from hecate.algorithm import GD, Momentum
 from hecate.engine.arguments import BORDERS
-from hecate.engine.call import GENERAL, TRACED, Call, Plan, keep
+from hecate.engine.call import GENERAL, RATES, TRACED, Call, Plan, keep
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import (
+    GATES,
     L2,
     LOOP,
     NARROW,
@@ -39,6 +40,7 @@ from hecate.engine.triton.kernel import (
     PACKED,
     PARTED,
     PRECISION,
+    TOKEN,
     interpreting,
     kernel_of,
     precision_of,
@@ -183,12 +185,19 @@ class Triton(TokenEngine):
         return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
+def raw_token(config: MemoryConfig) -> bool:
+    """True if the kernel of one token makes features of keys and queries, as they lie."""
+    return config.step == "raw" and config.forms.phi is not None and not config.algorithm.dampens
+
+
 def no_step(plan: Plan | Call) -> str | None:
-    """Why the loop kernels cannot take a token in place; None if they can."""
-    return Engine.registry["triton"].excludes(plan.config) or _unfit(plan, loops=True)
+    """Why the kernel of one token cannot take a token in place; None if it can."""
+    if RATES in plan.general:
+        return "its kernels take one lr of a token, not one of each weight"
+    return Engine.registry["triton"].excludes(plan.config) or _unfit(plan, loops=True, token=True)
 
 
-def _unfit(plan: Plan | Call, loops: bool) -> str | None:
+def _unfit(plan: Plan | Call, loops: bool, *, token: bool = False) -> str | None:
     if plan.traced and not torch.compiler.is_compiling():
         return TRACED
     if plan.values not in PRECISION:
@@ -206,7 +215,7 @@ def _unfit(plan: Plan | Call, loops: bool) -> str | None:
         return None
     if find_spec("triton") is None:
         return f"it needs triton: {install_line('gpu')}"
-    return None if interpreting() else _trusted(plan, loops)
+    return None if interpreting() else _trusted(plan, loops, token=token)
 
 
 def _loops(plan: Plan | Call) -> bool:
@@ -218,10 +227,10 @@ def _loops(plan: Plan | Call) -> bool:
     return forms.algorithm is None or forms.algorithm.nesterov or (channels and forms.algorithm.momentum)
 
 
-def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False) -> str | None:
-    """Why the kernel of a call, of rows walked whole or parted, is not trusted."""
+def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: bool = False) -> str | None:
+    """Why the kernel of a call, of rows walked whole or parted or of one token in place, is not trusted."""
     config = plan.config
-    raw = _raw(plan)
+    raw = raw_token(config) if token else _raw(plan)
     judged = config.launches.get(("judged", raw, loops))
     if judged is None:
         judged = _judged(config, raw, loops)
@@ -234,9 +243,11 @@ def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False) -> str | N
         "channels": plan.channels,
         LOOP: loops,
         NARROW: raw and plan.values.itemsize < plan.dtype.itemsize,
-        L2: config.key_norm == "l2" and not raw,
+        L2: config.key_norm == "l2" and not raw and not token,
         PACKED: _borders(plan) is not None,
         PARTED: parted,
+        TOKEN: token,
+        GATES: token and plan.tensors.inputs.lr.itemsize < plan.dtype.itemsize,
     }
     flags = tuple(name for name, given in there.items() if given)
     return verdict(judged, flags, plan.values, plan.device, plan.shape)

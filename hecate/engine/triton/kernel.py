@@ -4,6 +4,7 @@ float64 before it is used. [ENG-TRITON-I1]"""
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from functools import cache, partial
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.features import L2_NORM, featured
+from hecate.engine.call import Inputs
+from hecate.engine.features import L2_NORM, featured, to_tokens
 from hecate.engine.parallel import by_torch
-from hecate.engine.tokens import Carry
+from hecate.engine.tokens import VECTORS, Carry
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.engine.triton.table import SEGMENT
 from hecate.formula import bias_formula
@@ -25,8 +27,9 @@ PARITY = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 PRECISION = {torch.float32: "tf32x3", torch.bfloat16: "bf16", torch.float16: "halves"}
 SCALES = 0.3, 0.03  # of a trial's states, values and steps: the first that lets a rule stay finite
 # Among the flags of a verdict: loop kernels, narrow inputs, keys at unit length ahead of the kernel, packed documents,
-# rows in parts that are walked side by side.
-LOOP, NARROW, L2, PACKED, PARTED = "loop", "narrow", "l2", "packed", "parted"
+# rows in parts that are walked side by side, one token in place.
+LOOP, NARROW, L2, PACKED, PARTED, TOKEN = "loop", "narrow", "l2", "packed", "parted", "token"
+GATES = "narrow gates"  # of one token
 BORDERS = (0, 70, 71, TRIAL)  # of a trial's documents
 NO_CARD = "no GPU is here to try its kernels on"
 Flags = tuple[str, ...]  # which of write, reset and phi_w there are: a kernel of its own each
@@ -132,6 +135,8 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     if torch.is_autocast_enabled(device):  # a verdict is for every caller
         with torch.autocast(device, enabled=False):
             return distrust(config, flags, dtype, device, shape)
+    if TOKEN in flags:
+        return distrust_token(config, flags, dtype, device, shape)
     if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
         return reason
     for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):
@@ -161,6 +166,65 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
         shape=shape,
         plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
     )  # fmt: skip
+
+
+def distrust_token(
+    config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]
+) -> str | None:
+    """Why the kernel of one token is not trusted: what it makes of a trial token by token, from what a caller gives it,
+    beside the token loop in float64. States are held to what those of the loop kernels are, outputs to their dtype."""
+    slots = len(config.algorithm.slots)
+    for scale in (min(scale, _stable(config, shape[1])) for scale in SCALES):
+        inputs, _ = trial(
+            dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
+        )  # fmt: skip
+        states, tokens = several(inputs[: 1 + slots]), list(inputs[slots + 2 :])
+        if config.key_norm != "none":  # or nothing would tell keys of unit length from such that came there
+            tokens[0] = one((tokens[0],)) * one((tokens[1],)).norm(dim=-1, keepdim=True)
+        for at, x in enumerate(tokens):
+            if x is not None and (NARROW if at < VECTORS else GATES) in flags:
+                tokens[at] = x.to(dtype)
+        k, q, v, lr, retain, momentum, _, _, keys, value = tokens
+        sizes = None if keys is None else keys * math.sqrt(shape[1])
+        gates = (None, None) if sizes is None else (sizes.sigmoid(), (-sizes).sigmoid())
+        given = (q, k, v, lr, retain, momentum, *gates, value)
+        right = _tokens_by_torch(config, torch.float64, states, given)
+        if all(bool(item.isfinite().all()) for item in right):
+            break
+    used = config.retention.uses_retain, slots > 0
+    own = (q, k, v, lr, *(x if there else None for x, there in zip((retain, momentum), used, strict=True)))
+    found = cache(lambda: _token_by_token(config, states, (*own, *gates, value), dtype))
+    told: dict[str, Any] = {"against": "the token loop in float64", "dtype": dtype, "shape": shape}
+    return difference(
+        lambda: found()[:1], lambda: right[:1], bound=PARITY[PRECISION[dtype]], names=("y",), **told
+    ) or difference(
+        lambda: found()[1:], lambda: right[1:], bound=PARITY["tf32x3"], names=("state", *["slot"] * slots), times=8.0,
+        plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
+    )  # fmt: skip
+
+
+def _tokens_by_torch(config: MemoryConfig, dtype: torch.dtype, states: Tensors, given: Tensors) -> tuple[Tensor, ...]:
+    """y and the last states of what a caller gives of a sequence, by plain torch in a dtype."""
+    names = (*Inputs._fields[:6], *Inputs._fields[9:12])
+    inputs = Inputs(**dict(zip(names, given, strict=True)))  # type: ignore[arg-type]
+    first = several(tuple(x.to(dtype) for x in several(states)))
+    carry = Carry(first[:1], first[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=first[0].device))
+    tokens = to_tokens(config, inputs, {"learned": {}, "frozen": {}}, dtype, execute)
+    return several(by_torch(config, carry)(*first, first[0], *tokens))
+
+
+def _token_by_token(config: MemoryConfig, states: Tensors, given: Tensors, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The same by the kernel of one token, y in a dtype."""
+    held = [x.unsqueeze(0).clone() for x in several(states)]
+    outputs = torch.empty_like(one(given[2:3]), dtype=dtype)
+    y, launch = outputs[:, 0].clone(), None
+    for at in range(outputs.shape[1]):
+        token = [None if x is None else x[:, at] for x in given]
+        if launch is None:
+            launch = importlib.import_module("hecate.engine.triton.loops").OneToken(config, True, held, token, y)
+        launch([y if x is None else x for x in token])
+        outputs[:, at] = y
+    return outputs, *(x.squeeze(0) for x in held)
 
 
 def _stable(config: MemoryConfig, width: int) -> float:

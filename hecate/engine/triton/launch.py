@@ -28,6 +28,7 @@ from hecate.tape import Tensors, one, several
 
 ROWS = 32  # of a norm's program
 ALIGNED = 16  # bytes: Triton takes the address of a tensor for a multiple of them, or not
+SAME = ("same", 0.0, "none", 1.0)  # of features
 
 
 class Form:
@@ -57,7 +58,7 @@ class Form:
         self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
-        phi = _phi(config, self.width) if raw else ("same", 0.0, "none", 1.0)
+        phi = phi_of(config, self.width) if raw else SAME
         lie = exact == "bf16"  # rows are operands as they lie, their sizes beside them
         self.flags: dict[str, Any] = {
             "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
@@ -398,7 +399,7 @@ def stream_of(device: torch.device) -> int | None:
     return driver.active.get_current_stream(index) if index == device.index else None
 
 
-def _phi(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
+def phi_of(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
     """The map of a config, its number, its norm, and what queries are multiplied by."""
     form = config.forms.phi
     if form is None:

@@ -5,14 +5,14 @@ one program walks a memory, or a tile of its values where these know nothing of 
 every SEG-th token. Backward, one program for each memory writes the states of a segment again, into scratch space of
 its own, and walks it in reverse: a token's new state is made once more from the one before it, the cotangent of W
 gathers until the token that made it is reached, and goes through the link once. No number is added to by two programs.
-One token forward, onto the state's own place, is how `decode` takes it. [ENG-TRITON-D5]
+One token forward, onto the state's own place and from what the caller has, is a kernel of its own. [ENG-TRITON-D5]
 """
 
 import triton
 import triton.language as tl
 
 from hecate.engine.triton.block import first_state, sequence_of, writes_at
-from hecate.engine.triton.maps import COUNTS
+from hecate.engine.triton.maps import COUNTS, featured
 from hecate.engine.triton.steps import direction, direction_vjp, moved, moved_vjp, weights, weights_vjp
 
 
@@ -30,14 +30,10 @@ def retain_at(retain, value, at, op, ov, P: tl.constexpr, V: tl.constexpr, RETAI
 
 
 @triton.jit
-def written(
-    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, cs, cl, in_p, whole, P: tl.constexpr, V: tl.constexpr,
-    PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
-    ALGORITHM: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr,
-):  # fmt: skip
-    """The state after a write and its momentum; and of the write the weights that predict, prediction, key, written
-    key, value, u, lr, momentum gate and direction."""
-    in_v = (ov < V)[None, :]
+def token_at(
+    k, kw, v, lr, momentum, at, op, ov, P: tl.constexpr, V: tl.constexpr, ALGORITHM: tl.constexpr, APART: tl.constexpr
+):
+    """A token's key and written key `[P, 1]`, value `[1, V]`, lr and momentum gate."""
     kt = tl.load(k + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
     wt = kt
     if APART:
@@ -46,6 +42,17 @@ def written(
     l, m = tl.load(lr + at).to(tl.float32), 0.0
     if ALGORITHM != "gd":
         m = tl.load(momentum + at).to(tl.float32)
+    return kt, wt, vt, l, m
+
+
+@triton.jit
+def written(
+    A, S, W, kt, wt, vt, l, m, r, cu, e, cs, cl, in_p, in_v, whole, P: tl.constexpr, V: tl.constexpr,
+    PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
+    ALGORITHM: tl.constexpr, DECAYED: tl.constexpr,
+):  # fmt: skip
+    """The state after a token's write and its momentum; and of the write the weights that predict, prediction, u and
+    direction."""
     pred = vt
     if MOVES:
         if DECAYED:
@@ -54,7 +61,7 @@ def written(
         pred = tl.sum(kt * W, 0)[None, :]
     u = tl.where(in_v, PSI(in_v, V, pred, vt, cu), 0.0)
     D, S = direction(S, u, wt, l, m, e, ALGORITHM)
-    return moved(A, D, r, cs, whole, in_p, in_v, P, V, STEP), S, W, pred, kt, wt, vt, u, l, m, D
+    return moved(A, D, r, cs, whole, in_p, in_v, P, V, STEP), S, W, pred, u, D
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -67,7 +74,7 @@ def forward(
     DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, KEEPS: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each memory, or of each document (DOCS, from Z0), and tile of values: outputs, last states and,
-    if it KEEPS them, those at every SEG-th token. M1 and S1 may be M0 and S0."""
+    if it KEEPS them, those at every SEG-th token."""
     n, iv = tl.program_id(0).to(tl.int64), tl.program_id(1)
     SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
@@ -94,9 +101,10 @@ def forward(
             w = tl.load(write + at) != 0
         if w:
             rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
-            A, S, _, _, _, _, _, _, _, _, _ = written(
-                A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, cs, cl, in_p, whole, P, V,
-                PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
+            kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+            A, S, _, _, _, _ = written(
+                A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V,
+                PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DECAYED)  # fmt: skip
             W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
             if not EARLY_READ:
                 out = tl.sum(qt * W, 0)
@@ -105,6 +113,70 @@ def forward(
     tl.store(M1 + own * V * P + cell, A, mask=last)
     if SLOT:
         tl.store(S1 + own * V * P + cell, S, mask=last)
+
+
+GIVEN = ("q", "k", "v", "lr", "retain", "momentum", "erase", "write", "value")  # to one token, in this order
+PLACES = tuple(f"{name}_{axis}" for name in GIVEN for axis in "bhd")  # their strides, of rows, heads and channels
+
+
+@triton.jit(do_not_specialize=PLACES, do_not_specialize_on_alignment=GIVEN)
+def one_token(
+    q, k, v, lr, retain, momentum, erase, write, value, M, S0, y,
+    q_b, q_h, q_d, k_b, k_h, k_d, v_b, v_h, v_d, lr_b, lr_h, lr_d, retain_b, retain_h, retain_d,
+    momentum_b, momentum_h, momentum_d, erase_b, erase_h, erase_d, write_b, write_h, write_d, value_b, value_h, value_d,
+    cu, e, cs, cl,
+    P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PHI: tl.constexpr, KEYS: tl.constexpr,
+    PSI: tl.constexpr, MOVES: tl.constexpr, STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr,
+    ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, DECAYED: tl.constexpr,
+    EARLY_READ: tl.constexpr,
+):  # fmt: skip
+    """One program for each memory and tile of values: y of one token, and the state where it was. Queries and keys are
+    no features yet; KEYS: erase and write are there."""
+    TILES: tl.constexpr = (V + BV - 1) // BV
+    b, h = (tl.program_id(0) // TILES).to(tl.int64), tl.program_id(1).to(tl.int64)
+    n = b * tl.num_programs(1) + h
+    op, ov = tl.arange(0, BP), tl.program_id(0) % TILES * BV + tl.arange(0, BV)
+    in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
+    cell, whole = n * V * P + op[:, None] + ov[None, :] * P, in_p & in_v
+    A = tl.load(M + cell, mask=whole, other=0.0)
+    S = A * 0.0
+    if ALGORITHM != "gd":
+        S = tl.load(S0 + cell, mask=whole, other=0.0)
+    qt = tl.load(q + b * q_b + h * q_h + op * q_d, mask=op < P, other=0.0).to(tl.float32)
+    vt = tl.load(v + b * v_b + h * v_h + ov * v_d, mask=ov < V, other=0.0).to(tl.float32)[None, :]
+    l, m, rp, rv = tl.load(lr + b * lr_b + h * lr_h).to(tl.float32), 0.0, 1.0, 1.0
+    if ALGORITHM != "gd":
+        m = tl.load(momentum + b * momentum_b + h * momentum_h).to(tl.float32)
+    if RETAIN == "one":
+        rp = tl.load(retain + b * retain_b + h * retain_h).to(tl.float32)
+    if RETAIN == "channels":
+        kept = retain + b * retain_b + h * retain_h + op * retain_d
+        rp = tl.load(kept, mask=op < P, other=1.0).to(tl.float32)[:, None]
+    if VALUE:
+        held = value + b * value_b + h * value_h + ov * value_d
+        rv = tl.load(held, mask=ov < V, other=1.0).to(tl.float32)[None, :]
+    if KEYS:
+        ke = tl.load(erase + b * erase_b + h * erase_h + op * erase_d, mask=op < P, other=0.0).to(tl.float32)
+        kw = tl.load(write + b * write_b + h * write_h + op * write_d, mask=op < P, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # nothing that waits for a key is moved ahead of the other loads
+    kt = tl.load(k + b * k_b + h * k_h + op * k_d, mask=op < P, other=0.0).to(tl.float32)
+    kt, _ = featured(kt[None, :], (op < P)[None, :], PHI)
+    qt, _ = featured(qt[None, :], (op < P)[None, :], PHI)
+    wt = kt
+    if KEYS:
+        wt, kt = kt * kw[None, :], kt * ke[None, :]
+    kt, wt, qt = tl.trans(kt), tl.trans(wt), tl.trans(qt) * PHI[3]
+    W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
+    out = tl.sum(qt * W, 0)
+    A, S, _, _, _, _ = written(
+        A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK, DUAL,
+        ALGORITHM, DECAYED)  # fmt: skip
+    tl.store(M + cell, A, mask=whole)
+    if ALGORITHM != "gd":
+        tl.store(S0 + cell, S, mask=whole)
+    if not EARLY_READ:
+        out = tl.sum(qt * weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL), 0)
+    tl.store(y + n * V + ov, out.to(y.dtype.element_ty), mask=ov < V)
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
@@ -149,9 +221,10 @@ def backward(
             if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
-                A, S, _, _, _, _, _, _, _, _, _ = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, rp * rv, cu, e, cs, cl, in_p, whole, P, V,
-                    PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
+                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+                A, S, _, _, _, _ = written(
+                    A, S, W, kt, wt, vt, l, m, rp * rv, cu, e, cs, cl, in_p, in_v, whole, P, V,
+                    PSI, MOVES, STEP, LINK, DUAL, ALGORITHM, DECAYED)  # fmt: skip
         tl.debug_barrier()
         for later in range(0, count):
             i = count - 1 - later
@@ -170,9 +243,10 @@ def backward(
             if w:
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 r = rp * rv
-                new, _, seen, pred, kt, wt, vt, u, l, m, D = written(
-                    A, S, W, k, kw, v, lr, momentum, at, op, ov, r, cu, e, cs, cl, in_p, whole, P, V, PSI,
-                    MOVES, STEP, LINK, DUAL, ALGORITHM, APART, DECAYED)  # fmt: skip
+                kt, wt, vt, l, m = token_at(k, kw, v, lr, momentum, at, op, ov, P, V, ALGORITHM, APART)
+                new, _, seen, pred, u, D = written(
+                    A, S, W, kt, wt, vt, l, m, r, cu, e, cs, cl, in_p, in_v, whole, P, V, PSI, MOVES, STEP, LINK,
+                    DUAL, ALGORITHM, DECAYED)  # fmt: skip
                 if not EARLY_READ:
                     read = tl.sum(weights(new, cl, whole, in_p, in_v, P, V, LINK, DUAL) * g, 1)
                     GW += qt * g

@@ -10,13 +10,16 @@ import triton
 from torch import Tensor
 
 from hecate.engine.tokens import Tokens, by_head
-from hecate.engine.triton.loop import backward, forward
+from hecate.engine.triton.launch import SAME, phi_of
+from hecate.engine.triton.loop import backward, forward, one_token
 from hecate.engine.triton.table import SEGMENT, Documents
 from hecate.engine.triton.tiles import Steps, Tiles, steps_of, tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
 
 CELLS, TILE = 512, 64  # of a state for each warp, and values in a tile where these know nothing of each other
+# Of one token. A program then has more threads than keys are wide, and rows are summed up without a barrier.
+ONE_TILE = 32
 
 
 class Formulas(NamedTuple):
@@ -101,24 +104,16 @@ class Loop:
         shape = self.documents.segments, self.count, self.height, self.width
         states = memory.new_empty(shape) if keeps else memory
         slots = memory.new_empty(shape) if keeps and slot is not None else states
-        self._walk(y, states, slots, last, last_slot, keeps=keeps)
-        finals = (last,) if slot is None else (last, last_slot)
-        return (y, *finals), (states, slots) if keeps else ()
-
-    def step(self, y: Tensor) -> None:
-        """Leaves outputs in y, and final states where the given ones, which are contiguous, were."""
-        memory = self.memory
-        self._walk(y, memory, memory, memory, memory if self.slot is None else self.slot, keeps=False)
-
-    def _walk(self, y: Tensor, states: Tensor, slots: Tensor, last: Tensor, last_slot: Tensor, *, keeps: bool) -> None:
-        memory, steps = self.memory, self.formulas.steps
+        steps = self.formulas.steps
         tile = min(rounded(self.height), TILE) if self.formulas.apart else rounded(self.height)
         forward[(self.documents.programs * self.count, -(-self.height // tile))](
-            *self.arguments, self.documents.docs, memory, memory if self.slot is None else self.slot,
+            *self.arguments, self.documents.docs, memory, memory if slot is None else slot,
             memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
             self.heads, SEGMENT, self.formulas.bias.cu, self.formulas.erase, steps.numbers[0], steps.numbers[2],
             BV=tile, KEEPS=keeps, num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
+        finals = (last,) if slot is None else (last, last_slot)
+        return (y, *finals), (states, slots) if keeps else ()
 
     def backward(self, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of memory, slots, initial memory and the tokens."""
@@ -143,3 +138,39 @@ class Loop:
         own = (g0,) if self.slot is None else (g0, y0)
         q, k, w, v, lr, retain, value, momentum = grads
         return (*own, None if self.restart is None else gz, k, q, v, lr, retain, momentum, None, None, w, value)
+
+
+class OneToken:
+    """The launch of one token onto a state in place, for tensors `[B, H, *]` of known shapes, dtypes and strides."""
+
+    def __init__(
+        self, config: MemoryConfig, raw: bool, states: Sequence[Tensor], given: Sequence[Tensor | None], y: Tensor
+    ) -> None:
+        """given: q, k, v, lr, retain, momentum, erase, write and retain_value, None where there is none; raw: q and k
+        are no features yet; memory and slots `[B, H, V, P]` and y `[B, H, V]` are contiguous."""
+        (*_, retain, _, erase, write, value), (height, width) = given, states[0].shape[-2:]
+        channels = retain is not None and retain.dim() == 3
+        made = formulas(config, single=not channels and value is None)
+        tile = min(rounded(height), ONE_TILE) if made.apart else rounded(height)
+        self.grid = len(y) * -(-height // tile), y.shape[1], 1
+        places: list[int] = []
+        for x in given:
+            places += (0, 0, 0) if x is None else (*x.stride(), 0)[:3]
+        numbers = made.bias.cu, made.erase, made.steps.numbers[0], made.steps.numbers[2]
+        self.rest = (states[0], states[-1], y, *places, *numbers)
+        own: dict[str, Any] = {
+            "P": width, "V": height, "BP": rounded(width), "BV": tile,
+            "PHI": phi_of(config, width) if raw else SAME, **made.flags,
+            "RETAIN": "none" if retain is None else "channels" if channels else "one",
+            "VALUE": value is not None, "KEYS": erase is not None and write is not None,
+        }  # fmt: skip
+        self.flags = {name: own[name] for name in one_token.arg_names if name in own}
+        self.warps = warps(tile, rounded(width))
+        self.made: Any = None
+
+    def __call__(self, given: Sequence[Tensor]) -> None:
+        """Any tensor in place of what is not there."""
+        if self.made is None:  # which it stays in the interpreter
+            self.made = one_token[self.grid](*given, *self.rest, num_warps=self.warps, **self.flags)
+        else:  # by what Triton has compiled, without a look at what it would compile for
+            self.made[self.grid](*given, *self.rest, *self.flags.values())
