@@ -18,14 +18,16 @@ from hecate.engine.triton.block import (
     channels_at,
     gates_at,
     keys_at,
+    narrowed,
     origin_of,
     product,
     row_of,
     rows_at,
     segment_of,
+    times,
     writes_at,
 )
-from hecate.engine.triton.factors import at_level, inverse, narrowed, put, times
+from hecate.engine.triton.factors import at_level, inverse, put
 from hecate.engine.triton.maps import COUNTS, featured, sized
 
 

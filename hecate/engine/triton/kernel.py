@@ -196,9 +196,9 @@ def distrust_token(
     found = cache(lambda: _token_by_token(config, states, (*own, *gates, value), dtype))
     told: dict[str, Any] = {"against": "the token loop in float64", "dtype": dtype, "shape": shape}
     return difference(
-        lambda: found()[:1], lambda: right[:1], bound=PARITY[PRECISION[dtype]], names=("y",), **told
+        lambda: found()[:1], lambda: right[:1], bound=PARITY[dtype], names=("y",), **told
     ) or difference(
-        lambda: found()[1:], lambda: right[1:], bound=PARITY["tf32x3"], names=("state", *["slot"] * slots), times=8.0,
+        lambda: found()[1:], lambda: right[1:], bound=PARITY[torch.float32], names=("state", *["slot"] * slots), times=8.0,
         plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
     )  # fmt: skip
 

@@ -345,17 +345,17 @@ class Scan(Form):
             self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]), restart)
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
-        numbers = (*numbers, self.count, lr.numel())
+        counts = (*numbers, self.count, lr.numel())
         self.launch(
             tokens, self.walks.tokens, grid,
             *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums, ends,
-            *numbers, C=segment,
+            *counts, C=segment,
         )  # fmt: skip
         if self.decays or self.slots:
             to = [v if x is None else x for x in found]
             self.launch(
                 gates, self.walks.gates, grid,
-                *self.arguments, spans, us, es, gy, sums, ends, *to, *numbers, C=segment,
+                *self.arguments, spans, us, es, gy, sums, ends, *to, *counts, C=segment,
             )  # fmt: skip
         return grads
 
