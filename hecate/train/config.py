@@ -219,9 +219,7 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_frozen)] = Field(
-        default_factory=dict
-    )
+    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_frozen)] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
