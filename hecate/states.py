@@ -55,6 +55,11 @@ class State:
         torch.serialization.add_safe_globals([cls])
         pytree._register_namedtuple(cls, serialized_type_name=f"hecate.{cls.__name__}")  # in files of torch.export
 
+    def _replace(self, **fields: Any) -> Self:
+        """The same state with other fields. In place of NamedTuple's own, whose result torch.compile cannot return in
+        every version of torch that is supported: it builds one of a class that it was not told the name of."""
+        return type(self)(**{**self._asdict(), **fields})  # type: ignore[attr-defined]
+
     @property
     def bytes(self) -> int:
         """Size of all tensors."""

@@ -159,13 +159,18 @@ class Plan:
             "channels": channels or wide > 0,
         }
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
-        plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
-        plan.wide, plan.by_tensors = wide, True
-        plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
-        plan.names = tuple(params["learned"]), tuple(params["frozen"])
-        plan.first = len(Inputs._fields) + sum(map(len, plan.names))
+        names = tuple(params["learned"]), tuple(params["frozen"])
+
+        def made() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
+            plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
+            plan.wide, plan.by_tensors = wide, True
+            plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
+            plan.names, plan.first = names, len(Inputs._fields) + sum(map(len, names))
+            return plan
+
+        plan = made()
         if config.normalizer != "none":  # the same memory with bias dot and the value 1 at every token
-            plan.counter = copy(plan)
+            plan.counter = made()
             plan.counter.counting = True
             plan.counter._lay_out(config.counting, None if state is None else state.normalizer, None, k, 1)
         plan._lay_out(config, state, initial, k, v.shape[-1])

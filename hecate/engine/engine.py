@@ -183,7 +183,7 @@ class TokenEngine(Engine):
         return y, *carry.flat
 
 
-def apart(states: list[Tensor | None], given: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
+def apart(states: Sequence[Tensor | None], given: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one. `traced`: what `is_traced` says of what is given, if that is known."""
     traced = is_traced(*given) if traced is None else traced
@@ -191,13 +191,14 @@ def apart(states: list[Tensor | None], given: Tensors, run: Run, traced: bool | 
     for item in given:
         if item is not None and not traced:
             held.add(item.untyped_storage().data_ptr())
-    for at, item in enumerate(states):
-        if item is None or not item.is_floating_point():
-            continue
-        # A compiler takes the id of an input for a constant, and would compile for every tensor anew.
-        if any(item is own for own in given) if traced else item.untyped_storage().data_ptr() in held:
-            states[at] = one(run(_COPY, item, label="state"))
-    return states
+    found: list[Tensor | None] = []
+    for item in states:
+        shared = False
+        if item is not None and item.is_floating_point():
+            # A compiler takes the address of an input for a constant, and would compile for every tensor anew.
+            shared = any(item is own for own in given) if traced else item.untyped_storage().data_ptr() in held
+        found.append(one(run(_COPY, item, label="state")) if shared else item)
+    return found
 
 
 _COPY = linear_block("copy", torch.clone, lambda g: g)

@@ -89,11 +89,11 @@ def cast_inputs(
 ) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
     it."""
-    rest: list[Tensor] = []
+    given: list[Tensor] = []
     for tensor in inputs[:6]:
         held = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
-        rest.append(tensor if held else one(run(cast(dtype), tensor, label="inputs")))
-    q, *rest = rest
+        given.append(tensor if held else one(run(cast(dtype), tensor, label="inputs")))
+    q, rest = given[0], given[1:]  # a list: what a star takes is a tuple to the tracing of older versions of torch
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]

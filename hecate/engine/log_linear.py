@@ -218,7 +218,7 @@ def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *given: Tensor |
     y = one(run(unfold_heads(heads), y, label="heads"))
     if y.dtype != call.values:
         y = one(run(cast(call.values), y, label="outputs"))
-    return y, *apart(list(carry.flat), call.flat, run)
+    return y, *apart(carry.flat, call.flat, run)
 
 
 def _split(rows: list[Tensors], carry: Carry) -> tuple[Tensor, Places, Tokens]:

@@ -409,7 +409,7 @@ def _general(config: MemoryConfig) -> TokenStep:
         carry, fields = carry_of(state), len(Tokens._fields)
         start = token[fields] if len(token) > fields else ()
         y, new, _ = token_step(config, Tokens(*token[:fields]), carry, start, run=execute, blocks=blocks)
-        new = new.rebuilt(tuple(apart(list(new.flat), carry.flat, execute)))  # type: ignore[arg-type]
+        new = new.rebuilt(tuple(apart(new.flat, carry.flat, execute)))  # type: ignore[arg-type]
         return y, named_state(tuple(state.memory), tuple(state.slots), new, state.position.shape)
 
     return step

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat, starmap
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -383,7 +383,7 @@ def walk_vjp(
 def _split(matrices: Matrices) -> list[Matrices]:
     """The matrices of each block."""
     columns = [repeat(None) if item is None else item.unbind(0) for item in matrices]
-    return list(starmap(Matrices, zip(*columns)))  # noqa: B905
+    return [Matrices(*block) for block in zip(*columns)]  # noqa: B905
 
 
 def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> States:

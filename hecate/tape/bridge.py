@@ -182,7 +182,7 @@ class _Function(torch.autograd.Function):
                 outputs, kept = forward(inputs, record is not None)
         if record is None:
             # torch refuses to save an input that is an output as well.
-            return distinct(outputs, set(map(id, inputs)))
+            return distinct(outputs, set(inputs))
         record.append(kept)
         # What is kept for the backward pass must not hold the outputs, which hold it.
         own: list[Tensor | None] = []
@@ -192,7 +192,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        _, ctx.pullback, record, *tensors = inputs
+        _, ctx.pullback, record, *given = inputs
+        tensors: list[Any] = list(given)
         ctx.count, ctx.flat, ctx.layout, ctx.others = len(tensors), False, None, []
         if record:
             # Tensors alone need no walk through what may be nested.

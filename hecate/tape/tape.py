@@ -49,7 +49,7 @@ class Block(NamedTuple):
         """Runs the forward; the residual of a block without a VJP is torch's own pullback."""
         if self.vjp is None:
             return _autograd_vjp(self, inputs)
-        return self.checked((self.record or self.forward)(*inputs))
+        return self.checked((self.forward if self.record is None else self.record)(*inputs))
 
     def checked(self, returned: Made) -> Made:
         """The checked result of a forward; `ShapeError` where that is no tuple of outputs beside its residuals."""
@@ -114,17 +114,15 @@ def differentiable(tensor: Tensor | None) -> bool:
     return tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def distinct(outputs: Tensors, known: set[int]) -> Tensors:
+def distinct(outputs: Tensors, known: set[Tensor | None]) -> Tensors:
     """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
 
     A block may return an input as it is; told apart by identity, the two would share one cotangent."""
-    ids = set(map(id, outputs))
-    if len(ids) == len(outputs) and known.isdisjoint(ids):
-        return outputs
     own: list[Tensor | None] = []
-    for at, out in enumerate(outputs):
-        shared = id(out) in known or any(out is earlier for earlier in outputs[:at])
-        own.append(out.view_as(out) if shared and out is not None else out)
+    met: set[Tensor | None] = set()
+    for out in outputs:
+        own.append(out.view_as(out) if out is not None and (out in known or out in met) else out)
+        met.add(out)
     return tuple(own)
 
 
@@ -176,8 +174,8 @@ class Tape:
         print(tape)                      # one line per call
         tape.norms("layer 0")            # cotangent norms by label, after backward
 
-    Tensors are told apart by identity; a tape keeps what it recorded alive. Recording never copies and never touches
-    `torch.autograd`, so every VJP is itself plain torch and can be differentiated again.
+    Tensors are told apart by identity, which their hash is; a tape keeps what it recorded alive. Recording never copies
+    and never touches `torch.autograd`, so every VJP is itself plain torch and can be differentiated again.
     """
 
     def __init__(self, *, observe: bool = False) -> None:
@@ -185,7 +183,7 @@ class Tape:
         self.calls: list[Call] = []
         self.observe = observe
         self._observed: list[tuple[str, str, Tensor]] = []  # label, block, and the norm of what reached its outputs
-        self._known: set[int] = set()
+        self._known: set[Tensor | None] = set()
         self._remembered: list[Made] = []  # of the checkpoints to come, the last one first
 
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
@@ -195,9 +193,9 @@ class Tape:
             residuals = inputs if kept is None else kept
         else:
             outputs, residuals = block.apply(inputs)
-        self._known.update(map(id, inputs))
+        self._known.update(inputs)
         outputs = distinct(outputs, self._known)
-        self._known.update(map(id, outputs))
+        self._known.update(outputs)
         self.calls.append(Call(block, label, inputs, outputs, residuals))
         return outputs
 
@@ -210,10 +208,10 @@ class Tape:
         return self._walk(reversed(self.calls), outputs, cotangents, inputs)
 
     def _walk(self, calls: Iterable[Call], outputs: Values, cotangents: Values, inputs: Values) -> Tensors:
-        flowing: dict[int, Tensor] = {}
+        flowing: dict[Tensor | None, Tensor] = {}
         _accumulate(flowing, outputs, cotangents, None)
         for call in calls:
-            received = [flowing.pop(id(out), None) for out in call.outputs]
+            received = [flowing.pop(out, None) for out in call.outputs]
             if not any(item is not None for item in received):
                 continue
             filled = [
@@ -225,7 +223,7 @@ class Tape:
                 squares = [g.detach().abs().double().square().sum() for g in filled if differentiable(g)]
                 self._observed.append((call.label, call.block.name, torch.stack(squares).sum().sqrt()))
             _accumulate(flowing, call.inputs, self._pull(call, filled), call.block)
-        return tuple(None if value is None else flowing.get(id(value)) for value in inputs)
+        return tuple(None if value is None else flowing.get(value) for value in inputs)
 
     def _pull(self, call: Call, cotangents: list[Tensor]) -> Values:
         if call.block.program is None or not self.observe:
@@ -333,6 +331,7 @@ def replay(
     own = _variables(inputs)
     tape._remembered = list(reversed(remembered))
     outputs = [out for out in program(tape, *own) if out is not None]
+    tape._known.clear()  # which would hold on to what the calls let go of
     calls = (tape.calls.pop() for _ in range(len(tape.calls)))
     return tape._walk(calls, outputs, cotangents, own)
 
@@ -342,7 +341,7 @@ def _variables(inputs: Tensors) -> Tensors:
     return tuple(None if value is None else value.view_as(value) for value in inputs)
 
 
-def _accumulate(flowing: dict[int, Tensor], values: Values, cotangents: Values, block: Block | None) -> None:
+def _accumulate(flowing: dict[Tensor | None, Tensor], values: Values, cotangents: Values, block: Block | None) -> None:
     source = "backward" if block is None else f"the VJP of {block.name!r}"
     if len(values) != len(cotangents):
         raise ShapeError(f"{source}: expected {len(values)} cotangents, got {len(cotangents)}")
@@ -357,8 +356,8 @@ def _accumulate(flowing: dict[int, Tensor], values: Values, cotangents: Values, 
         if cotangent.dtype != value.dtype:
             real = cotangent.is_complex() and not value.is_complex()
             cotangent = (cotangent.real if real else cotangent).to(value.dtype)
-        present = flowing.get(id(value))
-        flowing[id(value)] = cotangent if present is None else present + cotangent
+        present = flowing.get(value)
+        flowing[value] = cotangent if present is None else present + cotangent
 
 
 def _join(*parts: str) -> str:

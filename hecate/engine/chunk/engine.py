@@ -303,7 +303,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     at = config.rule.weights(anchor, run=run) if kept is None else anchor
     if config.blocks:
         c, carry = _lengths(config, phi_k, at, carry, write, run)
-        gates[0] = one(run(_TIMES, gates[0], c))
+        gates = [one(run(_TIMES, gates[0], c)), *gates[1:]]
     built = token_gradients(config, at, (phi_k, v, kept), run, start)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)

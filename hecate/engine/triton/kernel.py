@@ -198,8 +198,8 @@ def distrust_token(
     return difference(
         lambda: found()[:1], lambda: right[:1], bound=PARITY[dtype], names=("y",), **told
     ) or difference(
-        lambda: found()[1:], lambda: right[1:], bound=PARITY[torch.float32], names=("state", *["slot"] * slots), times=8.0,
-        plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
+        lambda: found()[1:], lambda: right[1:], bound=PARITY[torch.float32], times=8.0,
+        names=("state", *["slot"] * slots), plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
     )  # fmt: skip
 
 

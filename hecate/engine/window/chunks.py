@@ -187,7 +187,7 @@ class _Spans:
             gbases[1].baddbmm_(across.mT, gstates[0])
         wanted = gy, torch.stack(gweights, -1), *([] if gacross is None else [gacross]), *gonto, *gcontext
         again = ByHand("window.between", self.forward, self.backward, partial(self.between, steps=steps))
-        *ginputs, gproducts, ggram = again.by_autograd(inputs, wanted)
+        *drawn, gproducts, ggram = again.by_autograd(inputs, wanted)
         gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
         shares = one((gproducts,)).split(
             [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
@@ -202,7 +202,8 @@ class _Spans:
             total.baddbmm_(shares[-1], own.keys)
             gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
         gx = self.settings.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
-        gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, ginputs[:2], strict=True))
+        gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, drawn[:2], strict=True))
+        ginputs = list(drawn)
         ginputs[_Inputs._fields.index("keys")] = gkeys
         return gk, gq, *ginputs[2:], *gmet, *(gbases if self.waits else ())
 
@@ -211,7 +212,7 @@ class _Spans:
     def named(self, found: Tensors) -> tuple[Any, ...]:
         """Outputs of `between`: y, a, what M' has of S across, the combinations O, the context's values and marks."""
         y, weights, *rest = several(found)
-        across = rest.pop(0) if self.mixes and not self.waits else None
+        across, rest = (rest[0], rest[1:]) if self.mixes and not self.waits else (None, rest)
         count = len(rest) - 2 * (self.settings.kept > 0)
         return y, weights, across, rest[:count], rest[count:]
 
