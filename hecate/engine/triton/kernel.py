@@ -199,7 +199,8 @@ def distrust_token(
         lambda: found()[:1], lambda: right[:1], bound=PARITY[dtype], names=("y",), **told
     ) or difference(
         lambda: found()[1:], lambda: right[1:], bound=PARITY[torch.float32], times=8.0,
-        names=("state", *["slot"] * slots), plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
+        names=("state", *["slot"] * slots),
+        plain=lambda: _tokens_by_torch(config, torch.float32, states, given)[1:], **told,
     )  # fmt: skip
 
 
