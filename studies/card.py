@@ -493,9 +493,15 @@ def scan(
     config: MemoryConfig, case: Sequence[Tensor], engine: str, borders: Tensor | None = None
 ) -> tuple[Tensor, Any]:
     """A scan by an engine."""
-    own = config.model_copy(update={"on_nonfinite": "propagate"})
     q, k, v, *gates = case
-    return memory_scan(own, q, k, v, gates_of(config, gates), engine=engine, cu_seqlens=borders)
+    return memory_scan(propagating(config), q, k, v, gates_of(config, gates), engine=engine, cu_seqlens=borders)
+
+
+@cache
+def propagating(config: MemoryConfig) -> MemoryConfig:
+    """The config without its look for what is no number: one object, as a layer has, which keeps what it knows of a
+    call."""
+    return config.model_copy(update={"on_nonfinite": "propagate"})
 
 
 def outputs(config: MemoryConfig, engine: str, case: Sequence[Tensor]) -> Tensor:
