@@ -110,13 +110,15 @@ def tokens(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
-    FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
+    FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """One program for each segment of C tokens of a memory: cotangents of its rows, and what its gates are asked for.
-    One kind of rows comes after the other, so that few are held at once.
+    """One program for each segment of C tokens of a memory: cotangents of its rows, of queries, of keys or of "both"
+    (OF), and what its gates are asked for. One kind of rows comes after the other, so that few are held at once.
 
     sums `[8, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[segments, N, 4]`: of a, s, e, z
     there."""
+    ASKS: tl.constexpr = OF != "keys"
+    WRITES: tl.constexpr = OF != "queries"
     SIGN: tl.constexpr = -1.0 if MOVES else 1.0  # u is -v where no prediction is asked for
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
@@ -136,81 +138,83 @@ def tokens(
     gA, gL = gA * Kq, gL * F
     asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
     sum, end = sums + at, ends + place * 4
-    gqt = in_halves(gA * step[None, :], written, DT, EXACT)
-    gaq, gsq, gzq, ga, gs, ge, gz = a * 0, a * 0, a * 0, 0.0, 0.0, 0.0, 0.0
-    for jv in range(0, V, BV):
-        ov = jv + tl.arange(0, BV)
-        cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
-        state = place * V * P + cell
-        g = rows(gy, at, inside, ov, V, PLAIN)
-        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
-        x = in_halves(g, M, DT, EXACT)
-        gaq += tl.sum(x * asked, 1)
-        gqt += aq[:, None] * x
-        ga += tl.sum(G.to(tl.float32) * M)
-        if again:
-            Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
-            x = in_halves(g, Z, DT, EXACT)
-            gzq += tl.sum(x * asked, 1)
-            gqt += zq[:, None] * x
-            gz += tl.sum(G * Z)
-        if MOMENTUM:
-            S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
-            x = in_halves(g, S, DT, EXACT)
-            gsq += tl.sum(x * asked, 1)
-            gqt += sq[:, None] * x
-            gs += tl.sum(G.to(tl.float32) * S)
-            ge += tl.sum(Y.to(tl.float32) * S)
-    tl.store(sum, gaq * of_q, mask=inside)
-    tl.store(sum + total, gsq * of_q, mask=inside)
-    tl.store(sum + 2 * total, gzq * of_q, mask=inside)
-    tl.store(end, ga)
-    tl.store(end + 1, gs)
-    tl.store(end + 2, ge)
-    tl.store(end + 3, gz)
-    queries_back(gq, gqt, q, at, inside, op, P, PHI)
-    # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
-    gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
-    if MOVES:
-        gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
-    gbt, gk_end, gp_end = tl.trans(gbt), a * 0, a * 0
-    for jv in range(0, V, BV):
-        ov = jv + tl.arange(0, BV)
-        cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-        state = place * V * P + cell
-        u = writes_of(us, v, at, inside, w, ov, V, MOVES)
-        x = in_halves(u, tl.load(kept_G + state, mask=whole, other=0.0), DT, EXACT) * SIGN
-        gk_end += tl.sum(x * written, 1)
-        gbt += k_end[:, None] * x
-        if MOMENTUM:
-            x = in_halves(u, tl.load(kept_Y + state, mask=whole, other=0.0), DT, EXACT) * SIGN
-            gp_end += tl.sum(x * written, 1)
-            gbt += p_end[:, None] * x
-    tl.store(sum + 6 * total, gk_end * step, mask=inside)
-    tl.store(sum + 7 * total, gp_end * step, mask=inside)
-    gpt = gbt * 0.0
-    if MOVES:
-        gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
+    if ASKS:
+        gqt = in_halves(gA * step[None, :], written, DT, EXACT)
+        gaq, gsq, gzq, ga, gs, ge, gz = a * 0, a * 0, a * 0, 0.0, 0.0, 0.0, 0.0
+        for jv in range(0, V, BV):
+            ov = jv + tl.arange(0, BV)
+            cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
+            state = place * V * P + cell
+            g = rows(gy, at, inside, ov, V, PLAIN)
+            M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+            x = in_halves(g, M, DT, EXACT)
+            gaq += tl.sum(x * asked, 1)
+            gqt += aq[:, None] * x
+            ga += tl.sum(G.to(tl.float32) * M)
+            if again:
+                Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
+                x = in_halves(g, Z, DT, EXACT)
+                gzq += tl.sum(x * asked, 1)
+                gqt += zq[:, None] * x
+                gz += tl.sum(G * Z)
+            if MOMENTUM:
+                S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
+                x = in_halves(g, S, DT, EXACT)
+                gsq += tl.sum(x * asked, 1)
+                gqt += sq[:, None] * x
+                gs += tl.sum(G.to(tl.float32) * S)
+                ge += tl.sum(Y.to(tl.float32) * S)
+        tl.store(sum, gaq * of_q, mask=inside)
+        tl.store(sum + total, gsq * of_q, mask=inside)
+        tl.store(sum + 2 * total, gzq * of_q, mask=inside)
+        tl.store(end, ga)
+        tl.store(end + 1, gs)
+        tl.store(end + 2, ge)
+        tl.store(end + 3, gz)
+        queries_back(gq, gqt, q, at, inside, op, P, PHI)
+    if WRITES:
+        # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
+        gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
+        if MOVES:
+            gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
+        gbt, gk_end, gp_end = tl.trans(gbt), a * 0, a * 0
         for jv in range(0, V, BV):
             ov = jv + tl.arange(0, BV)
             cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
             state = place * V * P + cell
-            err = -rows(es, at, inside, ov, V, PLAIN)
-            x = in_halves(err, tl.load(kept + state, mask=whole, other=0.0), DT, EXACT)
-            gaf += tl.sum(x * own, 1)
-            gpt += af[:, None] * x
-            if again:
-                x = in_halves(err, tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0), DT, EXACT)
-                gzf += tl.sum(x * own, 1)
-                gpt += zf[:, None] * x
+            u = writes_of(us, v, at, inside, w, ov, V, MOVES)
+            x = in_halves(u, tl.load(kept_G + state, mask=whole, other=0.0), DT, EXACT) * SIGN
+            gk_end += tl.sum(x * written, 1)
+            gbt += k_end[:, None] * x
             if MOMENTUM:
-                x = in_halves(err, tl.load(kept_S + state, mask=whole, other=0.0), DT, EXACT)
-                gsf += tl.sum(x * own, 1)
-                gpt += sf[:, None] * x
-        tl.store(sum + 3 * total, gaf * of_k, mask=inside)
-        tl.store(sum + 4 * total, gsf * of_k, mask=inside)
-        tl.store(sum + 5 * total, gzf * of_k, mask=inside)
-    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
+                x = in_halves(u, tl.load(kept_Y + state, mask=whole, other=0.0), DT, EXACT) * SIGN
+                gp_end += tl.sum(x * written, 1)
+                gbt += p_end[:, None] * x
+        tl.store(sum + 6 * total, gk_end * step, mask=inside)
+        tl.store(sum + 7 * total, gp_end * step, mask=inside)
+        gpt = gbt * 0.0
+        if MOVES:
+            gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
+            for jv in range(0, V, BV):
+                ov = jv + tl.arange(0, BV)
+                cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+                state = place * V * P + cell
+                err = -rows(es, at, inside, ov, V, PLAIN)
+                x = in_halves(err, tl.load(kept + state, mask=whole, other=0.0), DT, EXACT)
+                gaf += tl.sum(x * own, 1)
+                gpt += af[:, None] * x
+                if again:
+                    x = in_halves(err, tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0), DT, EXACT)
+                    gzf += tl.sum(x * own, 1)
+                    gpt += zf[:, None] * x
+                if MOMENTUM:
+                    x = in_halves(err, tl.load(kept_S + state, mask=whole, other=0.0), DT, EXACT)
+                    gsf += tl.sum(x * own, 1)
+                    gpt += sf[:, None] * x
+            tl.store(sum + 3 * total, gaf * of_k, mask=inside)
+            tl.store(sum + 4 * total, gsf * of_k, mask=inside)
+            tl.store(sum + 5 * total, gzf * of_k, mask=inside)
+        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from hecate.engine.triton.factors import factors
 from hecate.engine.triton.kernel import interpreting
 from hecate.engine.triton.maps import unit, unit_back
 from hecate.engine.triton.scan import pull, scan
-from hecate.engine.triton.table import BLOCK, CHANNELS, Documents, Launch, card_of, chunks_of, walked
+from hecate.engine.triton.table import BLOCK, CHANNELS, FEWEST, ROUND, Documents, Launch, card_of, chunks_of, walked
 from hecate.engine.triton.tiles import tiles_of
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, one, several
@@ -55,13 +55,15 @@ class Form:
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
         self.chunks = chunks_of(self.width, exact, linear=linear)
         sizes, narrow = (card, self.height, self.width), self.chunks.narrow
-        self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart)
+        # Products of shorter rows in bfloat16 reach beyond their memory on a card, as Triton 3.6 compiles them.
+        least = FEWEST if exact == "tf32x3" else ROUND
+        self.walks = walked(*sizes, momentum=self.slots, narrow=narrow, whole=not self.bias.apart, least=least)
         # The interpreter rounds nothing to bfloat16, and its products of it are wrong.
         self.dtype = torch.bfloat16 if narrow and not interpreting() else torch.float32
         phi = phi_of(config, self.width) if raw else SAME
         lie = exact == "bf16"  # rows are operands as they lie, their sizes beside them
         self.flags: dict[str, Any] = {
-            "P": self.width, "V": self.height, "BP": max(16, triton.next_power_of_2(self.width)),
+            "P": self.width, "V": self.height, "BP": max(least, triton.next_power_of_2(self.width)),
             "C": self.chunks.size, "SEG": self.chunks.segment, "LOG": self.chunks.size.bit_length() - 1,
             "MOVES": self.bias.moves, "RETAIN": self.decays, "MOMENTUM": self.slots,
             "FORM": "target" if not self.bias.moves else "error" if self.bias.error else "rows",
@@ -193,7 +195,7 @@ class Scan(Form):
         made = [self.new(*k.shape, dtype=self.dtype) for _ in range(5 if self.flags["RESET"] else 3)]
         made, ends = (made * 2)[:5], self.new(places, 2, self.width)
         self.launch(
-            channel_factors, self.walks.factors, (places, 1, 1),
+            channel_factors, self.walks.factors._replace(warps=8), (places, 1, 1),
             q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths, **self.wide,
         )  # fmt: skip
         return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
@@ -346,11 +348,12 @@ class Scan(Form):
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
         counts = (*numbers, self.count, lr.numel())
-        self.launch(
-            tokens, self.walks.tokens, grid,
-            *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums, ends,
-            *counts, C=segment,
-        )  # fmt: skip
+        for of in ("queries", "keys") if self.walks.split else ("both",):
+            self.launch(
+                tokens, self.walks.tokens, grid,
+                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
+                ends, *counts, OF=of, C=segment,
+            )  # fmt: skip
         if self.decays or self.slots:
             to = [v if x is None else x for x in found]
             self.launch(
@@ -364,7 +367,7 @@ class Scan(Form):
         q, k, kw, v, lr, retain, _, write, reset = self.arguments
         us, es, kept, gy, kept_G = record
         segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.tokens
-        pieces, tile = segment // BLOCK, min(CHANNELS, self.flags["BP"])
+        pieces, tile = segment // BLOCK, min(ROUND if self.chunks.narrow else CHANNELS, self.flags["BP"])
         sums, overs = self.new(3, *k.shape), self.new(2, lr.numel())
         fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
         across = [self.new(places, 1 + self.chunks.narrow, segment, segment, dtype=self.dtype) for _ in range(2)]
@@ -381,7 +384,7 @@ class Scan(Form):
             q, k, v, write, spans, us, es, gy, *across, pairs, overs, *numbers, **sizes,
         )  # fmt: skip
         self.launch(
-            channel_borders, launch._replace(warps=4), (places * -(-self.width // tile), 1, 1),
+            channel_borders, launch._replace(warps=8), (places * -(-self.width // tile), 1, 1),
             q, k, kw, v, lr, retain, write, reset, spans, restart, us, es, kept, gy, kept_G, *across, overs, sums,
             fresh, ends, *numbers, **sizes,
         )  # fmt: skip

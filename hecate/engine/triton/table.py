@@ -9,6 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+FEWEST, ROUND = (
+    16,
+    64,
+)  # numbers of a side of what products take: at least, and of bfloat16, whose rows are 128 bytes then
 BLOCK, SEGMENT = 16, 64  # tokens of a chunk at least and at most, the latter between kept states
 CHANNELS = 16  # of a program of `channel_borders`, which leaves room for a second one beside it
 
@@ -22,8 +26,8 @@ class Launch(NamedTuple):
 
 
 class Walks(NamedTuple):
-    """Of the kernels; apart: whether outputs of `scan` have a launch of their own, of all chunks at
-    once."""
+    """Of the kernels; apart: whether outputs of `scan` have a launch of their own, of all chunks at once; split:
+    whether `tokens` takes queries and keys in two launches."""
 
     factors: Launch
     scan: Launch
@@ -31,65 +35,70 @@ class Walks(NamedTuple):
     tokens: Launch
     gates: Launch
     apart: bool
+    split: bool
 
 
 # (oldest architecture, widest keys, momentum, operands in bfloat16). By the compiler's registers; no time was measured.
 WALKS = {
     (90, 64, False, True): Walks(
-        Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False
+        Launch(0, 4, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False, False
     ),
     (90, 64, True, True): Walks(
-        Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True
+        Launch(0, 4, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True, False
     ),
     (90, 128, False, True): Walks(
-        Launch(0, 8, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False
+        Launch(0, 4, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False, False
     ),
     (90, 128, True, True): Walks(
-        Launch(0, 8, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True
+        Launch(0, 4, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True, False
     ),
     (90, 64, False, False): Walks(
-        Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (90, 64, True, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (90, 128, False, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (90, 128, True, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (90, 256, False, False): Walks(
-        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (90, 256, True, False): Walks(
-        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (0, 128, False, True): Walks(
-        Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1), False
+        Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1), False, False
     ),
     (0, 128, True, True): Walks(
-        Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 1), Launch(32, 8, 1), True
+        Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 1), Launch(32, 8, 1), True, False
     ),
     (0, 256, False, False): Walks(
-        Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False
+        Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False, False
     ),
     (0, 256, True, False): Walks(
-        Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False
+        Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False, False
     ),
 }
 
 
-def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool) -> Walks:
-    """The launches of the walks on a card; whole: a row of values is one tile."""
+def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool, least: int) -> Walks:
+    """The launches of the walks on a card; whole: a row of values is one tile; least: of the sides of what a product
+    takes from memory."""
     oldest = max(least for least, *_ in WALKS if least <= card)
     widest = min(most for least, most, _, of in WALKS if (least, of) == (oldest, narrow) and width <= most)
-    ahead, *walks, apart = WALKS[oldest, widest, momentum, narrow]
-    padded = max(16, 1 << (height - 1).bit_length())  # a product of matrices takes no fewer than 16 rows
+    ahead, *walks, apart, split = WALKS[oldest, widest, momentum, narrow]
+    padded = max(FEWEST, 1 << (height - 1).bit_length())
     scan, pull, tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in walks)
     if whole:
         scan, pull = (own._replace(tile=padded) for own in (scan, pull))
-    return Walks(ahead, scan, pull, tokens, gates, apart)
+    tokens, gates = (own._replace(tile=max(least, own.tile)) for own in (tokens, gates))
+    if narrow:
+        scan, pull = (own._replace(tile=max(least, own.tile)) for own in (scan, pull))
+    return Walks(ahead, scan, pull, tokens, gates, apart, split)
 
 
 class Chunks(NamedTuple):
