@@ -16,6 +16,7 @@ from hecate.engine.call import Inputs
 from hecate.engine.features import L2_NORM, featured, to_tokens
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import VECTORS, Carry
+from hecate.engine.triton.apart import tried
 from hecate.engine.triton.parity import TRIAL, both_by_torch, both_ways, difference, here, judged, trial
 from hecate.engine.triton.table import SEGMENT
 from hecate.formula import bias_formula
@@ -113,7 +114,7 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
     whole = config.model_dump(mode="json") | bias  # what is at its default may be so for a version only
     facts = {"rule": rule, "whole": whole, "beside": flags, "dtype": str(dtype), "widths": shape, **here(device)}
     own = {"rule": {**rule, "numbers": formula.psi.numbers + formula.pull.numbers}}
-    return judged(facts, partial(distrust, config, flags, dtype, device, shape), own)
+    return judged(facts, partial(tried, distrust, config, flags, dtype, device, shape), own)
 
 
 @torch.inference_mode(False)

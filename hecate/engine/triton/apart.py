@@ -1,0 +1,78 @@
+"""A kernel is tried in a process of its own: one that hangs, or reaches beyond its memory, takes all that a process has
+on a card with it, and what it would take here is a model in training. [ENG-TRITON-I4]"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hecate.engine.triton.parity import Unrun
+from hecate.rule import MemoryConfig
+
+CHILD = "from hecate.engine.triton.apart import answer; answer()"
+BEGUN = "begun"  # the line that says that the process has the card
+PATIENCE = 600.0  # seconds: compilers are slow on a busy machine
+Judge = Callable[[MemoryConfig, tuple[str, ...], torch.dtype, str, tuple[int, ...]], str | None]
+
+
+def tried(
+    judge: Judge, config: MemoryConfig, flags: tuple[str, ...], dtype: torch.dtype, device: str, shape: tuple[int, ...]
+) -> str | None:
+    """The word of `judge` (a function of a module) on a kernel, from a process of its own; from this one where there is
+    no card to lose, and where another process cannot begin, for want of the card or of a class that only this one
+    knows."""
+    here = (config, flags, dtype, device, shape)
+    if device != "cuda" or not sys.executable:
+        return judge(*here)
+    asked = {
+        "judge": [judge.__module__, judge.__name__], "config": config.model_dump(mode="json"), "flags": flags,
+        "dtype": str(dtype).removeprefix("torch."), "device": device, "shape": shape,
+        "index": torch.cuda.current_device(),
+    }  # fmt: skip
+    where = f"on {dtype} with widths {shape}"
+    paths = [str(Path(path).resolve()) for path in sys.path]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD], input=json.dumps(asked), capture_output=True, text=True, timeout=PATIENCE,
+            check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"its kernel gives no answer in {PATIENCE:.0f} s {where}"
+    lines = done.stdout.splitlines()
+    if BEGUN not in lines:
+        return judge(*here)
+    if done.returncode or lines[-1] == BEGUN:
+        said = done.stderr.strip().splitlines() or [""]
+        return f"its kernel ends the process that tries it, by {done.returncode}, {where}: {said[-1][:300]}"
+    found = json.loads(lines[-1])
+    if found["lost"]:
+        return f"its kernel takes the card with it {where}: {found['reason']}"
+    return Unrun(found["reason"]) if found["unrun"] else found["reason"]
+
+
+def answer() -> None:
+    """Of the process that tries: the word on what standard input asks for, in a line of JSON."""
+    asked = json.loads(sys.stdin.read())
+    device = asked["device"]
+    if device == "cuda":
+        torch.cuda.set_device(asked["index"])
+    module, name = asked["judge"]
+    config = MemoryConfig.model_validate(asked["config"])
+    dtype: torch.dtype = getattr(torch, asked["dtype"])
+    judge: Judge = getattr(importlib.import_module(module), name)
+    torch.zeros(1, device=device)
+    print(BEGUN, flush=True)
+    reason, lost = judge(config, tuple(asked["flags"]), dtype, device, tuple(asked["shape"])), False
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            reason, lost = f"{reason or error}", True
+    print(json.dumps({"reason": reason, "unrun": isinstance(reason, Unrun), "lost": lost}), flush=True)
