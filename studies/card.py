@@ -369,10 +369,10 @@ def one_token(
     order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool
 ) -> tuple[list[float], str]:
     """Milliseconds, and those of moving the state at the rate of a copy."""
-    config = config.model_copy(update={"on_nonfinite": "propagate"})
     q, k, v, *given = (
         x[:, 0].detach() for x in draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
     )
+    config = config.model_copy(update={"on_nonfinite": "propagate"})
     gates = gates_of(config, given)
     with torch.no_grad():
         _, state = memory_step(config, q, k, v, gates)

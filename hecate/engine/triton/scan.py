@@ -88,7 +88,7 @@ def answers(
 
 @triton.jit
 def from_rows(x, y, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr):
-    """What a tile x that lies turned adds to a state by rows y, rounded where states are kept so (HALVES)."""
+    """A state's addition by a tile x that lies turned and rows y, rounded where states are kept so (HALVES)."""
     if HALVES:
         x = narrowed(x, DT)
     return in_halves(x, y, DT, EXACT)
