@@ -78,8 +78,14 @@ class Form:
             "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
             "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
         }  # fmt: skip
-        # Rows that are taken one by one, of products of retain, are rounded by no operand.
-        self.wide = {} if narrow else {"DT": tl.float32}
+        # Chunks of 16 tokens are short rows, too: their products are of fewer than 64 rows, or of float32, which other
+        # instructions of the card make.
+        full = {"DT": tl.float32, "EXACT": "tf32x3", "FINE": "tf32x3"}
+        self.wide: dict[str, Any] = {} if narrow else full
+        self.walk: dict[str, Any] = {} if narrow or self.bias.apart else {name: full[name] for name in ("DT", "EXACT")}
+        if not narrow and self.bias.apart and exact != "tf32x3":
+            short = (own._replace(tile=min(own.tile, ROUND // 2)) for own in (self.walks.scan, self.walks.pull))
+            self.walks = self.walks._replace(**dict(zip(("scan", "pull"), short, strict=True)))
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream
@@ -211,7 +217,7 @@ class Scan(Form):
             scan, self.walks.scan, grid,
             *rows, v, write, self.documents.docs, *found, memory, slot, memory, v, v, memory, slot, *last,
             self.length, self.heads, self.count, self.bias.cu,
-            PART="ends", KEEPS=False, **flags, **({"V": height} | more),
+            PART="ends", KEEPS=False, **flags, **self.walk, **({"V": height} | more),
         )  # fmt: skip
         return last
 
@@ -291,7 +297,7 @@ class Scan(Form):
             self.launch(
                 scan, self.walks.scan, (programs * self.count, tiles, 1),
                 *rows, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
-                self.length, self.heads, self.count, self.bias.cu, PART=part, KEEPS=keeps, **flags,
+                self.length, self.heads, self.count, self.bias.cu, PART=part, KEEPS=keeps, **flags, **self.walk,
             )  # fmt: skip
         if self.parts:
             last, last_slot = self.last_of((last, last_slot), -1)
@@ -326,7 +332,7 @@ class Scan(Form):
             self.launch(
                 pull, self.walks.pull, (len(g0), -(-self.height // self.walks.pull.tile), 1),
                 *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0,
-                gz, *numbers, self.bias.cu, self.bias.cg, **flags,
+                gz, *numbers, self.bias.cu, self.bias.cg, **flags, **self.walk,
             )  # fmt: skip
 
         if self.parts:  # once for what each part's own outputs ask, and then from what those behind it ask, too
