@@ -68,21 +68,26 @@ class Case(NamedTuple):
 
 DECAY = {"retention": "decay", "key_norm": "l2"}
 LOOP = (0, 0)
+MORE = (0, 1024)  # of momenta and features
 CASES = {
     # block kernels
     "dot": Case({"bias": "dot", "feature_map": "elu", "key_norm": "sum"}),
     "delta": Case({"key_norm": "l2"}),
     "gated_delta": Case(DECAY),
     "gated_delta_documents": Case(DECAY, given="documents"),
-    "momentum_parts": Case({**DECAY, "algorithm": "momentum"}, given="parts", beside=1),
-    "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True, beside=1),
-    "wide_kda": Case({**DECAY, "decay_order": "before_gradient"}, width=128, channels=True, spilt=(64, 512), beside=1),
-    "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True),
-    "momentum": Case({**DECAY, "algorithm": "momentum"}, beside=1),
-    "every_name": Case({**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(64, 512)),
-    "huber_momentum": Case({**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}),
+    "momentum_parts": Case({**DECAY, "algorithm": "momentum"}, given="parts", spilt=MORE, beside=1),
+    "kda": Case({**DECAY, "decay_order": "before_gradient"}, channels=True, spilt=(0, 1792), beside=1),
+    "wide_kda": Case({**DECAY, "decay_order": "before_gradient"}, width=128, channels=True, spilt=(64, 1792), beside=1),
+    "kda_elu": Case({"retention": "decay", "feature_map": "elu", "key_norm": "sum"}, channels=True, spilt=(0, 1792)),
+    "momentum": Case({**DECAY, "algorithm": "momentum"}, spilt=MORE, beside=1),
+    "every_name": Case(
+        {**DECAY, "bias": EveryName(), "algorithm": "momentum", "feature_map": "relu"}, spilt=(320, 1024)
+    ),
+    "huber_momentum": Case(
+        {**DECAY, "bias": "huber", "algorithm": "momentum", "feature_map": "squared_relu"}, spilt=MORE
+    ),
     "kl": Case({"bias": "kl", "retention": "decay"}, spilt=(64, 512)),
-    "tanh": Case({**DECAY, "feature_map": "tanh"}),  # keys come to unit length in a launch of their own
+    "tanh": Case({**DECAY, "feature_map": "tanh"}, spilt=MORE),  # keys come to unit length in a launch of their own
     "masks": Case({**DECAY, "algorithm": "momentum", "read": "before"}, given="masks", spilt=(64, 1024), beside=1),
     "wide": Case(DECAY, width=128, spilt=(16, 768), beside=1),
     "wide_momentum": Case({**DECAY, "algorithm": "momentum"}, width=128, spilt=None),

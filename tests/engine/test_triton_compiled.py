@@ -40,8 +40,8 @@ CARDS = {80: Card(163 * 1024, 164 * 1024), 90: Card(227 * 1024, 228 * 1024)}
 # waits for its own last result most of the time, so that two are twice as fast; a token in place is over at once.
 BESIDE = {
     "forward": 2,
-    "channel_pairs": 2,
-    "channel_borders": 2,
+    "channel_pairs": 1,
+    "channel_borders": 1,
     "channel_tokens": 2,
     "tokens": 1,
     "gates": 1,

@@ -13,7 +13,7 @@ sees it ahead of retain too the products over j < l < t. Predictions then are
 
     u_t = psi(pred_t, v_t),   pred_t = (a_t M + s_t S + z_t Z) p_t - sum_{i < t} F[t, i] (p_t . b_i) u_i.
 
-Products of gates, unlike quotients of their sums, hold at 0. [ENG-TRITON-D1]
+Products of gates are made of sums of their logarithms that know of zeros: see `logs`. [ENG-TRITON-D1]
 """
 
 import triton

@@ -3,10 +3,10 @@
 There are two ways. Chunks of tokens serve none or decay, under gradient descent of each phi channel too, and momentum;
 the loop goes token by token for what else has a form. [ENG-TRITON-D5]
 
-Forward two or three launches, backward five to seven (more where a long row goes in parts), nothing waits for the
+Forward two or three launches, backward four to six (more where a long row goes in parts), nothing waits for the
 device, and the same bits every run.
-Products of values given in float32 are made of three of TF32's, which is float32's precision; those of float16 of one;
-those of bfloat16 of bfloat16's, in halves where that tells (ENG-TRITON-D10). The state is float32. Before a kernel is
+Products of values given in float32 are made of three of TF32's, which is float32's precision; those of 16 bits of
+bfloat16's, in halves where that tells (ENG-TRITON-D10). The state is float32. Before a kernel is
 used for the first time for a rule with a dtype and widths, it has to reproduce the token loop in float64 on random
 tokens, outputs, final state and gradients, within `PARITY`; otherwise it is refused with the difference found, and the
 log told once. Verdicts are kept on disk. Second derivatives and batched cotangents go through the torch engines
