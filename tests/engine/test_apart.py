@@ -54,7 +54,7 @@ def test_it_ends_and_the_caller_goes_on(ends: str, reason: str, monkeypatch: pyt
 def test_what_it_says_is_what_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(monkeypatch, BEGIN + """print('{"reason": null, "unrun": false, "lost": false}')""") is None
     wanting = said(monkeypatch, BEGIN + """print('{"reason": "out of memory", "unrun": true, "lost": false}')""")
-    assert isinstance(wanting, Unrun) and wanting == "out of memory"
+    assert wanting is not None and wanting.startswith("judged here")
 
 
 @pytest.mark.spec("ENG-TRITON-I4")

@@ -133,8 +133,13 @@ def test_every_card_and_width_has_launches() -> None:
             chunks = table.chunks_of(width, exact, linear=linear)
             assert chunks.narrow == (exact == "bf16" and linear and width <= 128)
             assert chunks.segment % chunks.size == 0 and (chunks.size == chunks.segment) == chunks.narrow
-            walks = table.walked(card, 200, width, momentum=momentum, narrow=chunks.narrow, whole=not linear)
+            least = table.FEWEST if exact == "tf32x3" else table.ROUND
+            sizes = {"momentum": momentum, "narrow": chunks.narrow, "whole": not linear, "least": least}
+            walks = table.walked(card, 200, width, **sizes)
             assert not walks.apart or chunks.narrow
+            small = table.walked(card, 20, width, **sizes)
+            assert min(small.tokens.tile, small.gates.tile) >= least
+            assert not chunks.narrow or min(small.scan.tile, small.pull.tile) >= least
             assert (walks.scan.tile == 256) == (not linear)
 
 

@@ -26,8 +26,8 @@ def tried(
     judge: Judge, config: MemoryConfig, flags: tuple[str, ...], dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
     """The word of `judge` (a function of a module) on a kernel, from a process of its own; from this one where there is
-    no card to lose, and where another process cannot begin, for want of the card or of a class that only this one
-    knows."""
+    no card to lose, and where another process cannot try it, for want of room on the card, or of a class that only this
+    one knows."""
     here = (config, flags, dtype, device, shape)
     if device != "cuda" or not sys.executable:
         return judge(*here)
@@ -54,7 +54,7 @@ def tried(
     found = json.loads(lines[-1])
     if found["lost"]:
         return f"its kernel takes the card with it {where}: {found['reason']}"
-    return Unrun(found["reason"]) if found["unrun"] else found["reason"]
+    return judge(*here) if found["unrun"] else found["reason"]
 
 
 def answer() -> None:

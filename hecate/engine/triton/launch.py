@@ -84,8 +84,8 @@ class Form:
         self.wide: dict[str, Any] = {} if narrow else full
         self.walk: dict[str, Any] = {} if narrow or self.bias.apart else {name: full[name] for name in ("DT", "EXACT")}
         if not narrow and self.bias.apart and exact != "tf32x3":
-            short = (own._replace(tile=min(own.tile, ROUND // 2)) for own in (self.walks.scan, self.walks.pull))
-            self.walks = self.walks._replace(**dict(zip(("scan", "pull"), short, strict=True)))
+            forth, back = (own._replace(tile=min(own.tile, ROUND // 2)) for own in (self.walks.scan, self.walks.pull))
+            self.walks = self.walks._replace(scan=forth, pull=back)
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream
