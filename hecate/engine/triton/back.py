@@ -20,7 +20,7 @@ from hecate.engine.triton.block import (
     views,
     writes_at,
 )
-from hecate.engine.triton.factors import over_size, rows
+from hecate.engine.triton.factors import keys_of, rows
 from hecate.engine.triton.maps import COUNTS, PLAIN, featured, featured_back
 
 
@@ -88,19 +88,6 @@ def pairs_of(gy, us, es, v, at, inside, w, i, V, BV: tl.constexpr, C: tl.constex
         if MOVES:
             gL += in_halves(rows(es, at, inside, ov, V, PLAIN), u, DT, EXACT)
     return -gA if MOVES else gA, gL
-
-
-@triton.jit
-def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr):
-    """(queries, keys, written keys) as products take them, and what is left to multiply each by: written ones by lr."""
-    own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
-    of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
-    step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
-    if APART:
-        written = rows(kw, at, w, op, P, PLAIN)
-    else:
-        step = step * of_k
-    return asked, own, written, of_q, of_k, step
 
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)

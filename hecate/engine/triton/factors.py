@@ -38,6 +38,19 @@ def over_size(x, NORM: tl.constexpr):
 
 
 @triton.jit
+def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr):
+    """(queries, keys, written keys) as products take them, and what is left to multiply each by: written ones by lr."""
+    own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
+    of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
+    step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
+    if APART:
+        written = rows(kw, at, w, op, P, PLAIN)
+    else:
+        step = step * of_k
+    return asked, own, written, of_q, of_k, step
+
+
+@triton.jit
 def at_level(x, i, h: tl.constexpr):
     """x in the lower left quarters of the squares of 2 h on the diagonal, 0 elsewhere."""
     left = tl.where(i // h % 2 == 0, i // h + 1, -1)  # the piece of h rows that a column's quarter is in
@@ -94,13 +107,7 @@ def factors(
     K, s, z, Kq, aq, sq, zq, F, af, sf, zf = views(
         R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, DT, FINE
     )
-    own, asked = rows(k, at, w, op, P, MAP), rows(q, at, inside, op, P, MAP)
-    of_k, of_q = over_size(own, SIZE), over_size(asked, SIZE) * MAP[3]
-    step, written = tl.load(lr + at, mask=w, other=0.0).to(tl.float32), own
-    if APART:
-        written = rows(kw, at, w, op, P, PLAIN)
-    else:
-        step = step * of_k
+    asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
     A = Kq * times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
     put(attend, place, i, A, C, HALVES)
     mine = numbers + place * 8 * C + i
