@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -343,6 +343,42 @@ def _is_online(config: MemoryConfig) -> bool:
 def _is_direct(config: MemoryConfig) -> bool:
     """True if a write is `a M - lr u k^T` for one matrix, with momentum or without, at every token."""
     return _is_online(config) and not config.structure.diagonal and config.rule.write_block() is not None
+
+
+class TokenForm(NamedTuple):
+    """Form of a write, as the kernel of a layer's token takes it."""
+
+    blind: bool
+    """The error is -v, whatever is predicted."""
+    early: bool
+    """The gradient sees the decayed memory."""
+    after: bool
+    """Reads see the token's own write."""
+    decays: bool
+    dampens: bool
+
+
+def token_form(config: MemoryConfig) -> TokenForm | None:
+    """The form of a write that a kernel of single tokens has: l2 or dot, gd or momentum, k and q as they come; None of
+    any other."""
+    known: dict[Any, Any] = config.refusals
+    if token_form not in known:
+        plain = config.writes == 1 and config.readout.plain and not (config.forms.transposed or config.by_key)
+        plain = plain and config.forms.identity and config.normalizer == "none" and config.key_norm != "sum"
+        own = plain and config.on_nonfinite != "skip" and (config.forms.error or config.forms.target)
+        early = config.decay_order == "before_gradient"
+        known[token_form] = (
+            TokenForm(
+                config.forms.target,
+                early,
+                config.read == "after",
+                config.retention.uses_retain,
+                config.algorithm.dampens,
+            )
+            if own and _is_direct(config)
+            else None
+        )
+    return known[token_form]
 
 
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:

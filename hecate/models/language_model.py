@@ -28,9 +28,10 @@ from hecate.models.layers import GatedMLP, Layers, hidden_width
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
-from hecate.nn.blocks import EPS, RMSNorm, swiglu
+from hecate.nn.blocks import RMSNorm
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
 from hecate.nn.parameters import blank, redraw, unheard
+from hecate.nn.token import add_norm, gated_product, token_kernels
 from hecate.rule import MemoryConfig
 from hecate.states import State
 from hecate.variant import Config, Conflicts
@@ -236,11 +237,12 @@ class MemoryBlock(Layers):
         maps = (up, nn.Linear), (down, nn.Linear)
         if not unheard((norm, RMSNorm), (memory, type(memory)), (mlp, GatedMLP), (norms, RMSNorm), *maps):
             return None
-        width, linear = x.shape[-1:], nn.functional.linear
-        y, state = memory.forward(torch.rms_norm(x, width, norm._parameters["weight"], EPS), state)
-        x = x + y
-        hidden = torch.rms_norm(x, width, norms._parameters["weight"], EPS)
-        hidden = swiglu.__wrapped__(linear(hidden, up._parameters["weight"], up._parameters["bias"]))
+        linear = nn.functional.linear
+        kernels = token_kernels(x, x.shape[-1], down._parameters["weight"].shape[1])
+        _, hidden = add_norm(kernels, x, None, norm._parameters["weight"])
+        y, state = memory.forward(hidden, state)
+        x, hidden = add_norm(kernels, x, y, norms._parameters["weight"])
+        hidden = gated_product(kernels, linear(hidden, up._parameters["weight"], up._parameters["bias"]))
         return x + linear(hidden, down._parameters["weight"], down._parameters["bias"]), state
 
 

@@ -14,11 +14,12 @@ from hecate.distributed import overwrite
 from hecate.errors import ConfigError
 from hecate.gating.heads import rate_start, spread
 from hecate.nn.blocks import EXACT
-from hecate.nn.parameters import draw_normal, source_of
+from hecate.nn.parameters import draw_normal, source_of, unheard
 from hecate.retention import GateForm
 from hecate.rule import LAYER, Gates, MemoryConfig
 from hecate.tape.bridge import without_autocast
 
+GATES = "lr", "retain", "momentum"
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
 STD = 0.02  # of the released models' linear layers
@@ -62,6 +63,7 @@ class RetainForm(nn.Module):
         self.down: Any = None if rank is None else nn.Parameter(torch.empty(rank, width, **place))
         self.low, self.rated = rank is not None, form.squash in ("softplus", "bounded")  # torch looks up by a call each
         self.rate: Any = nn.Parameter(torch.empty(heads, **place)) if self.rated else None
+        self.plain = form.squash == "sigmoid" and rank is None and not form.channels
 
     def seen(self, x: Tensor) -> Tensor:
         """Input of the weights of the logits: x, or its image of low rank."""
@@ -241,6 +243,20 @@ class GateHeads(nn.Module):
                 fired = fired.unsqueeze(-1) if retain.dim() > fired.dim() else fired
                 retain = retain * fired + (1 - fired)
         return Gates(lr, retain, values.get("momentum"))
+
+    def plain(self) -> list[Tensor | None] | None:
+        """Weights and biases of lr, retain and momentum, None for what there is not, where all of them are sigmoids of
+        linear maps of x, lr times its ceiling."""
+        parts: Any = self._modules
+        form, found = parts.get("retain"), []
+        if self.rectified or self.writes > 1 or "firing" in self.starts or not (form is None or form.plain):
+            return None
+        weights, biases = parts["weight"], parts["bias"]
+        if weights._modules or biases._modules or not unheard((form, RetainForm)):
+            return None  # parametrised, or somebody listens
+        for name in GATES:
+            found += weights._parameters.get(name), biases._parameters.get(name)
+        return found
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""

@@ -23,7 +23,7 @@ from hecate import activation, algorithm, bias, formula, gating, phi, readout, r
 from hecate.data import DataConfig
 from hecate.engine import Engine, Plan, choose, kernel_verdicts, verdicts
 from hecate.errors import MESSAGE, ConfigError, install_line, not_known, printable
-from hecate.nn import Memory
+from hecate.models import LanguageModel
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule, named_rule
@@ -250,7 +250,8 @@ def kernels() -> Table:
 
 
 def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
-    """Runs rules forward and backward, so that what they compile is kept on disk: the engine and seconds of each.
+    """Runs models of a rule forward and backward and for a token, so that what they compile is kept on disk: the engine
+    and seconds of each.
 
     Args:
         rules: named rules; all of them if there are none.
@@ -265,9 +266,12 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     for name in names:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)
-        layer = Memory(width, heads=1, config=config)
-        y, _ = layer(torch.randn(16, 64, width, generator=torch.Generator().manual_seed(0)))
-        y.sum().backward()
+        model = LanguageModel({"vocab_size": 2, "d_model": width, "layers": 1, "heads": 1, "memory": name})
+        tokens = torch.randint(2, (16, 64), generator=torch.Generator().manual_seed(0))
+        logits, state = model(tokens)
+        logits.sum().backward()
+        with torch.no_grad():
+            model(tokens[:, :1], state)
         call = Plan.sketch(config, length=64, shape=(width, width))
         yield f"{name}: {choose(call).name}", time.perf_counter() - start
 

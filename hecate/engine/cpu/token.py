@@ -1,0 +1,231 @@
+"""One token through what stands between a layer's projections: convolution, norms of queries and keys, write, read,
+norm and gate, in one pass over the state; and what stands around the products of its block.
+
+Tensors come as addresses, since to look at one as an array takes as long as its arithmetic; they are contiguous, of one
+float type, and the widths of a head whole vectors. A memory reads and writes nothing of another, so threads change no
+sum. [NN-TOKEN-D1]
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+from hecate.engine.cpu.lanes import exp
+from hecate.engine.cpu.vectors import (
+    ONE,
+    digest,
+    filled,
+    inline,
+    kernel,
+    load,
+    mad,
+    mul,
+    number,
+    per_vector,
+    store,
+    sums,
+)
+
+
+@intrinsic
+def lying(_: Any, like: Any, address: Any) -> Any:
+    """The array of the type of `like` that starts at an address."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made, kind = context.make_array(like)(context, builder), context.get_value_type(like.dtype)
+        size, step = (context.get_constant(types.intp, x) for x in (1 << 40, like.dtype.bitwidth // 8))
+        data = builder.inttoptr(args[1], kind.as_pointer())
+        populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
+        return made._getvalue()
+
+    return like(like, types.intp), code
+
+
+@inline
+def _convolved(like, x, at, past, own, after, w, channel, C, K, active, width, z, to):
+    """z from `to` on = sum_j w_j x_(t-j) of so many channels, or SiLU of it, and their past one token on."""
+    for c in range(0, width, per_vector(like)):
+        seen = load(x, at + c, ONE)
+        found = load(w, channel + c, ONE) * seen
+        for j in range(1, K):
+            found = mad(load(w, j * C + channel + c, ONE), load(past, own + (K - 1 - j) * C + c, ONE), found)
+        store(z, to + c, found / (exp(-found) + 1.0) if active else found)
+        for j in range(K - 2):
+            store(after, own + j * C + c, load(past, own + (j + 1) * C + c, ONE))
+        store(after, own + (K - 2) * C + c, seen)
+
+
+@inline
+def _scaled(like, x, at, width, by):
+    """Multiplies so many numbers in place."""
+    for c in range(0, width, per_vector(like)):
+        store(x, at + c, mul(number(like[0], by), load(x, at + c, ONE)))
+
+
+@inline
+def _normalised(form, x, at, P):
+    """A query or a key after `qk_norm` and `key_norm`, in place; False where its length has to be looked at."""
+    size, eps, unit, far = form[0], form[1], form[2], form[3]
+    if size == 0 and unit == 0:
+        return True
+    found = filled(form, 0.0)
+    for c in range(0, P, per_vector(form)):
+        found = mad(load(x, at + c, ONE), load(x, at + c, ONE), found)
+    square, by = sums((found, found, found, found))[0], 1.0
+    if not square < math.inf:
+        return False
+    if size != 0:
+        by = 1.0 / math.sqrt(square / size + eps)
+    if unit != 0:
+        square *= by * by
+        if not 1.0 / far <= square <= far:
+            return False
+        by /= math.sqrt(square)
+    _scaled(form, x, at, P, by)
+    return True
+
+
+@inline
+def _gate(form, values, biases, bias, n, h, x, at, X):
+    """A gate of a head: as it is given, or sigmoid(w . x + b) of its row of weights where x has X numbers."""
+    if X == 0:
+        return values[n]
+    found = filled(form, 0.0)
+    for c in range(0, X, per_vector(form)):
+        found = mad(load(values, h * X + c, ONE), load(x, at + c, ONE), found)
+    logit = sums((found, found, found, found))[0]
+    if bias != 0:
+        logit += biases[h]
+    return number(form[0], 1.0 / (1.0 + math.exp(-logit)))
+
+
+@inline
+def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, blind, early, after_write):
+    """Writes a memory `[V, P]` and reads it, row by row; the sum of what it answers after it, and that of the squares
+    of the answers. x has q, k, retain, v and room for the answers from a place on."""
+    k, kept, v, answer, step = q + P, q + 2 * P, q + 3 * P, q + 3 * P + V, per_vector(form)
+    told, square = 0.0, 0.0
+    for r in range(V):
+        o = at + r * P
+        predicted = filled(form, 0.0)
+        if not blind:
+            for c in range(0, P, step):
+                m = load(M, o + c, ONE)
+                if early:
+                    m = m * load(x, kept + c, ONE)
+                predicted = mad(m, load(x, k + c, ONE), predicted)
+        d = rate * (x[v + r] - sums((predicted, predicted, predicted, predicted))[0])
+        new, old = filled(form, 0.0), filled(form, 0.0)
+        for c in range(0, P, step):
+            m, key, query = load(M, o + c, ONE), load(x, k + c, ONE), load(x, q + c, ONE)
+            old = mad(m, query, old)
+            m = m * load(x, kept + c, ONE)
+            if moves:
+                s = mad(d, key, mul(carried, load(S, o + c, ONE)))
+                store(S1, o + c, s)
+                m = m + s
+            else:
+                m = mad(d, key, m)
+            store(M1, o + c, m)
+            new = mad(m, query, new)
+        both = sums((new, old, new, old))
+        told += both[0]
+        x[answer + r] = both[0] if after_write else both[1]
+        square += x[answer + r] * x[answer + r]
+    return told, square
+
+
+def token(
+    lo, hi, H, P, V, K, X, active, blind, early, after_write, channels, dampens, form, rows,
+    x, lr, lr_bias, retain, retain_bias, momentum, momentum_bias, mixed, past, w, memory, slot, weight, gate,
+    past_after, memory_after, slot_after, y,
+):  # fmt: skip
+    """Memories lo to hi, head by head of sequence by sequence: the sum of their answers, not finite where anything that
+    they leave is not, or the length of a query or key has to be looked at.
+
+    `form` has the divisor of squares of `qk_norm` (0: no such norm), eps beside them, 1 for `key_norm` l2 and the
+    longest square that it takes, what queries are multiplied by, eps beside mean squares of answers and the ceiling of
+    lr; `rows` has room for 3 P + 2 V numbers of each memory. retain, slot, gate and biases are 0 where there is none.
+    lr, retain and momentum are numbers of each memory, with `channels` retain P of them; or, unless X is 0, the weights
+    of sigmoids of x, X numbers of each head.
+    """
+    IN, MIXED, PAST, W, PAST1 = (
+        lying(form, x), lying(form, mixed), lying(form, past), lying(form, w), lying(form, past_after)
+    )  # fmt: skip
+    LR, RETAIN, MOMENTUM, ROWS = lying(form, lr), lying(form, retain), lying(form, momentum), lying(form, rows)
+    BIASES = lying(form, lr_bias), lying(form, retain_bias), lying(form, momentum_bias)
+    M, M1, S, S1 = lying(form, memory), lying(form, memory_after), lying(form, slot), lying(form, slot_after)
+    WEIGHT, GATE, Y = lying(form, weight), lying(form, gate), lying(form, y)
+    C, told, step = H * (2 * P + V), 0.0, per_vector(form)
+    for n in range(lo, hi):
+        b, h, q = n // H, n % H, n * (3 * P + 2 * V)
+        k, kept, v, answer = q + P, q + 2 * P, q + 3 * P, q + 3 * P + V
+        for part in range(3):
+            width, to = (V, v) if part == 2 else (P, q + part * P)
+            at = part * H * P + h * width
+            _convolved(form, MIXED, b * C + at, PAST, b * (K - 1) * C + at, PAST1, W, at, C, K, active, width, ROWS, to)
+        if not (_normalised(form, ROWS, q, P) and _normalised(form, ROWS, k, P)):
+            return math.nan
+        _scaled(form, ROWS, q, P, form[4])
+        keep, carried = number(form[0], 1.0), number(form[0], 0.0)
+        if retain != 0 and not channels:
+            keep = _gate(form, RETAIN, BIASES[1], retain_bias, n, h, IN, b * X, X)
+        for c in range(0, P, step):
+            store(ROWS, kept + c, load(RETAIN, n * P + c, ONE) if channels else filled(form, keep))
+        rate = _gate(form, LR, BIASES[0], lr_bias, n, h, IN, b * X, X)
+        if X != 0:
+            rate = rate * form[6]
+        if slot != 0:
+            carried = _gate(form, MOMENTUM, BIASES[2], momentum_bias, n, h, IN, b * X, X)
+            if dampens:
+                rate = rate * (number(rate, 1.0) - carried)
+        every, square = _written(
+            form, ROWS, q, P, V, M, M1, S, S1, n * V * P, rate, carried, slot != 0, blind, early, after_write
+        )
+        told += every + square
+        _scaled(form, ROWS, answer, V, 1.0 / math.sqrt(square / V + form[5]))
+        for c in range(0, V, step):
+            z = load(ROWS, answer + c, ONE) * load(WEIGHT, h * V + c, ONE)
+            if gate != 0:
+                opened = load(GATE, n * V + c, ONE)
+                z = z * (opened / (exp(-opened) + 1.0))
+            store(Y, n * V + c, z)
+    return told
+
+
+def add_norm(N, D, form, x, more, weight, total, y):
+    """Rows y of x + more, which `total` keeps, at root mean square 1 times the weight; of x alone where `more` is 0.
+    `form` has eps."""
+    X, MORE, WEIGHT = lying(form, x), lying(form, more), lying(form, weight)
+    TOTAL, Y = lying(form, total), lying(form, y)
+    for at in range(0, N * D, D):
+        found = filled(form, 0.0)
+        for c in range(0, D, per_vector(form)):
+            v = load(X, at + c, ONE)
+            if more != 0:
+                v = v + load(MORE, at + c, ONE)
+                store(TOTAL, at + c, v)
+            found = mad(v, v, found)
+        by = number(form[0], 1.0 / math.sqrt(sums((found, found, found, found))[0] / D + form[0]))
+        for c in range(0, D, per_vector(form)):
+            v = load(TOTAL, at + c, ONE) if more != 0 else load(X, at + c, ONE)
+            store(Y, at + c, mul(by, v) * load(WEIGHT, c, ONE))
+
+
+def swiglu(N, D, form, x, y):
+    """Rows y `[D]` = silu(a) b of rows [a, b]."""
+    X, Y = lying(form, x), lying(form, y)
+    for n in range(N):
+        for c in range(0, D, per_vector(form)):
+            z = load(X, 2 * n * D + c, ONE)
+            store(Y, n * D + c, z / (exp(-z) + 1.0) * load(X, (2 * n + 1) * D + c, ONE))
+
+
+token, add_norm, swiglu = (
+    kernel(function, digest("vectors", "lanes", "token")) for function in (token, add_norm, swiglu)
+)

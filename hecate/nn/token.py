@@ -1,0 +1,140 @@
+"""Kernels of one token around the products with weights: a `Memory` between its projections, norms, SwiGLU.
+[NN-TOKEN-D1]"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hecate.engine import load_kernels, share_out, token_form
+from hecate.nn.blocks import EPS, swiglu
+from hecate.rule import LAYER, MemoryState
+from hecate.tape import STEADY
+from hecate.tape.ops import reach
+
+STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
+SHARE = 1 << 18  # numbers of memories that are worth a thread of their own
+_AROUND = LAYER.key_heads, LAYER.conv, LAYER.output
+_OWN = Tensor, nn.Parameter
+
+
+def token_kernels(x: Tensor, *widths: int) -> Any:
+    """The kernels, where they take such tensors in rows of these widths; None elsewhere, and within `exact`, whose bits
+    do not depend on them."""
+    step = STEP.get(x.dtype)
+    if step is None or not x.is_cpu or STEADY.get() or torch.is_autocast_enabled("cpu"):
+        return None
+    for width in widths:
+        if width % step:
+            return None
+    return load_kernels("token")
+
+
+@cache
+def _numbers(dtype: torch.dtype, *numbers: float) -> Any:
+    return np.array(numbers, np.float32 if dtype == torch.float32 else np.float64)
+
+
+@cache
+def _norms(dtype: torch.dtype, P: int, qk_norm: str, qk_eps: float, key_norm: str, scale: str, *rest: float) -> Any:
+    size, longest = {"none": 0, "l2": 1, "rms": P}[qk_norm], reach(dtype, 0.5)
+    query = 1 / math.sqrt(P) if scale == "key_dim" else 1
+    return _numbers(dtype, size, qk_eps**2, key_norm == "l2", longest, query, *rest)
+
+
+def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]]) -> list[int] | None:
+    """Where tensors of so many numbers lie, 0 of None; None where one is not as kernels take it."""
+    found = []
+    for tensor, size in tensors:
+        if tensor is None:
+            found.append(0)
+        elif type(tensor) in _OWN and tensor.dtype == dtype and tensor.numel() == size and tensor.is_contiguous():
+            found.append(tensor.data_ptr())
+        else:
+            return None
+    return found
+
+
+def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x + more, or x, and that at root mean square 1 times the weight: rows of a token, by kernels if there are any."""
+    width, size = x.shape[-1], x.numel()
+    given = kernels and _addresses(x.dtype, ((x, size), (more, size), (weight, width)))
+    if not given:
+        total = x if more is None else x + more
+        return total, torch.rms_norm(total, (width,), weight, EPS)
+    total, y = x if more is None else torch.empty_like(x), torch.empty_like(x)
+    kernels.add_norm(size // width, width, _numbers(x.dtype, EPS), *given, total.data_ptr(), y.data_ptr())
+    return total, y
+
+
+def gated_product(kernels: Any, x: Tensor) -> Tensor:
+    """silu(a) b of rows [a, b] of a token, by kernels if there are any."""
+    if not (given := kernels and _addresses(x.dtype, ((x, x.numel()),))):
+        return swiglu.__wrapped__(x)
+    y = x.new_empty(*x.shape[:-1], width := x.shape[-1] // 2)
+    kernels.swiglu(y.numel() // width, width, _numbers(x.dtype, EPS), *given, y.data_ptr())
+    return y
+
+
+def has_form(layer: Any, conv: Any) -> bool:
+    """True if a `Memory` does with a token what the kernel computes."""
+    config, options = layer.config, layer.config.layer_options
+    if options is not None and (options.key_heads, options.conv, options.output) != _AROUND:
+        return False
+    return conv is not None and config.layer_v_norm == "none" and token_form(config) is not None
+
+
+def layer_token(
+    kernels: Any, layer: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None, past: Tensor,
+    state: MemoryState,
+) -> tuple[Tensor, MemoryState, Tensor] | None:  # fmt: skip
+    """The normalised and gated answers `[B, 1, H V]` of a token x, and the memory and the convolution's past after it;
+    None where tensors are others than the kernel takes, or what it leaves is not finite.
+
+    mixed `[B, 1, H (2 P + V)]` has the projections, opened `[B, 1, H V]` those of the output gate, past
+    `[B, K-1, H (2 P + V)]` what the convolution saw before.
+    """
+    config, dtype, heads, P, V = layer.config, mixed.dtype, layer.heads, layer.d_key, layer.d_value
+    form: Any = token_form(config)
+    x = x.contiguous()  # a token of a longer sequence
+    count, cells, X, taps = mixed.shape[0] * heads, mixed.shape[0] * heads * V * P, x.shape[-1], conv.kernel
+    ((name, memory),) = state.memory.items()
+    slot, carried = next(iter(state.slots.items()), (None, None))
+    channels, gates = False, layer.gates.plain()
+    if gates is None:
+        made, X = layer.gates.forward(x), 0
+        gates = [made.lr, None, made.retain, None, made.momentum, None]
+        channels = form.decays and made.retain is not None and made.retain.dim() == 4
+    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = gates
+    size = heads * X or count
+    kept = retain if form.decays else None
+    given = (
+        *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
+        *((momentum, size), (momentum_bias, heads), (mixed, mixed.numel()), (past, (taps - 1) * mixed.numel())),
+        *((conv.weight, taps * mixed.shape[-1]), (memory, cells), (carried, cells)),
+        *((layer.norm, heads * V), (opened, count * V)),
+    )
+    missing = lr is None or (carried is not None and momentum is None) or (form.decays and retain is None)
+    if missing or (found := _addresses(dtype, given)) is None:
+        return None
+    moved, after = torch.empty_like(memory), torch.empty_like(past)
+    slots = {} if slot is None or carried is None else {slot: torch.empty_like(carried)}
+    y, rows = mixed.new_empty(len(mixed), 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
+    into = after.data_ptr(), moved.data_ptr(), 0 if slot is None else slots[slot].data_ptr(), y.data_ptr()
+    flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
+    own = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
+    numbers, told = _norms(dtype, P, *own, layer.gates.lr_max), []
+
+    def work(lo: int, hi: int) -> None:
+        told.append(kernels.token(lo, hi, heads, P, V, taps, X, *flags, numbers, rows.data_ptr(), *found, *into))
+
+    share_out(work, count, cells, SHARE)
+    if config.on_nonfinite == "raise" and not math.isfinite(sum(told)):
+        return None
+    return y, MemoryState({name: moved}, slots, {}, {}, state.position), after

@@ -1,0 +1,219 @@
+"""Kernels of one token beside the layer's whole way, which any mask takes: the token loop in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import hecate
+import hecate.nn.token as token_module
+from hecate import MemoryConfig
+from hecate.errors import NonFiniteError
+from hecate.models import LanguageModel
+from hecate.nn import Memory
+from tests.nn.layers import leaves, rules, seeded
+
+pytest.importorskip("numba")
+
+RULES = rules()
+KEYS: dict[str, Any] = {"retention": "decay", "key_norm": "l2"}
+CONFIGS: dict[str, Any] = {
+    **{rule: RULES[rule] for rule in ("delta", "gated_delta", "kda", "titans_linear")},
+    "before": {**KEYS, "read": "before"},
+    "early": {**KEYS, "decay_order": "before_gradient"},
+    "momentum": {"retention": "decay", "algorithm": "momentum", "bias": "dot", "query_scale": "key_dim"},
+    "early momentum, read before": {
+        **KEYS, "algorithm": "momentum", "decay_order": "before_gradient", "read": "before"
+    },
+    "channels": {"retention": {"kind": "decay", "channels": True}, "key_norm": "l2"},
+    "channels, early": {
+        "retention": {"kind": "decay", "channels": True}, "key_norm": "l2", "decay_order": "before_gradient"
+    },
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "values wider than keys": {"d_value": 48},
+    "no output gate": {"output_gate": False},
+    "mean squares": {"qk_norm": "rms"},
+    "no norm of the layer's": {"qk_norm": "none"},
+    "two taps": {"conv_kernel": 2},
+    "firing": {"firing": "learned"},
+}
+ULP = 2.0**-52
+
+
+def layer_of(config: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Memory:
+    """A layer off its starting values; heads are two vectors of float64 wide."""
+    options = {"d_key": 16, "d_value": 16, **options}
+    layer = Memory(32, 2, MemoryConfig.model_validate(config), generator=seeded(), dtype=torch.float64, **options)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=seeded(1)) / parameter.shape[-1] ** 0.5
+    return layer.to(dtype)
+
+
+def inputs(batch: int = 3, length: int = 6) -> Tensor:
+    return torch.randn(batch, length, 32, generator=seeded(2))
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every token that was offered to the kernel, whether it took it."""
+    taken: list[bool] = []
+
+    def counted(*given: Any) -> Any:
+        found = own(*given)
+        taken.append(found is not None)
+        return found
+
+    own = token_module.layer_token
+    monkeypatch.setattr("hecate.nn.memory.layer_token", counted)
+    return taken
+
+
+def copied(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, tree)
+
+
+@torch.no_grad()
+def errors(layer: Memory, x: Tensor) -> float:
+    """The largest error of any tensor that a token leaves, from states of the whole way, over that tensor's largest
+    number."""
+    state, worst = layer(x[:, :2])[1], 0.0
+    written = torch.ones(len(x), 1, dtype=torch.bool)
+    for t in range(2, x.shape[1]):
+        token = x[:, t : t + 1]
+        found, wanted = layer(token, state), layer(token, state, write_mask=written)
+        assert pytree.tree_structure(found) == pytree.tree_structure(wanted)
+        for got, want in zip(leaves(found), leaves(wanted), strict=True):
+            assert got.shape == want.shape
+            assert got.dtype == want.dtype
+            worst = max(worst, ((got - want).abs().max() / want.abs().max().clamp(min=1e-30)).item())
+        state = wanted[1]
+    return worst
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_token_is_that_of_the_whole_way(config: Any, used: list[bool]):
+    # Sums of 32 numbers, twice a norm: some ten roundings of each beside each other.
+    assert errors(layer_of(config), inputs()) < 64 * ULP
+    assert used == [True] * 4
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_with_every_option(options: dict[str, Any], used: list[bool]):
+    assert errors(layer_of(CONFIGS["gated_delta"], **options), inputs()) < 64 * ULP
+    assert used == [True] * 4
+
+
+@pytest.mark.parametrize("config", ["gated_delta", "momentum"])
+def test_float32(config: str, used: list[bool]):
+    assert errors(layer_of(CONFIGS[config], torch.float32), inputs().float()) < 64 * 2.0**-23
+    assert used == [True] * 4
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@torch.no_grad()
+def test_threads_share_the_memories_out_and_change_no_bit(monkeypatch: pytest.MonkeyPatch):
+    layer, x = layer_of(CONFIGS["titans_linear"]), inputs(5)
+    state = layer(x[:, :2])[1]
+    alone = layer(x[:, 2:3], state)
+    monkeypatch.setattr(token_module, "SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert all(map(torch.equal, leaves(layer(x[:, 2:3], state)), leaves(alone)))
+
+
+@torch.no_grad()
+def test_nothing_that_was_given_is_written_into(used: list[bool]):
+    layer, x = layer_of(CONFIGS["titans_linear"]), inputs()
+    state = layer(x[:, :2])[1]
+    before = copied((x, state, dict(layer.named_parameters())))
+    layer(x[:, 2:3], state)
+    assert used == [True]
+    assert all(map(torch.equal, leaves((x, state, dict(layer.named_parameters()))), leaves(before)))
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@torch.no_grad()
+def test_what_is_not_finite_is_said_by_the_whole_way(used: list[bool]):
+    layer, x = layer_of(CONFIGS["gated_delta"]), inputs()
+    state = layer(x[:, :2])[1]
+    for change in (
+        lambda s: s.memory.memory["weight"].view(3, 2, -1)[1, 1].fill_(float("nan")),
+        lambda s: s.memory.memory["weight"].view(3, 2, -1)[1, 1].fill_(float("inf")),
+        lambda s: s.conv[1].fill_(float("nan")),
+    ):
+        broken = copied(state)
+        change(broken)
+        with pytest.raises(NonFiniteError, match="batch row 1"):
+            layer(x[:, 2:3], broken)
+    assert used == [False] * 3
+
+
+@torch.no_grad()
+def test_lengths_beyond_squares_are_those_of_the_whole_way(used: list[bool]):
+    layer, x = layer_of(CONFIGS["gated_delta"]), inputs()
+    for size in (1e200, 0.0):
+        layer.conv.weight.copy_(size * torch.ones_like(layer.conv.weight))
+        assert errors(layer, x) < 64 * ULP
+    assert used == [False] * 8
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@torch.no_grad()
+def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, used: list[bool]):
+    """Bits of the whole way within `exact`, under autocast, without numba, at widths that fill no vector, and for
+    tensors that lie otherwise."""
+    x, plain = inputs(), layer_of(CONFIGS["gated_delta"])
+    with hecate.exact():
+        assert errors(plain, x) == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert errors(plain.float(), x.float()) == 0
+    plain.double()
+    assert errors(layer_of(CONFIGS["gated_delta"], d_key=12), x) == 0
+    assert errors(layer_of({**KEYS, "bias": "huber"}), x) == 0
+    assert used == []
+    state = plain(x[:, :2])[1]
+    memory = state.memory.memory["weight"].mT.contiguous().mT
+    apart = state._replace(memory=state.memory._replace(memory={"weight": memory}))
+    given = x[:, 2:3], {"write_mask": torch.ones(3, 1, dtype=torch.bool)}
+    assert torch.equal(plain(given[0], apart)[0], plain(given[0], apart, **given[1])[0])
+    assert used == [False]
+    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    assert errors(plain, x) == 0
+
+
+@torch.no_grad()
+def test_parts_of_gates_that_are_changed_are_called_as_they_are(used: list[bool]):
+    layer, heard = layer_of(CONFIGS["gated_delta"]), []
+    layer.gates.retain.register_forward_hook(lambda *_: heard.append(True))
+    torch.nn.utils.parametrize.register_parametrization(layer.gates.bias, "lr", Halved())
+    assert errors(layer, inputs()) < 64 * ULP
+    assert used == [True] * 4
+    assert len(heard) == 9
+
+
+class Halved(torch.nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@pytest.mark.parametrize("memory", ["gated_delta", "titans_linear", {**KEYS, "bias": "huber"}])
+@torch.no_grad()
+def test_blocks_of_a_model(memory: Any, monkeypatch: pytest.MonkeyPatch):
+    sizes = {"vocab_size": 11, "d_model": 32, "layers": 2, "heads": 2, "memory": memory}
+    model = LanguageModel(sizes, generator=seeded(), dtype=torch.float64)
+    tokens = torch.randint(0, 11, (2, 5), generator=seeded(1))
+    _, state = model(tokens[:, :3])
+    found = model(tokens[:, 3:4], state)
+    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    wanted = model(tokens[:, 3:4], state)
+    differ = [not torch.equal(got, want) for got, want in zip(leaves(found), leaves(wanted), strict=True)]
+    assert any(differ), "no kernel ran"
+    for got, want in zip(leaves(found), leaves(wanted), strict=True):
+        assert (got - want).abs().max() <= 256 * ULP * want.abs().max()
