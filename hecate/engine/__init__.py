@@ -14,7 +14,7 @@ from hecate.engine.cpu import load_kernels, padded, share_out
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
-from hecate.engine.one_token import short_way, token_form
+from hecate.engine.one_token import TokenForm, short_way, token_form
 from hecate.engine.scan import (
     Stepper,
     as_loop,
@@ -46,6 +46,7 @@ __all__ = [
     "Plan",
     "Stepper",
     "TokenEngine",
+    "TokenForm",
     "as_loop",
     "as_plain",
     "check_exact",

@@ -43,7 +43,7 @@ from hecate.nn.rule import (
     check_projection,
     project_queries,
 )
-from hecate.nn.token import has_form, layer_token, token_kernels
+from hecate.nn.token import form_of, layer_token, token_kernels
 from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
@@ -438,8 +438,9 @@ class Memory(RuleParameters, MemoryLayer):
             mixed = linear(x, weight, own["bias"])
             seen = x if down is None else linear(x, *_WEIGHTS(down._parameters))
             opened = None if gate is None else linear(seen, *_WEIGHTS(gate._parameters))
-        if has_form(self, conv) and (kernels := token_kernels(mixed, self.d_key, self.d_value, columns)) is not None:
-            done = layer_token(kernels, self, conv, x, mixed, opened, past, state.memory)
+        form = form_of(self, conv)
+        if form and (kernels := token_kernels(mixed, self.d_key, self.d_value, columns)) is not None:
+            done = layer_token(kernels, self, form, gates, conv, x, mixed, opened, past, state.memory)
             if done is not None:
                 return linear(done[0], *_WEIGHTS(out._parameters)), LayerState(done[1], done[2], None)
         with below_autograd():

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hecate.engine import load_kernels, share_out, token_form
+from hecate.engine import TokenForm, load_kernels, share_out, token_form
 from hecate.nn.blocks import EPS, swiglu
 from hecate.rule import LAYER, MemoryState
 from hecate.tape import STEADY
@@ -82,17 +82,17 @@ def gated_product(kernels: Any, x: Tensor) -> Tensor:
     return y
 
 
-def has_form(layer: Any, conv: Any) -> bool:
-    """True if a `Memory` does with a token what the kernel computes."""
+def form_of(layer: Any, conv: Any) -> TokenForm | None:
+    """The form of a `Memory` that does with a token what the kernel computes; None of another."""
     config, options = layer.config, layer.config.layer_options
     if options is not None and (options.key_heads, options.conv, options.output) != _AROUND:
-        return False
-    return conv is not None and config.layer_v_norm == "none" and token_form(config) is not None
+        return None
+    return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
 
 
 def layer_token(
-    kernels: Any, layer: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None, past: Tensor,
-    state: MemoryState,
+    kernels: Any, layer: Any, form: TokenForm, gates: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None,
+    past: Tensor, state: MemoryState,
 ) -> tuple[Tensor, MemoryState, Tensor] | None:  # fmt: skip
     """The normalised and gated answers `[B, 1, H V]` of a token x, and the memory and the convolution's past after it;
     None where tensors are others than the kernel takes, or what it leaves is not finite.
@@ -101,38 +101,40 @@ def layer_token(
     `[B, K-1, H (2 P + V)]` what the convolution saw before.
     """
     config, dtype, heads, P, V = layer.config, mixed.dtype, layer.heads, layer.d_key, layer.d_value
-    form: Any = token_form(config)
+    taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
     x = x.contiguous()  # a token of a longer sequence
-    count, cells, X, taps = mixed.shape[0] * heads, mixed.shape[0] * heads * V * P, x.shape[-1], conv.kernel
+    count, cells, X = mixed.shape[0] * heads, mixed.shape[0] * heads * V * P, x.shape[-1]
     ((name, memory),) = state.memory.items()
     slot, carried = next(iter(state.slots.items()), (None, None))
-    channels, gates = False, layer.gates.plain()
-    if gates is None:
-        made, X = layer.gates.forward(x), 0
-        gates = [made.lr, None, made.retain, None, made.momentum, None]
+    channels, own = False, gates.plain()
+    if own is None:
+        made, X = gates.forward(x), 0
+        own = [made.lr, None, made.retain, None, made.momentum, None]
         channels = form.decays and made.retain is not None and made.retain.dim() == 4
-    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = gates
+    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = own
     size = heads * X or count
     kept = retain if form.decays else None
     given = (
         *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
-        *((momentum, size), (momentum_bias, heads), (mixed, mixed.numel()), (past, (taps - 1) * mixed.numel())),
-        *((conv.weight, taps * mixed.shape[-1]), (memory, cells), (carried, cells)),
-        *((layer.norm, heads * V), (opened, count * V)),
+        *((momentum, size), (momentum_bias, heads), (mixed, mixed.numel()), (past, (conv.kernel - 1) * mixed.numel())),
+        *((taps, conv.kernel * mixed.shape[-1]), (memory, cells), (carried, cells)),
+        *((norm, heads * V), (opened, count * V)),
     )
-    missing = lr is None or (carried is not None and momentum is None) or (form.decays and retain is None)
-    if missing or (found := _addresses(dtype, given)) is None:
+    found = _addresses(dtype, given) if memory.shape == (len(mixed), heads, V, P) else None
+    if found is None or 0 in (found[1], found[9], found[12]) or (form.decays and not found[3]):
+        return None  # a gate or a weight is missing
+    if carried is not None and not (found[5] and carried.shape == memory.shape):
         return None
     moved, after = torch.empty_like(memory), torch.empty_like(past)
     slots = {} if slot is None or carried is None else {slot: torch.empty_like(carried)}
     y, rows = mixed.new_empty(len(mixed), 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
     into = after.data_ptr(), moved.data_ptr(), 0 if slot is None else slots[slot].data_ptr(), y.data_ptr()
     flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
-    own = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
-    numbers, told = _norms(dtype, P, *own, layer.gates.lr_max), []
+    about = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
+    numbers, told = _norms(dtype, P, *about, gates.lr_max), []
 
     def work(lo: int, hi: int) -> None:
-        told.append(kernels.token(lo, hi, heads, P, V, taps, X, *flags, numbers, rows.data_ptr(), *found, *into))
+        told.append(kernels.token(lo, hi, heads, P, V, conv.kernel, X, *flags, numbers, rows.data_ptr(), *found, *into))
 
     share_out(work, count, cells, SHARE)
     if config.on_nonfinite == "raise" and not math.isfinite(sum(told)):

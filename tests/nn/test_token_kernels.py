@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import hecate
 import hecate.nn.token as token_module
 from hecate import MemoryConfig
-from hecate.errors import NonFiniteError
+from hecate.errors import NonFiniteError, ShapeError
 from hecate.models import LanguageModel
 from hecate.nn import Memory
 from tests.nn.layers import leaves, rules, seeded
@@ -217,3 +217,16 @@ def test_blocks_of_a_model(memory: Any, monkeypatch: pytest.MonkeyPatch):
     assert any(differ), "no kernel ran"
     for got, want in zip(leaves(found), leaves(wanted), strict=True):
         assert (got - want).abs().max() <= 256 * ULP * want.abs().max()
+
+
+@torch.no_grad()
+def test_states_and_weights_of_another_shape_are_refused(used: list[bool]):
+    layer, x = layer_of(CONFIGS["titans_linear"], d_key=32), inputs()
+    state = layer(x[:, :2])[1]
+    other = pytree.tree_map_only(Tensor, lambda item: item.mT.contiguous() if item.dim() == 4 else item, state)
+    with pytest.raises(ShapeError, match="memory"):
+        layer(x[:, 2:3], other)
+    slots = {name: item.mT.contiguous() for name, item in state.memory.slots.items()}
+    with pytest.raises(ShapeError, match="slots"):
+        layer(x[:, 2:3], state._replace(memory=state.memory._replace(slots=slots)))
+    assert used == [False] * 2
