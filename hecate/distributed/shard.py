@@ -21,11 +21,14 @@ from hecate.distributed.world import World
 from hecate.errors import ConfigError
 
 LOW = torch.bfloat16
+_WHOLE = Tensor, nn.Parameter
 Recompute = int | Literal["none", "full"]
 
 
 def is_sharded(value: Any) -> bool:
     """True if a tensor is a `DTensor`: spread over processes, or at least declared to be."""
+    if type(value) in _WHOLE:  # a step asks of every tensor, several times
+        return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 

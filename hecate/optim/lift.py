@@ -390,7 +390,7 @@ class PhiOptimizer(MatrixOptimizer):
                     "construct with the checkpoint's seed (or phi_params), and with the torch that wrote it"
                 )
 
-    def watch(self, group: Group, rows: list[Tensor]) -> None:
+    def watch(self, group: Group, rows_of: Callable[[], list[Tensor]]) -> None:
         """Says once of a group where phi is linear at the rows of its first steps. [OPT-PHI-I5]"""
         if torch.compiler.is_compiling():
             return
@@ -400,7 +400,10 @@ class PhiOptimizer(MatrixOptimizer):
         if place not in self._watches:
             self._watches[place] = Watch() if self.may_be_linear(group) else None
         found = self._watches[place]
-        if found is not None and found.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
+        if found is None:
+            return
+        rows = rows_of()
+        if found.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
             self._watches[place] = None
 
     def may_be_linear(self, group: Group) -> bool:

@@ -29,6 +29,7 @@ from hecate.optim.muon import HELD, orthogonalised, settings
 from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.tensors import (
     Bulk,
+    Pieces,
     Tensors,
     as_matrix,
     blocks,
@@ -208,7 +209,7 @@ class PhiMomentum(PhiOptimizer):
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
-        self.watch(group, [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
+        self.watch(group, lambda: [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
         more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
         if group["space"] == "weight" and not more and by_number(group):
             self._by_number(group, bulk, params, grads, states)
@@ -236,6 +237,9 @@ class PhiMomentum(PhiOptimizer):
                 updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
             return updates
 
+        if plain and len(keys) == 1 and bulk.foreach and (pieces := Pieces.of(*lists)) is not None:
+            pieces.move(_numbers(group, bulk), group["form"] == "hope", group["nesterov"])
+            return
         temporaries = not plain or len(keys) > 1
         for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
             moved = _step(group, bulk, partial(enter, squares), list, some, slopes, held)
@@ -319,6 +323,14 @@ class Rowwise:
                 for key, side in zip((ROWS, COLUMNS), sides, strict=True):
                     put(self.group, [state], key, [side])
         return updates
+
+
+def _numbers(group: Group, bulk: Bulk) -> tuple[float, ...]:
+    """The factors of `_step` in the order of `hecate.engine.cpu.momentum.move`."""
+    lr, momentum, decay = (bulk.number(group[name]) for name in ("lr", "momentum", "weight_decay"))
+    gain, hope, coupled = 1 - group["dampening"], group["form"] == "hope", 0.0 if group["decoupled"] else decay
+    kept = 1 - lr * (decay - coupled)
+    return momentum, -lr * gain if hope else gain, coupled, kept, 1.0 if hope else -lr, -lr
 
 
 def _step(
@@ -447,7 +459,7 @@ class KernelMomentum(PhiOptimizer):
         bulk = Bulk(group, held)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
         keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)]
-        self.watch(group, keys)
+        self.watch(group, lambda: keys)
         features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
         written = [rows.mT @ phi for rows, phi in zip(keys, features, strict=True)]
         held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), written)

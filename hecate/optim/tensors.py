@@ -6,21 +6,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hecate.distributed import is_sharded
+from hecate.engine import load_kernels, share_out
 from hecate.errors import ConfigError
+from hecate.tape import is_traced
 
 Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
 BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
 CACHE = 1 << 18  # the same where temporaries come and go
+_OWN = Tensor, nn.Parameter
+PIECE, SHARE = 1 << 16, 1 << 20  # numbers of a piece of a tensor for kernels, and as many as are worth a thread
 
 
 def state_dtype(p: Tensor, option: str) -> torch.dtype:
@@ -118,12 +123,69 @@ def sum_is_finite(tensors: list[Tensor]) -> bool:
 
     The tensors are on one device.
     """
+    if (found := Pieces.of(tensors)) is not None:
+        return found.are_finite()
     sums = [x.sum() for x in tensors if x.numel() >= SMALL]
     small = [x for x in tensors if x.numel() < SMALL]
     if small:
         sums.append(_flatten_dense_tensors(small).sum())
     total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
     return math.isfinite(total.item())
+
+
+class Pieces:
+    """Lists of contiguous tensors of equal sizes and one float type on a CPU, cut into pieces for kernels.
+
+    Attributes:
+        places: address of each piece of each list, int64 `[lists, pieces]`.
+        sizes: numbers of each piece.
+    """
+
+    def __init__(self, kernels: Any, dtype: torch.dtype, places: Any, sizes: Any) -> None:
+        self.kernels, self.places, self.sizes = kernels, places, sizes
+        self.float = np.float32 if dtype == torch.float32 else np.float64
+
+    @classmethod
+    def of(cls, *lists: Tensors) -> Pieces | None:
+        """The pieces; None where kernels do not take them."""
+        first = lists[0][0]
+        if first.dtype not in (torch.float32, torch.float64) or not first.is_cpu or is_traced():
+            return None
+        sizes = [x.numel() for x in lists[0]]
+        for xs in lists:
+            for x, size in zip(xs, sizes, strict=True):
+                if type(x) not in _OWN or x.dtype != first.dtype or x.numel() != size or not x.is_contiguous():
+                    return None
+        if (kernels := load_kernels("momentum")) is None:
+            return None
+        places = np.array([[x.data_ptr() for x in xs] for xs in lists], np.int64)
+        counts = np.array(sizes, np.int64)
+        if max(sizes) > PIECE and torch.get_num_threads() > 1:
+            cuts = -(-counts // PIECE)
+            at = (np.arange(cuts.sum()) - np.repeat(cuts.cumsum() - cuts, cuts)) * PIECE
+            places = np.repeat(places, cuts, 1) + at * first.element_size()
+            counts = np.minimum(np.repeat(counts, cuts) - at, PIECE)
+        return cls(kernels, first.dtype, places, counts)
+
+    def are_finite(self) -> bool:
+        """True if all numbers of the first list are finite."""
+        told: list[float] = []
+        like = np.zeros(1, self.float)
+
+        def work(lo: int, hi: int) -> None:
+            told.append(self.kernels.finite(lo, hi, like, self.places[0], self.sizes))
+
+        share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
+        return math.isfinite(sum(told))
+
+    def move(self, numbers: Sequence[float], hope: bool, nesterov: bool) -> None:
+        """A step of momentum on weights, gradients and momenta: `hecate.engine.cpu.momentum.move`."""
+        form = np.array(numbers, self.float)
+
+        def work(lo: int, hi: int) -> None:
+            self.kernels.move(lo, hi, form, hope, nesterov, self.places, self.sizes)
+
+        share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
 
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:

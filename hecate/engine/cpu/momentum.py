@@ -1,0 +1,79 @@
+"""Steps of momentum on many tensors, in one pass over each, with the bits of torch's operations on lists.
+
+Tensors come as addresses and sizes in int64: contiguous, of one float type. Threads share them out. [OPT-FUSED-D1]
+"""
+
+from __future__ import annotations
+
+import math
+
+from typing import Any
+
+from numba.extending import intrinsic
+
+from hecate.engine.cpu.lanes import _called, first
+from hecate.engine.cpu.token import lying
+from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, store, sums
+
+
+@intrinsic
+def rounded(_: Any, a: Any, b: Any) -> Any:
+    """a b, which no sum is contracted with."""
+    return each(lambda builder, a, b: builder.fmul(a, b), a, b)
+
+
+@intrinsic
+def fma(_: Any, a: Any, b: Any, c: Any) -> Any:
+    """a b + c, rounded once."""
+    return each(_called("fma"), a, b, c)
+
+
+def finite(lo, hi, like, places, sizes):
+    """0 if all numbers of the tensors from lo to hi are finite, else NaN."""
+    step, told = per_vector(like), 0.0
+    for i in range(lo, hi):
+        x, found = lying(like, places[i]), filled(like, 0.0)
+        whole = sizes[i] - sizes[i] % step
+        for c in range(0, whole, step):
+            found = mad(load(x, c, ONE), filled(like, 0.0), found)
+        told += sums((found, found, found, found))[0]
+        for c in range(whole, sizes[i]):
+            told += x[c] * 0.0
+        if math.isnan(told):
+            break
+    return told
+
+
+@inline
+def _moved(form, hope, nesterov, w, g, m):
+    """Weights and their momentum after a step."""
+    momentum, gain, coupled, kept, step, lr = form[0], form[1], form[2], form[3], form[4], form[5]
+    if coupled != 0:
+        g = fma(coupled, w, g)
+    m = fma(gain, g, rounded(momentum, m))
+    ahead = m
+    if nesterov:
+        ahead = fma(momentum, m, rounded(lr, g) if hope else g)
+    if kept != 1:
+        w = rounded(kept, w)
+    return fma(step, ahead, w), m
+
+
+def move(lo, hi, form, hope, nesterov, places, sizes):
+    """Tensors from lo to hi of `places`, [weights, gradients, momenta], the first and last in place; `form` has
+    momentum, the factor of gradients in it, the coupled decay, what is kept of weights, the factor of momentum in them
+    and, for `hope`, that of gradients ahead of it."""
+    step = per_vector(form)
+    for i in range(lo, hi):
+        w, g, m = lying(form, places[0, i]), lying(form, places[1, i]), lying(form, places[2, i])
+        whole = sizes[i] - sizes[i] % step
+        for c in range(0, whole, step):
+            a, b = _moved(form, hope, nesterov, load(w, c, ONE), load(g, c, ONE), load(m, c, ONE))
+            store(w, c, a)
+            store(m, c, b)
+        for c in range(whole, sizes[i]):
+            a, b = _moved(form, hope, nesterov, filled(form, w[c]), filled(form, g[c]), filled(form, m[c]))
+            w[c], m[c] = first(a), first(b)
+
+
+finite, move = (kernel(function, digest("vectors", "lanes", "token", "momentum")) for function in (finite, move))

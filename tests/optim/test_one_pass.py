@@ -1,0 +1,103 @@
+"""Kernels that look at gradients and take a step of momentum in one pass: the bits of torch's operations one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hecate.errors import NonFiniteError
+from hecate.optim import PhiMomentum, tensors
+
+pytest.importorskip("numba")
+
+SHAPES = [(3, 5), (64, 129), (7,), (1,), (300, 301), (16,)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"nesterov": True},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled": False, "nesterov": True},
+    {"dampening": 0.3, "maximize": True},
+    {"form": "hope", "nesterov": True, "weight_decay": 0.1},
+    {"form": "hope", "dampening": 0.2},
+    {"lr": torch.tensor(0.02)},
+]
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=draws, dtype=dtype).requires_grad_() for shape in SHAPES]
+
+
+def stepped(params: list[Tensor], steps: int = 3, **options: Any) -> list[Tensor]:
+    """Weights and momenta after some steps."""
+    draws, optimizer = torch.Generator().manual_seed(1), PhiMomentum(params, **{"lr": 0.02, **options})
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draws, dtype=p.dtype)
+        optimizer.step()
+    return [*params, *(optimizer.state[p]["momentum"] for p in params)]
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of pieces of every step by a kernel."""
+    found, own = [], tensors.Pieces.move
+    monkeypatch.setattr(tensors.Pieces, "move", lambda self, *given: found.append(len(self.sizes)) or own(self, *given))
+    return found
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_step_has_the_bits_of_operations_one_by_one(options: dict[str, Any], dtype: torch.dtype, moves: list[int]):
+    found = stepped(weights(dtype), **options)
+    assert moves == [len(SHAPES)] * 3
+    assert all(map(torch.equal, found, stepped(weights(dtype), foreach=False, **options)))
+    assert len(moves) == 3
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+def test_threads_share_pieces_out_and_change_no_bit(monkeypatch: pytest.MonkeyPatch, moves: list[int]):
+    alone = stepped(weights(), nesterov=True)
+    monkeypatch.setattr(tensors, "PIECE", 1000)
+    monkeypatch.setattr(tensors, "SHARE", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert all(map(torch.equal, stepped(weights(), nesterov=True), alone))
+    assert moves == [len(SHAPES)] * 3 + [4 + 9 + 91] * 3
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_place_of_a_gradient_is_looked_at(value: float, threads: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(tensors, "PIECE", 1000)
+    params = weights()
+    optimizer = PhiMomentum(params, 0.02)
+    for at, p in enumerate(params):
+        for place in {0, p.numel() // 2, p.numel() - 1}:
+            for q in params:
+                q.grad = torch.full_like(q, 3e38)  # whose sums are infinite
+            p.grad.view(-1)[place] = value
+            before = [q.detach().clone() for q in params]
+            with pytest.raises(NonFiniteError, match="nothing was changed"):
+                optimizer.step()
+            assert all(map(torch.equal, params, before)), at
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[int]):
+    """Gradients that lie otherwise, other maps, half precision, and no numba."""
+    params = weights()[:2]
+    params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones(129, 64, dtype=torch.float32).mT
+    PhiMomentum(params, 0.02).step()
+    stepped(weights(), feature_map="tanh", input_scale="none")
+    stepped(weights(torch.bfloat16))
+    assert moves == []
+    whole = stepped(weights())
+    assert moves == [len(SHAPES)] * 3
+    monkeypatch.setattr(tensors, "load_kernels", lambda name: None)
+    assert all(map(torch.equal, stepped(weights()), whole))
+    assert len(moves) == 3
