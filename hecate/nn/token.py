@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hecate.engine import TokenForm, load_kernels, share_out, token_form
 from hecate.nn.blocks import EPS, swiglu
 from hecate.rule import LAYER, MemoryState
-from hecate.tape import STEADY
+from hecate.tape import STEADY, is_traced
 from hecate.tape.ops import reach
 
 STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
@@ -25,10 +25,10 @@ _OWN = Tensor, nn.Parameter
 
 
 def token_kernels(x: Tensor, *widths: int) -> Any:
-    """The kernels, where they take such tensors in rows of these widths; None elsewhere, and within `exact`, whose bits
-    do not depend on them."""
+    """The kernels, where they take such tensors in rows of these widths; None elsewhere, where torch has to see every
+    operation, and within `exact`, whose bits do not depend on them."""
     step = STEP.get(x.dtype)
-    if step is None or not x.is_cpu or STEADY.get() or torch.is_autocast_enabled("cpu"):
+    if step is None or not x.is_cpu or STEADY.get() or torch.is_autocast_enabled("cpu") or is_traced():
         return None
     for width in widths:
         if width % step:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.autograd.graph import increment_version
 
 from hecate.distributed import is_sharded
 from hecate.engine import load_kernels, share_out
@@ -141,9 +142,9 @@ class Pieces:
         sizes: numbers of each piece.
     """
 
-    def __init__(self, kernels: Any, dtype: torch.dtype, places: Any, sizes: Any) -> None:
-        self.kernels, self.places, self.sizes = kernels, places, sizes
-        self.float = np.float32 if dtype == torch.float32 else np.float64
+    def __init__(self, kernels: Any, lists: tuple[Tensors, ...], places: Any, sizes: Any) -> None:
+        self.kernels, self.lists, self.places, self.sizes = kernels, lists, places, sizes
+        self.float = np.float32 if lists[0][0].dtype == torch.float32 else np.float64
 
     @classmethod
     def of(cls, *lists: Tensors) -> Pieces | None:
@@ -165,7 +166,7 @@ class Pieces:
             at = (np.arange(cuts.sum()) - np.repeat(cuts.cumsum() - cuts, cuts)) * PIECE
             places = np.repeat(places, cuts, 1) + at * first.element_size()
             counts = np.minimum(np.repeat(counts, cuts) - at, PIECE)
-        return cls(kernels, first.dtype, places, counts)
+        return cls(kernels, lists, places, counts)
 
     def are_finite(self) -> bool:
         """True if all numbers of the first list are finite."""
@@ -186,6 +187,8 @@ class Pieces:
             self.kernels.move(lo, hi, form, hope, nesterov, self.places, self.sizes)
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
+        weights, _, momenta = self.lists
+        increment_version([*weights, *momenta])  # as torch's operations do, for a graph that still needs the old ones
 
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:

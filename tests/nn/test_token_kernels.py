@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hecate
 import hecate.nn.token as token_module
@@ -230,3 +231,31 @@ def test_states_and_weights_of_another_shape_are_refused(used: list[bool]):
     with pytest.raises(ShapeError, match="slots"):
         layer(x[:, 2:3], state._replace(memory=state.memory._replace(slots=slots)))
     assert used == [False] * 2
+
+
+@torch.no_grad()
+def test_torch_sees_every_operation_where_it_has_to():
+    """Counters of operations, transforms and traces see the long way."""
+    sizes = {"vocab_size": 11, "d_model": 32, "layers": 1, "heads": 2, "memory": "gated_delta"}
+    model = LanguageModel(sizes, generator=seeded(), dtype=torch.float64)
+    tokens = torch.randint(0, 11, (3, 4), generator=seeded(1))
+    _, state = model(tokens[:, :3])
+    wanted = model(tokens[:, 3:], state)[0]
+    seen: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(operation))
+            return operation(*args, **(kwargs or {}))
+
+    with Names():
+        found = model(tokens[:, 3:], state)[0]
+    assert (found - wanted).abs().max() < 256 * ULP * wanted.abs().max()
+    assert sum("bmm" in name for name in seen) == 2
+    every, layout = pytree.tree_flatten(state)
+    held = {place: item.unsqueeze(1) for place, item in enumerate(every) if isinstance(item, Tensor)}
+
+    def alone(token: Tensor, own: dict[int, Tensor]) -> Tensor:
+        return model(token[None], pytree.tree_unflatten([own.get(place) for place in range(len(every))], layout))[0][0]
+
+    assert (torch.func.vmap(alone)(tokens[:, 3:], held) - wanted).abs().max() < 256 * ULP * wanted.abs().max()

@@ -101,3 +101,12 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     monkeypatch.setattr(tensors, "load_kernels", lambda name: None)
     assert all(map(torch.equal, stepped(weights()), whole))
     assert len(moves) == 3
+
+
+def test_a_graph_that_needs_the_weights_before_a_step_is_told():
+    params = weights()[:1]
+    loss = (params[0] ** 2).sum()
+    params[0].grad = torch.ones_like(params[0])
+    PhiMomentum(params, 0.02).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
