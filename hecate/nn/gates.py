@@ -248,7 +248,7 @@ class GateHeads(nn.Module):
         """Weights and biases of lr, retain and momentum, None for what there is not, where all of them are sigmoids of
         linear maps of x, lr times its ceiling."""
         parts: Any = self._modules
-        form, found = parts.get("retain"), []
+        form, found = parts.get("retain"), list[Tensor | None]()
         if self.rectified or self.writes > 1 or "firing" in self.starts or not (form is None or form.plain):
             return None
         weights, biases = parts["weight"], parts["bias"]

@@ -438,8 +438,8 @@ class Memory(RuleParameters, MemoryLayer):
             mixed = linear(x, weight, own["bias"])
             seen = x if down is None else linear(x, *_WEIGHTS(down._parameters))
             opened = None if gate is None else linear(seen, *_WEIGHTS(gate._parameters))
-        form = form_of(self, conv)
-        if form and (kernels := token_kernels(mixed, self.d_key, self.d_value, columns)) is not None:
+        form, widths = form_of(self, conv), (self.d_key, self.d_value, columns)
+        if form and past is not None and (kernels := token_kernels(mixed, *widths)) is not None:
             done = layer_token(kernels, self, form, gates, conv, x, mixed, opened, past, state.memory)
             if done is not None:
                 return linear(done[0], *_WEIGHTS(out._parameters)), LayerState(done[1], done[2], None)
