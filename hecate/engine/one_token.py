@@ -346,39 +346,45 @@ def _is_direct(config: MemoryConfig) -> bool:
 
 
 class TokenForm(NamedTuple):
-    """Form of a write, as the kernel of a layer's token takes it."""
+    """Form of a write, as the kernel of a layer's token takes it.
+
+    Fields:
+        blind: the error is -v, whatever is predicted.
+        early: the gradient sees the decayed memory.
+        after: reads see the token's own write.
+        decays, dampens: of the retention and the algorithm.
+        chunk: tokens whose gradients gather before they move the memory; 1 where each moves it.
+    """
 
     blind: bool
-    """The error is -v, whatever is predicted."""
     early: bool
-    """The gradient sees the decayed memory."""
     after: bool
-    """Reads see the token's own write."""
     decays: bool
     dampens: bool
+    chunk: int
 
 
 def token_form(config: MemoryConfig) -> TokenForm | None:
-    """The form of a write that a kernel of single tokens has: l2 or dot, gd or momentum, k and q as they come; None of
-    any other."""
+    """The form of a write that a kernel of single tokens has: l2 or dot, gd or momentum at every token or gd at the end
+    of a chunk, k and q as they come; None of any other."""
     known: dict[Any, Any] = config.refusals
     if token_form not in known:
         plain = config.writes == 1 and config.readout.plain and not (config.forms.transposed or config.by_key)
         plain = plain and config.forms.identity and config.normalizer == "none" and config.key_norm != "sum"
         own = plain and config.on_nonfinite != "skip" and (config.forms.error or config.forms.target)
-        early = config.decay_order == "before_gradient"
-        known[token_form] = (
-            TokenForm(
-                config.forms.target,
-                early,
-                config.read == "after",
-                config.retention.uses_retain,
-                config.algorithm.dampens,
-            )
-            if own and _is_direct(config)
-            else None
+        early, after = config.decay_order == "before_gradient", config.read == "after"
+        form = TokenForm(
+            config.forms.target, early, after, config.retention.uses_retain, config.algorithm.dampens, config.chunk
         )
+        known[token_form] = form if own and (_is_direct(config) or _gathers(config)) else None
     return known[token_form]
+
+
+def _gathers(config: MemoryConfig) -> bool:
+    """True if a token adds lr u k^T to what moves one matrix at the end of its chunk, by gd, and nothing else."""
+    linear = config.forms.linear and config.retention.linear and not config.structure.diagonal
+    plain = not (config.retention.anchored or config.algorithm.slots or config.algorithm.dampens or config.blocks)
+    return config.commit == "chunk" and config.chunk > 1 and linear and plain and config.rule.write_block() is not None
 
 
 def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:

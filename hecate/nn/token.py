@@ -22,6 +22,7 @@ STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
 SHARE = 1 << 18  # numbers of memories that are worth a thread of their own
 _AROUND = LAYER.key_heads, LAYER.conv, LAYER.output
 _OWN = Tensor, nn.Parameter
+_COUNTS = np.zeros(1, np.int64)
 
 
 def token_kernels(x: Tensor, *widths: int) -> Any:
@@ -90,6 +91,27 @@ def form_of(layer: Any, conv: Any) -> TokenForm | None:
     return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
 
 
+Held = tuple[Tensor | None, ...]
+"""A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
+tokens so far."""
+
+
+def _held(form: TokenForm, state: MemoryState) -> Held:
+    ((name, memory),) = state.memory.items()
+    if form.chunk > 1:
+        return memory, state.pending.get(name), state.pending.get("retain"), state.position
+    return memory, next(iter(state.slots.values()), None), None, None
+
+
+def _named(form: TokenForm, state: MemoryState, held: Held) -> MemoryState:
+    memory, moved, retain, position = held
+    named: list[Any] = [dict.fromkeys(names, moved if at else memory) for at, names in enumerate(state[:2])]
+    if form.chunk > 1:
+        pending: Any = {**dict.fromkeys(state.memory, moved), "retain": retain}
+        return MemoryState(*named, {}, pending, position)  # type: ignore[arg-type]
+    return MemoryState(*named, {}, {}, state.position)
+
+
 def layer_token(
     kernels: Any, layer: Any, form: TokenForm, gates: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None,
     past: Tensor, state: MemoryState,
@@ -104,39 +126,39 @@ def layer_token(
     taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
     x = x.contiguous()  # a token of a longer sequence
     count, cells, X = mixed.shape[0] * heads, mixed.shape[0] * heads * V * P, x.shape[-1]
-    ((name, memory),) = state.memory.items()
-    slot, carried = next(iter(state.slots.items()), (None, None))
+    held = memory, moved, gathered, position = _held(form, state)
     channels, own = False, gates.plain()
     if own is None:
         made, X = gates.forward(x), 0
         own = [made.lr, None, made.retain, None, made.momentum, None]
-        channels = form.decays and made.retain is not None and made.retain.dim() == 4
+        channels = form.decays and form.chunk == 1 and made.retain is not None and made.retain.dim() == 4
     lr, lr_bias, retain, retain_bias, momentum, momentum_bias = own
     size = heads * X or count
     kept = retain if form.decays else None
     given = (
         *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
         *((momentum, size), (momentum_bias, heads), (mixed, mixed.numel()), (past, (conv.kernel - 1) * mixed.numel())),
-        *((taps, conv.kernel * mixed.shape[-1]), (memory, cells), (carried, cells)),
-        *((norm, heads * V), (opened, count * V)),
+        *((taps, conv.kernel * mixed.shape[-1]), (memory, cells), (moved, cells), (gathered, count)),
     )
-    found = _addresses(dtype, given) if memory.shape == (len(mixed), heads, V, P) else None
-    if found is None or 0 in (found[1], found[9], found[12]) or (form.decays and not found[3]):
+    found, at = _addresses(dtype, given), _addresses(torch.int64, ((position, count),))
+    rest = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
+    if not (found and at and rest) or 0 in (found[1], found[9], rest[0]) or (form.decays and not found[3]):
         return None  # a gate or a weight is missing
-    if carried is not None and not (found[5] and carried.shape == memory.shape):
+    shape, needed = (len(mixed), heads, V, P), (moved is None or found[5], at[0] and found[12] and found[11])
+    if not needed[form.chunk > 1] or not memory.shape == shape == (shape if moved is None else moved.shape):
         return None
-    moved, after = torch.empty_like(memory), torch.empty_like(past)
-    slots = {} if slot is None or carried is None else {slot: torch.empty_like(carried)}
+    new, after = [None if item is None else torch.empty_like(item) for item in held], torch.empty_like(past)
     y, rows = mixed.new_empty(len(mixed), 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
-    into = after.data_ptr(), moved.data_ptr(), 0 if slot is None else slots[slot].data_ptr(), y.data_ptr()
+    into = [0 if item is None else item.data_ptr() for item in (after, *new, y)]
     flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
     about = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
     numbers, told = _norms(dtype, P, *about, gates.lr_max), []
 
     def work(lo: int, hi: int) -> None:
-        told.append(kernels.token(lo, hi, heads, P, V, conv.kernel, X, *flags, numbers, rows.data_ptr(), *found, *into))
+        sizes = lo, hi, heads, P, V, conv.kernel, X, form.chunk
+        told.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *found, *at, *rest, *into))
 
     share_out(work, count, cells, SHARE)
-    if config.on_nonfinite == "raise" and not math.isfinite(sum(told)):
+    if not math.isfinite(sum(told)) and (config.on_nonfinite == "raise" or form.chunk > 1):
         return None
-    return y, MemoryState({name: moved}, slots, {}, {}, state.position), after
+    return y, _named(form, state, tuple(new)), after

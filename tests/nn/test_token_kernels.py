@@ -35,6 +35,14 @@ CONFIGS: dict[str, Any] = {
         "retention": {"kind": "decay", "channels": True}, "key_norm": "l2", "decay_order": "before_gradient"
     },
 }  # fmt: skip
+GATHERED: dict[str, Any] = {
+    "a chunk": {"key_norm": "l2", "chunk": 3, "commit": "chunk"},
+    "a chunk that decays": {**KEYS, "chunk": 3, "commit": "chunk"},
+    "a chunk, early, read before": {
+        **KEYS, "chunk": 3, "commit": "chunk", "decay_order": "before_gradient", "read": "before"
+    },
+    "a chunk of sums": {"bias": "dot", "retention": "decay", "chunk": 3, "commit": "chunk"},
+}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "values wider than keys": {"d_value": 48},
     "no output gate": {"output_gate": False},
@@ -105,6 +113,27 @@ def test_a_token_is_that_of_the_whole_way(config: Any, used: list[bool]):
     assert used == [True] * 4
 
 
+@pytest.mark.spec("NN-TOKEN-D1")
+@pytest.mark.parametrize("config", GATHERED.values(), ids=GATHERED)
+def test_gradients_that_gather_do_and_the_token_that_ends_a_chunk_goes_the_whole_way(config: Any, used: list[bool]):
+    assert errors(layer_of(config), inputs()) < 64 * ULP
+    assert used == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**KEYS, "chunk": 3},
+        {**KEYS, "chunk": 3, "commit": "chunk", "algorithm": "momentum"},
+        {"chunk": 3, "commit": "chunk", "step": "normalized"},
+    ],
+    ids=str,
+)
+def test_other_chunks_have_no_kernel(config: Any, used: list[bool]):
+    assert errors(layer_of(config), inputs()) == 0
+    assert used == []
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_with_every_option(options: dict[str, Any], used: list[bool]):
     assert errors(layer_of(CONFIGS["gated_delta"], **options), inputs()) < 64 * ULP
@@ -153,6 +182,12 @@ def test_what_is_not_finite_is_said_by_the_whole_way(used: list[bool]):
         with pytest.raises(NonFiniteError, match="batch row 1"):
             layer(x[:, 2:3], broken)
     assert used == [False] * 3
+    layer = layer_of(GATHERED["a chunk"])
+    broken = copied(layer(x[:, :1])[1])
+    broken.memory.pending["weight"].view(3, 2, -1)[2, 0, 1] = float("inf")
+    with pytest.raises(NonFiniteError, match="batch row 2, head 0"):
+        layer(x[:, 1:2], broken)
+    assert used == [False] * 4
 
 
 @torch.no_grad()

@@ -105,9 +105,10 @@ def _gate(form, values, biases, bias, n, h, x, at, X):
 
 
 @inline
-def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, blind, early, after_write):
-    """Writes a memory `[V, P]` and reads it, row by row; the sum of what it answers after it, and that of the squares
-    of the answers. x has q, k, retain, v and room for the answers from a place on."""
+def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, gathers, blind, early, after_write):
+    """Writes a memory `[V, P]` and reads it, row by row; a sum that is finite if all that it leaves is, and that of the
+    squares of the answers. x has q, k, retain, v and room for the answers from a place on. With `gathers` S has the
+    sum of the chunk's gradients, which grows, and the memory stays."""
     k, kept, v, answer, step = q + P, q + 2 * P, q + 3 * P, q + 3 * P + V, per_vector(form)
     told, square = 0.0, 0.0
     for r in range(V):
@@ -124,6 +125,12 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, blind, ea
         for c in range(0, P, step):
             m, key, query = load(M, o + c, ONE), load(x, k + c, ONE), load(x, q + c, ONE)
             old = mad(m, query, old)
+            if gathers:
+                s = mad(-d, key, load(S, o + c, ONE))
+                store(S1, o + c, s)
+                store(M1, o + c, m)
+                new = mad(s, query, new)
+                continue
             m = m * load(x, kept + c, ONE)
             if moves:
                 s = mad(d, key, mul(carried, load(S, o + c, ONE)))
@@ -135,15 +142,15 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, blind, ea
             new = mad(m, query, new)
         both = sums((new, old, new, old))
         told += both[0]
-        x[answer + r] = both[0] if after_write else both[1]
+        x[answer + r] = both[0] if after_write and not gathers else both[1]
         square += x[answer + r] * x[answer + r]
     return told, square
 
 
 def token(
-    lo, hi, H, P, V, K, X, active, blind, early, after_write, channels, dampens, form, rows,
-    x, lr, lr_bias, retain, retain_bias, momentum, momentum_bias, mixed, past, w, memory, slot, weight, gate,
-    past_after, memory_after, slot_after, y,
+    lo, hi, H, P, V, K, X, chunk, active, blind, early, after_write, channels, dampens, form, counts, rows,
+    x, lr, lr_bias, retain, retain_bias, momentum, momentum_bias, mixed, past, w, memory, slot, pending, position,
+    weight, gate, past_after, memory_after, slot_after, pending_after, position_after, y,
 ):  # fmt: skip
     """Memories lo to hi, head by head of sequence by sequence: the sum of their answers, not finite where anything that
     they leave is not, or the length of a query or key has to be looked at.
@@ -152,13 +159,17 @@ def token(
     longest square that it takes, what queries are multiplied by, eps beside mean squares of answers and the ceiling of
     lr; `rows` has room for 3 P + 2 V numbers of each memory. retain, slot, gate and biases are 0 where there is none.
     lr, retain and momentum are numbers of each memory, with `channels` retain P of them; or, unless X is 0, the weights
-    of sigmoids of x, X numbers of each head.
+    of sigmoids of x, X numbers of each head. Where gradients gather for a `chunk` of more than one token, slot has
+    their sum, pending the product of the chunk's retain gates, and position, like `counts` in int64, its tokens so far;
+    not finite is also the sum of a token that ends one.
     """
     IN, MIXED, PAST, W, PAST1 = (
         lying(form, x), lying(form, mixed), lying(form, past), lying(form, w), lying(form, past_after)
     )  # fmt: skip
     LR, RETAIN, MOMENTUM, ROWS = lying(form, lr), lying(form, retain), lying(form, momentum), lying(form, rows)
     BIASES = lying(form, lr_bias), lying(form, retain_bias), lying(form, momentum_bias)
+    PENDING, PENDING1 = lying(form, pending), lying(form, pending_after)
+    POSITION, POSITION1 = lying(counts, position), lying(counts, position_after)
     M, M1, S, S1 = lying(form, memory), lying(form, memory_after), lying(form, slot), lying(form, slot_after)
     WEIGHT, GATE, Y = lying(form, weight), lying(form, gate), lying(form, y)
     C, told, step = H * (2 * P + V), 0.0, per_vector(form)
@@ -175,17 +186,23 @@ def token(
         keep, carried = number(form[0], 1.0), number(form[0], 0.0)
         if retain != 0 and not channels:
             keep = _gate(form, RETAIN, BIASES[1], retain_bias, n, h, IN, b * X, X)
+        if chunk > 1:
+            if POSITION[n] + 1 >= chunk:
+                return math.nan
+            POSITION1[n] = POSITION[n] + 1
+            keep = keep * PENDING[n]
+            PENDING1[n] = keep
         for c in range(0, P, step):
             store(ROWS, kept + c, load(RETAIN, n * P + c, ONE) if channels else filled(form, keep))
         rate = _gate(form, LR, BIASES[0], lr_bias, n, h, IN, b * X, X)
         if X != 0:
             rate = rate * form[6]
-        if slot != 0:
+        if slot != 0 and chunk == 1:
             carried = _gate(form, MOMENTUM, BIASES[2], momentum_bias, n, h, IN, b * X, X)
             if dampens:
                 rate = rate * (number(rate, 1.0) - carried)
         every, square = _written(
-            form, ROWS, q, P, V, M, M1, S, S1, n * V * P, rate, carried, slot != 0, blind, early, after_write
+            form, ROWS, q, P, V, M, M1, S, S1, n * V * P, rate, carried, slot != 0, chunk > 1, blind, early, after_write
         )
         told += every + square
         _scaled(form, ROWS, answer, V, 1.0 / math.sqrt(square / V + form[5]))
