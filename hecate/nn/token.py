@@ -125,7 +125,8 @@ def layer_token(
     config, dtype, heads, P, V = layer.config, mixed.dtype, layer.heads, layer.d_key, layer.d_value
     taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
     x = x.contiguous()  # a token of a longer sequence
-    count, cells, X = mixed.shape[0] * heads, mixed.shape[0] * heads * V * P, x.shape[-1]
+    batch, X = mixed.shape[0], x.shape[-1]
+    count, cells = batch * heads, batch * heads * V * P
     held = memory, moved, gathered, position = _held(form, state)
     channels, own = False, gates.plain()
     if own is None:
@@ -144,11 +145,11 @@ def layer_token(
     rest = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
     if not (found and at and rest) or 0 in (found[1], found[9], rest[0]) or (form.decays and not found[3]):
         return None  # a gate or a weight is missing
-    shape, needed = (len(mixed), heads, V, P), (moved is None or found[5], at[0] and found[12] and found[11])
+    shape, needed = (batch, heads, V, P), (moved is None or found[5], at[0] and found[12] and found[11])
     if not needed[form.chunk > 1] or not memory.shape == shape == (shape if moved is None else moved.shape):
         return None
     new, after = [None if item is None else torch.empty_like(item) for item in held], torch.empty_like(past)
-    y, rows = mixed.new_empty(len(mixed), 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
+    y, rows = mixed.new_empty(batch, 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
     into = [0 if item is None else item.data_ptr() for item in (after, *new, y)]
     flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
     about = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
