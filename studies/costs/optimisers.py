@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
+from hecate.optim.lift import STEPS
 from studies.costs.harness import WIDTH, Row, Run, Size, timed
 
 SAMPLES = 256
@@ -64,11 +65,13 @@ def _row(case: str, make: Make, peer: str, other: Make, size: Size, matrices: bo
 
 
 def _steps(make: Make, size: Size, matrices: bool) -> Run:
-    """Steps on gradients of one backward pass."""
+    """Steps on gradients of one backward pass, behind those that an optimiser watches to say whether its phi acts."""
     model = _model(size, bias=not matrices)
     optimizer = make(model)
     x = torch.randn(SAMPLES, _width(size), generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     model(x).square().mean().backward()
+    for _ in range(STEPS + 1):
+        optimizer.step()
     return optimizer.step
 
 
