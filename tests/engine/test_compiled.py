@@ -438,7 +438,7 @@ def test_auto():
     assert explain(Plan.sketch(delta, length=2048, shape=(256, 256)))[0] == "parallel"
     for other in (huber, MemoryConfig(bias="dot"), MemoryConfig(retention="elastic_net")):
         assert explain(Plan.sketch(other, length=2048, shape=(256, 256)))[0] == "compiled"
-    assert explain(Plan.sketch(delta, length=31))[0] == "parallel"
+    assert explain(Plan.sketch(delta, length=15))[0] == "parallel"
     assert explain(Plan.sketch(delta, length=1))[0] == "sequential"
     with pytest.raises(ConfigError, match=r"unknown engine 'fast'\. Known: .*compiled"):
         choose(Plan.sketch(delta), "fast")

@@ -153,8 +153,8 @@ def test_a_call_may_be_unfit():
 @pytest.mark.parametrize("rule", ["titans", "yaad", "moneta", "memora"])
 def test_auto_takes_it_for_named_rules(rule):
     config = named_rule(rule)
-    assert explain(Plan.sketch(config, length=32))[0] == "compiled_layers"
-    assert explain(Plan.sketch(config, length=31))[0] == "sequential"
+    assert explain(Plan.sketch(config, length=16))[0] == "compiled_layers"
+    assert explain(Plan.sketch(config, length=15))[0] == "sequential"
     assert explain(Plan.sketch(config.model_copy(update={"chunk": 8}), length=64, steps=8))[0] == "chunk"
     assert explain(Plan.sketch(MemoryConfig(), length=64))[0] == "compiled"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hecate.activation import Activation, ReLU
 from hecate.engine.call import Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
-from hecate.engine.cpu.engine import no_kernels
+from hecate.engine.cpu.engine import TOKENS, no_kernels
 from hecate.engine.cpu.family import at_once, link_part, printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
@@ -34,7 +34,6 @@ from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
 from hecate.tape import ByHand, Run, Tensors, execute, several
 
-TOKENS = 32  # from this length on kernels are worth loading
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
 

@@ -37,7 +37,7 @@ from hecate.tape import ByHand, Run, Tensors
 # Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
 # l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
 # tiles, up to 256 x 256 at least.
-TOKENS = 32
+TOKENS = 16
 LARGE = 1 << 16
 _LOG = logging.getLogger("hecate.engine")
 VECTORS, TILE = 8, 4  # of the widest row that stays in registers, and of a tile of a wider one
