@@ -16,7 +16,6 @@ from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
 from hecate.compare.statistics import Interval, against, pooled_intervals
 from hecate.figure import COLOURS, DASHES, GREY, finish
-from hecate.train import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
@@ -29,7 +28,6 @@ REFERENCE, TRANSFORMER = "gated_delta", "attention with the same convolution and
 WINDOW, RATIO, LONGER = 128, 2.667, 4
 COSTS = ("tokens_per_second", "seconds")
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
-NO_MLP, _HOPE = {"mlp_ratio": 0.0}, {"self_reference", "levels"}
 Model = Mapping[str, Any]
 
 
@@ -57,7 +55,6 @@ def models() -> dict[str, Model]:
         TRANSFORMER: {"attention": {"kind": "attention", **around}},
         f"the same, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW, **around}},
         "plain GPT": {"attention": {"kind": "attention"}},
-        "HOPE": {**load_experiment("hope").model.model_dump(include=_HOPE, exclude_unset=True), **NO_MLP},
     }
 
 
@@ -86,11 +83,10 @@ class Language(Study):
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
-    """The cell of a model with as many parameters as the reference, by the width of its MLPs, or its own width where it
-    has none."""
+    """The cell of a model with as many parameters as the reference, by the width of its MLPs."""
 
-    def made(model: Model, ratio: float, width: int = sizes.width) -> Cell:
-        shape = {"d_model": width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
+    def made(model: Model, ratio: float) -> Cell:
+        shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
         budget = {
             "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": sizes.judged,
             "checkpoint_every": 1000, "threads": 1,
@@ -102,9 +98,6 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
         return sizes_of(cell.config).parameters
 
     target = size(made({"memory": REFERENCE}, RATIO))
-    if model.items() >= NO_MLP.items():
-        cells = [made(model, 0.0, width) for width in range(sizes.heads, sizes.width + 1, sizes.heads)]
-        return min(cells, key=lambda cell: abs(size(cell) - target))
     one, two = (size(made(model, ratio)) for ratio in (1.0, 2.0))
     hidden = round((1 + (target - one) / (two - one)) * sizes.width)
     return made(model, max(hidden, 1) / sizes.width)
@@ -173,7 +166,7 @@ def _draw(
     left.set_yticks(range(len(names)), list(reversed(names)))
     left.margins(y=0.05)
     for index, name in enumerate(names):
-        look = {"color": COLOURS[index % 7], "linestyle": DASHES[index % 7], "label": name}
+        look = {"color": COLOURS[index % 7], "linestyle": DASHES[(index + index // 7) % 7], "label": name}
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
         if late:
             right.plot(*zip(*late, strict=True), marker=".", **look)

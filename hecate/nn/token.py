@@ -91,7 +91,7 @@ def form_of(layer: Any, conv: Any) -> TokenForm | None:
     return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
 
 
-Held = tuple[Tensor | None, ...]
+Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
 tokens so far."""
 
@@ -103,13 +103,12 @@ def _held(form: TokenForm, state: MemoryState) -> Held:
     return memory, next(iter(state.slots.values()), None), None, None
 
 
-def _named(form: TokenForm, state: MemoryState, held: Held) -> MemoryState:
+def _named(form: TokenForm, state: MemoryState, held: list[Any]) -> MemoryState:
     memory, moved, retain, position = held
-    named: list[Any] = [dict.fromkeys(names, moved if at else memory) for at, names in enumerate(state[:2])]
+    weights = dict.fromkeys(state.memory, memory)
     if form.chunk > 1:
-        pending: Any = {**dict.fromkeys(state.memory, moved), "retain": retain}
-        return MemoryState(*named, {}, pending, position)  # type: ignore[arg-type]
-    return MemoryState(*named, {}, {}, state.position)
+        return MemoryState(weights, {}, {}, {**dict.fromkeys(weights, moved), "retain": retain}, position)
+    return MemoryState(weights, dict.fromkeys(state.slots, moved), {}, {}, state.position)
 
 
 def layer_token(
@@ -162,4 +161,4 @@ def layer_token(
     share_out(work, count, cells, SHARE)
     if not math.isfinite(sum(told)) and (config.on_nonfinite == "raise" or form.chunk > 1):
         return None
-    return y, _named(form, state, tuple(new)), after
+    return y, _named(form, state, new), after
