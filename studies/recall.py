@@ -108,12 +108,13 @@ class Recall(Study):
         """Trains every contender on every task from every seed."""
         steps, rates = (120, (2e-2,)) if quick else (STEPS, RATES)
         found: dict[str, dict[str, Outcome]] = {}
+        kept = self.kept(quick)
         for kind in list(TASKS)[: 1 if quick else None]:
             task, found[kind] = TASKS[kind], {}
             for name in progress(QUICK if quick else tuple(task.models), kind):
                 mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
                 tasks = [task.at(length) for length in task.lengths]
-                found[kind][name] = settled(task.models[name], tasks, steps, rates, seeds, since, mixer)
+                found[kind][name] = settled(task.models[name], tasks, steps, rates, seeds, since, mixer, kept)
         return report(found)
 
 

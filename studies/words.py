@@ -71,10 +71,11 @@ class Words(Study):
         steps, rates, lengths = (60, RATES[1:], LENGTHS[:2]) if quick else (STEPS, RATES, LENGTHS)
         chosen = [contender for contender in contenders() if not quick or contender.name in QUICK]
         rows: list[list[Any]] = []
+        kept = self.kept(quick)
         for task in list(TASKS)[: 1 if quick else None]:
             own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
             for contender in progress(chosen, f"{task}, {own} steps each"):
-                found = settled([contender.model], tasks, own, rates, seeds, 0.5)
+                found = settled([contender.model], tasks, own, rates, seeds, 0.5, kept=kept)
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
                 scores = map(Spread.of, found.scores)
                 rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores])
