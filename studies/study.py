@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
+from hecate.compare import interval
 from hecate.errors import ConfigError, not_known
 from hecate.files import make_folder, write_file
 
@@ -41,6 +42,14 @@ class Spread(NamedTuple):
 
 
 Cell = str | int | float | Spread | None
+
+
+def reach(values: Sequence[float], spec: str, most: float = math.inf) -> str | None:
+    """Student's interval of 95 % around the mean of values that are between 0 and `most`; None for a single one."""
+    if len(values) < 2:
+        return None
+    mean, half = interval(values)[:2]
+    return f"{max(0.0, mean - half):{spec}} to {min(most, mean + half):{spec}}"
 
 
 @dataclass(frozen=True)
