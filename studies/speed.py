@@ -157,8 +157,8 @@ def report(taken: Times, lengths: Sequence[int]) -> Result:
     rows: list[list[Cell]] = []
     for length in lengths:
         ratios = (ratio(taken, theirs, ours, direction, length) for _, theirs, ours, direction in RATIOS)
-        times = (taken.get((f"{name}, causal", "both", length)) for name in TIMED)
-        rows.append([length, CLAIMED.get(length), *ratios, *(own and Spread.of(own) for own in times)])
+        causal_times = (taken.get((f"{name}, causal", "both", length)) for name in TIMED)
+        rows.append([length, CLAIMED.get(length), *ratios, *(Spread.of(own) if own else None for own in causal_times)])
     crossings = [
         f"{heading}: from {text}"
         for heading, theirs, ours, direction in RATIOS
