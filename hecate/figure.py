@@ -25,11 +25,11 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 NAMES, GAP = 8.5, 1.4  # size of the names of curves in points, and their distance in lines
 LOOK: dict[str, Any] = {
-    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK, "axes.titlelocation": "left",
-    "axes.titlesize": 10, "errorbar.capsize": 2, "figure.titlesize": 11, "font.size": 9, "legend.fontsize": NAMES,
-    "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4, "svg.fonttype": "none",
-    "text.color": INK, "xtick.color": GREY, "xtick.labelcolor": INK, "ytick.color": GREY,
-    "ytick.labelcolor": INK,
+    "axes.axisbelow": True, "axes.edgecolor": GREY, "axes.labelcolor": INK,
+    "axes.prop_cycle": f"cycler('color', {list(COLOURS)})", "axes.titlelocation": "left", "axes.titlesize": 10,
+    "errorbar.capsize": 2, "figure.titlesize": 11, "font.size": 9, "legend.fontsize": NAMES, "legend.frameon": False,
+    "lines.linewidth": 1.6, "lines.markersize": 4, "svg.fonttype": "none", "text.color": INK, "xtick.color": GREY,
+    "xtick.labelcolor": INK, "ytick.color": GREY, "ytick.labelcolor": INK,
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def styled() -> AbstractContextManager[None]:
     """matplotlib's settings are ours inside, whatever a user has set, and afterwards as they were."""
     from matplotlib import style
 
-    return style.context(["default", {**LOOK, "axes.prop_cycle": f"cycler('color', {list(COLOURS)})"}])
+    return style.context(["default", LOOK])
 
 
 def images(size: tuple[float, float], draw: Callable[[Any], object]) -> dict[str, bytes]:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.figure import COLOURS, MARKERS
-from studies.study import Spread
+from studies.study import Cell, Progress, Result, Spread, Study, reach
 
 WIDTH = 64  # of k and q, before phi
 BATCH, LR = 32, 1e-3  # of Adam
 EVERY, EVAL_ROWS, PATIENCE = 100, 20, 11  # evaluations: steps between, sequences, without progress
 ENOUGH = 1e-3  # the loss at which training stops
+STEPS = 3000  # of a full run at most
 EPS = 1e-6  # added to what an answer is divided by
 
 
@@ -168,14 +170,13 @@ class Contender(NamedTuple):
 
     name: str
     rule: Any
-    steps: int  # of a full run, and of a quick one
-    quick_steps: int
+    quick_steps: int  # of a quick run; 0 leaves it out
     published: tuple[float, ...]  # best evaluation in the logs of arXiv 2102.11174, by size
     remark: str | None = None  # on those logs
 
 
 class Outcome(NamedTuple):
-    """A contender at one number of keys, a training a seed; losses on other sequences where there are any."""
+    """A contender at one number of keys: its trainings by seed, and losses on sequences of another length if any."""
 
     contender: Contender
     size: int
@@ -188,17 +189,66 @@ class Outcome(NamedTuple):
         """Our loss over seeds, in thousandths."""
         return Spread.of(1000 * trained.best for trained in self.trained)
 
-    @property
-    def steps(self) -> str:
-        """How many steps trainings took, from the least to the most."""
-        steps = sorted({trained.steps for trained in self.trained})
-        return str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
+    def cells(self) -> list[Cell]:
+        """Its line in the table, up to what a study has of its own."""
+        losses, steps = [1000 * trained.best for trained in self.trained], [trained.steps for trained in self.trained]
+        low, high = min(steps), max(steps)
+        return [
+            self.contender.name, self.size, round(1000 * self.published, 4), self.ours, reach(losses, ".3g"),
+            len(losses), str(low) if low == high else f"{low}-{high}",
+        ]  # fmt: skip
+
+
+COLUMNS = ("pairs S", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps")
+
+
+class Associations(Study, abstract=True):
+    """A setting of Schlag, Irie and Schmidhuber, Linear Transformers Are Secretly Fast Weight Programmers (2021, arXiv
+    2102.11174): contenders trained at every number of pairs."""
+
+    count: ClassVar[int] = 2
+    contenders: ClassVar[tuple[Contender, ...]]
+    sizes: ClassVar[tuple[int, ...]]
+    quick_size: ClassVar[int]
+    again: ClassVar[bool] = False  # whether keys are written again: sequences are then drawn with replacement
+
+    @abstractmethod
+    def model(self, count: int, rule: Any, g: torch.Generator) -> Associator:
+        """What is trained."""
+
+    @abstractmethod
+    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
+        """The table, what it means and the figure."""
+
+    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+        """Trains every contender at every size; what is trained is kept."""
+        kept, outcomes = self.kept(quick), []
+        for contender in [c for c in self.contenders if c.quick_steps or not quick]:
+            steps = contender.quick_steps if quick else STEPS
+            for count in progress((self.quick_size,) if quick else self.sizes, contender.name):
+                published = contender.published[self.sizes.index(count)]
+                runs = [
+                    kept([contender.name, count, seed, steps], partial(self.fit, contender.rule, count, seed, steps))
+                    for seed in seeds
+                ]
+                trained, other = [Trained(*own) for own, _ in runs], [loss for _, loss in runs if self.again]
+                outcomes.append(Outcome(contender, count, published, trained, other))
+        return self.report(outcomes, quick)
+
+    def fit(self, rule: Any, count: int, seed: int, steps: int) -> tuple[Trained, float | None]:
+        """A training; where keys are written again, its last loss on sequences as long as those of training."""
+        model = self.model(count, rule, torch.Generator().manual_seed(seed))
+        if not self.again:
+            return train(model, count, count, False, seed, steps), None
+        trained = train(model, count, 2 * count, True, seed, steps, eval_length=count)
+        g = torch.Generator().manual_seed(2_000_000 + seed)
+        return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
 
 def notes_of(outcomes: Sequence[Outcome], quick: bool) -> list[str]:
     """How losses were measured, and which trainings were cut short."""
     used = {o.contender.name: o.contender for o in outcomes}.values()
-    caps = ", ".join(f"{c.name} {c.quick_steps if quick else c.steps}" for c in used)
+    caps = ", ".join(f"{c.name} {c.quick_steps}" for c in used) if quick else f"{STEPS:,}"
     cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
     return [
         "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a training; 500 is "

@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hecate.compare import interval
 from hecate.figure import GREY, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
 from studies.associations import (
     BATCH,
+    COLUMNS,
     EPS,
     WIDTH,
+    Associations,
     Associator,
     Contender,
     Outcome,
     Pairs,
     draw_outcomes,
     notes_of,
-    train,
 )
-from studies.study import Cell, Progress, Result, Study
-
-SIZES = (20, 40, 60, 80, 100, 120, 160, 200)
-QUICK = (80,)
-
+from studies.study import Result
 
 CONTENDERS = (
     Contender(
-        "elu", ELU(), 900, 300,
+        "elu", ELU(), 300,
         (8.9e-4, 8.3e-4, 0.0245, 0.1084, 0.1642, 0.2322, 0.3011, 0.3420),
     ),
     Contender(
-        "DPFP-1", DPFP(nu=1), 1000, 200,
+        "DPFP-1", DPFP(nu=1), 200,
         (7.8e-4, 2.7e-4, 4.3e-4, 1.7e-4, 2.1e-4, 8.3e-3, 0.1020, 0.1732),
     ),
     Contender(
-        "DPFP-2", DPFP(nu=2), 1200, 200,
+        "DPFP-2", DPFP(nu=2), 200,
         (3.1e-4, 6.3e-4, 9.7e-4, 6.0e-4, 5.0e-4, 2.9e-4, 3.8e-4, 3.7e-4),
     ),
     Contender(
         "FAVOR+ 64",
-        Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none"), 500, 100,
+        Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none"), 100,
         (0.1174, 0.2740, 0.4833, 0.5, 0.4961, 0.5, 0.5, 0.5),
     ),
     Contender(
-        "softmax", None, 400, 200,
+        "softmax", None, 200,
         (6.3e-4, 3.2e-4, 7.2e-5, 3.0e-5, 2.0e-5, 1.1e-5, 5.7e-6, 8.6e-6),
     ),
 )  # fmt: skip
@@ -102,57 +97,40 @@ def floor(contender: Contender, count: int) -> float:
     return 0.0 if width is None else rank_floor(width, count)
 
 
-def line(outcome: Outcome) -> list[Cell]:
-    """Its line in the table."""
-    contender, size = outcome.contender, outcome.size
-    mean, half = interval([1000 * trained.best for trained in outcome.trained])
-    least = None if contender.rule is None else 1000 * floor(contender, size)
-    return [
-        contender.name, size, d_phi(contender), round(1000 * outcome.published, 4), outcome.ours,
-        f"{max(0.0, mean - half):.3g} to {mean + half:.3g}", len(outcome.trained), outcome.steps, least,
-    ]  # fmt: skip
-
-
-class Capacity(Study):
-    """Setting 1 of Schlag, Irie and Schmidhuber, Linear Transformers Are Secretly Fast Weight
-    Programmers (2021, arXiv 2102.11174)."""
+class Capacity(Associations):
+    """Setting 1: all pairs are written, then all are asked for."""
 
     name: ClassVar[str] = "capacity"
     about: ClassVar[str] = "How many pairs does a sum of outer products hold, by feature map?"
-    count: ClassVar[int] = 2
+    contenders: ClassVar[tuple[Contender, ...]] = CONTENDERS
+    sizes: ClassVar[tuple[int, ...]] = (20, 40, 60, 80, 100, 120, 160, 200)
+    quick_size: ClassVar[int] = 80
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every map at every size."""
-        outcomes = []
-        for contender in CONTENDERS:
-            steps = contender.quick_steps if quick else contender.steps
-            for count in progress(QUICK if quick else SIZES, contender.name):
-                models = [SumRule(count, contender.rule, torch.Generator().manual_seed(seed)) for seed in seeds]
-                trained = [train(m, count, count, False, s, steps) for m, s in zip(models, seeds, strict=True)]
-                outcomes.append(Outcome(contender, count, contender.published[SIZES.index(count)], trained))
-        return report(outcomes, quick)
+    def model(self, count: int, rule: FeatureMap | None, g: torch.Generator) -> SumRule:
+        """The sum rule with a map, or softmax."""
+        return SumRule(count, rule, g)
 
-
-def report(outcomes: list[Outcome], quick: bool) -> Result:
-    """The table, what it means and the figure."""
-    columns = [
-        "phi", "pairs S", "d_phi", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", "floor (1e-3)",
-    ]  # fmt: skip
-    below = [o for o in outcomes if o.published < floor(o.contender, o.size)]
-    notes = [
-        *notes_of(outcomes, quick),
-        "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
-        *(
-            f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
-            f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter last "
-            "one with equal weight, ours every question alike"
-            for o in below
-        ),
-        "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
-    ]
-    data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
-    rows = [line(o) for o in outcomes]
-    return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 4.8), data=data)
+    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
+        """Beside the floor of the rank."""
+        below = [o for o in outcomes if o.published < floor(o.contender, o.size)]
+        notes = [
+            *notes_of(outcomes, quick),
+            "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
+            *(
+                f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
+                f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter "
+                "last one with equal weight, ours every question alike"
+                for o in below
+            ),
+            "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
+        ]
+        data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
+        rows = [
+            [*o.cells(), d_phi(o.contender), None if o.contender.rule is None else 1000 * floor(o.contender, o.size)]
+            for o in outcomes
+        ]
+        columns = ("phi", *COLUMNS, "d_phi", "floor (1e-3)")
+        return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 4.8), data=data)
 
 
 def draw(figure: Any, outcomes: list[Outcome]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -15,10 +14,18 @@ from hecate.errors import NonFiniteError
 from hecate.gym.training import BATCH, Fields, trained
 from hecate.rule import bytes_of
 from hecate.train.trainer import Trainer
+from studies.study import Kept
 
 JUDGED = 256  # sequences that are judged
 JUDGE = 1000  # the seed that learning rates and settings are chosen on
 T = TypeVar("T")
+
+
+class Run(NamedTuple):
+    """Accuracies of a trained layer by task, and bytes of its state."""
+
+    scores: list[float]
+    bytes: int
 
 
 class Outcome(NamedTuple):
@@ -32,28 +39,37 @@ class Outcome(NamedTuple):
 
 def settled(
     models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
-    since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None,
+    since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, kept: Kept | None = None,
 ) -> Outcome:  # fmt: skip
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
-    the first model, then the model at that rate."""
+    the first model, then the model at that rate. Runs that are kept are not run again."""
+    keep = kept or Kept()
 
-    def fit(model: int, lr: float, seed: int) -> Trainer:
-        return trained(models[model], tasks[0], seed, lr, steps, mixer)
+    def run(model: int, lr: float, seed: int) -> Run:
+        what = [models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__]
+        return Run(*keep(what, lambda: _run(models[model], tasks, steps, lr, seed, since, mixer)))
 
-    @cache
     def score(lr: float, model: int) -> float:
         try:
-            return judged(fit(model, lr, JUDGE), tasks[0], since)
+            return run(model, lr, JUDGE).scores[0]
         except NonFiniteError:
             return 0.0
 
     lr = best(rates, lambda lr: score(lr, 0))
     model = best(range(len(models)), lambda model: score(lr, model))
-    runs = [fit(model, lr, seed) for seed in seeds]
-    scores = [[judged(run, task, since) for run in runs] for task in tasks]
+    runs = [run(model, lr, seed) for seed in seeds]
+    scores = [list(own) for own in zip(*(run.scores for run in runs), strict=True)]
+    return Outcome(scores, lr, model, runs[0].bytes)
+
+
+def _run(
+    model: Fields, tasks: Sequence[Fields], steps: int, lr: float, seed: int, since: float,
+    mixer: Callable[[Generator], nn.Module] | None,
+) -> Run:  # fmt: skip
+    trainer = trained(model, tasks[0], seed, lr, steps, mixer)
     with torch.no_grad():
-        _, state = runs[0].model(torch.zeros(1, runs[0].config.seq_len, dtype=torch.int64))
-    return Outcome(scores, lr, model, bytes_of(state))
+        _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
+    return Run([judged(trainer, task, since) for task in tasks], bytes_of(state))
 
 
 @torch.no_grad()

@@ -7,13 +7,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Generator, Tensor, nn
 
-from hecate.compare import interval
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
 from studies.dots import dot_plot
 from studies.layers import JUDGE, JUDGED, Outcome, settled
-from studies.study import Cell, Progress, Result, Spread, Study
+from studies.study import Cell, Progress, Result, Spread, Study, reach
 
 WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 900
 RATES = (1e-2, 2e-2, 5e-3, 4e-2, 2.5e-3)
@@ -108,12 +107,13 @@ class Recall(Study):
         """Trains every contender on every task from every seed."""
         steps, rates = (120, (2e-2,)) if quick else (STEPS, RATES)
         found: dict[str, dict[str, Outcome]] = {}
+        kept = self.kept(quick)
         for kind in list(TASKS)[: 1 if quick else None]:
             task, found[kind] = TASKS[kind], {}
             for name in progress(QUICK if quick else tuple(task.models), kind):
                 mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
                 tasks = [task.at(length) for length in task.lengths]
-                found[kind][name] = settled(task.models[name], tasks, steps, rates, seeds, since, mixer)
+                found[kind][name] = settled(task.models[name], tasks, steps, rates, seeds, since, mixer, kept)
         return report(found)
 
 
@@ -135,7 +135,7 @@ def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
         for title, (kind, at) in panels.items():
             values = found[kind][name].scores[at] if name in found[kind] else []
             spreads[title].append(Spread.of(values) if values else None)
-            cells += [spreads[title][-1], _interval(values)]
+            cells += [spreads[title][-1], reach(values, ".2f", 1.0)]
         own = [outcomes[name] for outcomes in found.values() if name in outcomes]
         rows.append([name, own[0].bytes, *cells])
         chosen = (f"{one.lr:g}" + (f" of {one.model + 1}" if one.model else "") for one in own)
@@ -160,10 +160,3 @@ def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
 
     data = {kind: {name: outcome._asdict() for name, outcome in own.items()} for kind, own in found.items()}
     return Result(columns, rows, notes, draw, size=(2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4), data=data)
-
-
-def _interval(values: Sequence[float]) -> str | None:
-    if len(values) < 2:
-        return None
-    mean, half = interval(values)[:2]
-    return f"{max(0.0, mean - half):.2f} to {min(1.0, mean + half):.2f}"

@@ -1,4 +1,4 @@
-"""speed: linear attention against softmax attention over the length of the sequence."""
+"""speed: linear attention and memories against softmax attention over the length of the sequence."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.figure import COLOURS, MARKERS, finish, ticks
+from hecate.figure import COLOURS, MARKERS, finish, one_legend, ticks
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
-from hecate.rule import Gates, MemoryConfig
+from hecate.rule import Gates, MemoryConfig, named_rule
 from studies.study import Cell, Progress, Result, Spread, Study
 from studies.timing import cpu_times
 
 WIDTH = 64
 FEATURES = 266  # int(64 log 64): the default of Performers
 NAIVE_LIMIT = 8192  # above it the scores and their softmax alone take gigabytes
+SOFTMAX_LIMIT = 16384  # above it a call takes seconds
 CLAIMED = {512: 1.5, 1024: 3.0, 4096: 12.0, 16384: 48.0}
 EPS = 1e-6
 
@@ -44,7 +45,7 @@ class Speed(Study):
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Medians over rounds for every seed's inputs; the spread is that over seeds."""
-        lengths = [512, 1024, 2048] if quick else [512, 1024, 2048, 4096, 8192, 16384]
+        lengths = [512, 1024, 2048] if quick else [512, 1024, 2048, 4096, 8192, 16384, 65536]
         rounds = 3 if quick else 5
         taken: dict[tuple[str, str, int], list[float]] = {}
         for length in progress(lengths, "lengths"):
@@ -60,19 +61,21 @@ class Speed(Study):
 
 
 def contenders(seed: int) -> dict[str, Side]:
-    """All of them, causal and not; those of one kind compute the same function."""
+    """All of them, causal and not; those named alike compute the same function."""
     relu, drawn = ReLU(), PerformerReLU(num_features=FEATURES)
     params = drawn.init(WIDTH, generator=torch.Generator().manual_seed(seed))
     nothing: Params = {"learned": {}, "frozen": {}}
     return {
         "naive softmax": Side(naive, NAIVE_LIMIT),
-        "torch SDPA": Side(F.scaled_dot_product_attention),
+        "torch SDPA": Side(F.scaled_dot_product_attention, SOFTMAX_LIMIT),
         "ReLU": Side(partial(linear, relu, nothing)),
         "266 ReLU features": Side(partial(linear, drawn, params)),
         "naive softmax, causal": Side(partial(naive, causal=True), NAIVE_LIMIT),
-        "torch SDPA, causal": Side(partial(F.scaled_dot_product_attention, is_causal=True)),
+        "torch SDPA, causal": Side(partial(F.scaled_dot_product_attention, is_causal=True), SOFTMAX_LIMIT),
         "ReLU, causal": Side(partial(causal, relu, nothing)),
         "266 ReLU features, causal": Side(partial(causal, drawn, params)),
+        "gated delta, causal": Side(partial(gated, "gated_delta", 2)),
+        "titans_linear, causal": Side(partial(gated, "titans_linear", 3)),
     }
 
 
@@ -97,6 +100,14 @@ def causal(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Ten
     config = MemoryConfig(bias="dot", feature_map=feature_map, normalizer="sum")
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     y, _ = memory_scan(config, q, k, v, Gates(lr=1.0), phi_params=params)
+    return y.transpose(1, 2)
+
+
+def gated(rule: str, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A memory whose gates, lr, retain and momentum or the first of them, are made of the values, as layers do it."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    lr, retain, momentum = v[..., :3].sigmoid().unbind(-1)
+    y, _ = memory_scan(named_rule(rule), q, k, v, Gates(*(0.1 * lr, 0.9 + 0.1 * retain, 0.9 * momentum)[:count]))
     return y.transpose(1, 2)
 
 
@@ -138,14 +149,16 @@ RATIOS = (
 )
 
 
+TIMED = ("torch SDPA", "ReLU", "gated delta", "titans_linear")
+
+
 def report(taken: Times, lengths: Sequence[int]) -> Result:
-    """Softmax's time over ours, beside what was claimed; the figure has the times themselves."""
+    """Softmax's time over ours, beside what was claimed, and times with the backward pass; the figure has all times."""
     rows: list[list[Cell]] = []
     for length in lengths:
-        cells: list[Cell] = [length, CLAIMED.get(length)]
-        for _, theirs, ours, direction in RATIOS:
-            cells.append(ratio(taken, theirs, ours, direction, length))
-        rows.append(cells)
+        ratios = (ratio(taken, theirs, ours, direction, length) for _, theirs, ours, direction in RATIOS)
+        causal_times = (taken.get((f"{name}, causal", "both", length)) for name in TIMED)
+        rows.append([length, CLAIMED.get(length), *ratios, *(Spread.of(own) if own else None for own in causal_times)])
     crossings = [
         f"{heading}: from {text}"
         for heading, theirs, ours, direction in RATIOS
@@ -157,14 +170,16 @@ def report(taken: Times, lengths: Sequence[int]) -> Result:
         "claimed: a document on ReLU linear attention, without a source; its numbers are N / 341, "
         "a straight line, and say 'softmax' without saying which",
         "faster " + "; ".join(crossings),
-        f"naive softmax is not run above {NAIVE_LIMIT} tokens: its scores alone take gigabytes",
+        f"naive softmax is not run above {NAIVE_LIMIT} tokens, where its scores alone take gigabytes, SDPA not above "
+        f"{SOFTMAX_LIMIT}",
         "266 features = int(64 log 64), Performers' own choice, cost four times the products of 64",
+        "ms: causal, forward and backward; gates of gated_delta and titans_linear are of each token",
     ]
-    columns = ["N", "claimed", *(heading for heading, *_ in RATIOS)]
+    columns = ["N", "claimed", *(heading for heading, *_ in RATIOS), *(f"{name} (ms)" for name in TIMED)]
     data: dict[str, dict[int, list[float]]] = {f"{name}, {direction}": {} for name, direction, _ in taken}
     for (name, direction, length), times in taken.items():
         data[f"{name}, {direction}"][length] = times
-    return Result(columns, rows, notes, lambda figure: draw(figure, taken), (10.0, 4.6), data)
+    return Result(columns, rows, notes, lambda figure: draw(figure, taken), (13.0, 4.6), data)
 
 
 def ratio(taken: Times, theirs: str, ours: str, direction: str, length: int) -> Spread | None:
@@ -189,21 +204,23 @@ def crossover(taken: Times, theirs: str, ours: str, direction: str, lengths: Seq
 
 
 def draw(figure: Any, taken: Times) -> None:
-    """Milliseconds against N on logarithmic axes: one panel not causal, one causal."""
-    panels = figure.subplots(1, 2, sharey=True)
-    lengths = sorted({length for *_, length in taken})
-    kinds = ("naive softmax", "torch SDPA", "ReLU", "266 ReLU features")
-    titles = "every query sees all keys", "causal (dashed: with the backward pass)"
-    for axes, ending, title in zip(panels, ("", ", causal"), titles, strict=True):
-        for index, kind in enumerate(kinds):
-            look = {"color": COLOURS[index], "marker": MARKERS[index]}
-            for direction, dash in (("forward", "-"), ("both", "--")):
-                points = sorted(
-                    (n, Spread.of(times).mean)
-                    for (name, d, n), times in taken.items()
-                    if name == kind + ending and d == direction
-                )
-                label = kind if direction == "forward" else None
-                axes.loglog(*zip(*points, strict=True), linestyle=dash, label=label, **look)
-        ticks(axes, lengths)
-        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=bool(ending))
+    """Milliseconds against N on logarithmic axes."""
+    panels = {
+        "every query sees all keys": ("", "forward"), "causal": (", causal", "forward"),
+        "causal, with the backward pass": (", causal", "both"),
+    }  # fmt: skip
+    kinds = [name.removesuffix(", causal") for name, direction, _ in taken if direction == "forward"]
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    for axes, (title, (ending, direction)) in zip(all_axes, panels.items(), strict=True):
+        for index, kind in enumerate(dict.fromkeys(kinds)):
+            points = [
+                (n, Spread.of(times).mean)
+                for (name, d, n), times in taken.items()
+                if (name, d) == (kind + ending, direction)
+            ]
+            if points:
+                look = {"color": COLOURS[index], "marker": MARKERS[index], "label": kind}
+                axes.loglog(*zip(*sorted(points), strict=True), **look)
+        ticks(axes, sorted({length for *_, length in taken}))
+        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=False)
+    one_legend(figure, axes, len(set(kinds)))

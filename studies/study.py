@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import pkgutil
 import statistics
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
+from hecate.compare import interval
 from hecate.errors import ConfigError, not_known
+from hecate.files import make_folder, write_file
 
 T = TypeVar("T")
 ALL, COST = "all", "cost"  # every study, and every `cost-NAME`; no study may bear these names
@@ -38,6 +42,14 @@ class Spread(NamedTuple):
 
 
 Cell = str | int | float | Spread | None
+
+
+def reach(values: Sequence[float], spec: str, most: float = math.inf) -> str | None:
+    """Student's interval of 95 % around the mean of values that are between 0 and `most`; None for a single one."""
+    if len(values) < 2:
+        return None
+    mean, half = interval(values)[:2]
+    return f"{max(0.0, mean - half):{spec}} to {min(most, mean + half):{spec}}"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,26 @@ class Progress(Protocol):
 
     def __call__(self, items: Sequence[T], what: str) -> Iterator[T]:
         """The items one by one."""
+
+
+class Kept:
+    """Results of long studies, in a file as soon as they are known: whoever runs the study again goes on from them."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path, self.known = path, {}
+        if path is not None and path.exists():
+            self.known = dict(json.loads(line) for line in path.read_text().splitlines())
+            print(f"{len(self.known)} results kept in {path}, which are not run again", file=sys.stderr)
+
+    def __call__(self, what: Any, make: Callable[[], Any]) -> Any:
+        """The result of what JSON describes, from the file or made."""
+        key = json.dumps(what)
+        if key not in self.known:
+            self.known[key] = make()
+            if self.path is not None:
+                make_folder(self.path.parent)
+                write_file(self.path, "".join(f"{json.dumps(entry)}\n" for entry in self.known.items()))
+        return self.known[key]
 
 
 class Study(ABC):
@@ -124,6 +156,10 @@ class Study(ABC):
     def stem(self, quick: bool) -> str:
         """What its files are called: a quick run or a dry one replaces those of no other."""
         return self.name + ("-dry" if self.dry else "") + ("-quick" if quick else "")
+
+    def kept(self, quick: bool) -> Kept:
+        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
+        return Kept(None if quick else self.out / f"{self.stem(quick)}-runs.jsonl")
 
     def skipped(self) -> str | None:
         """Why there is nothing to measure on this machine, and how to; None where there is."""

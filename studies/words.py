@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from hecate.gym.training import BATCH
 from studies.dots import dot_plot
-from studies.layers import JUDGED, settled
+from studies.layers import JUDGE, JUDGED, settled
 from studies.study import Progress, Result, Spread, Study
 
 WIDTH, HEADS, STEPS = 32, 4, 800
@@ -70,36 +70,42 @@ class Words(Study):
         """Trains every contender on every task, at the rate that is best on a seed of its own."""
         steps, rates, lengths = (60, RATES[1:], LENGTHS[:2]) if quick else (STEPS, RATES, LENGTHS)
         chosen = [contender for contender in contenders() if not quick or contender.name in QUICK]
-        rows: list[list[Any]] = []
+        kept, rows = self.kept(quick), []
         for task in list(TASKS)[: 1 if quick else None]:
             own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
             for contender in progress(chosen, f"{task}, {own} steps each"):
-                found = settled([contender.model], tasks, own, rates, seeds, 0.5)
+                found = settled([contender.model], tasks, own, rates, seeds, 0.5, kept=kept)
                 able = None if contender.able is None else "yes" if task in contender.able else "no"
                 scores = map(Spread.of, found.scores)
                 rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores])
-        columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
-        columns += [f"accuracy at {length}" for length in lengths]
+        return report(rows, lengths)
 
-        def draw(figure: Any) -> None:
-            panels = {}
-            for task in dict.fromkeys(row[0] for row in rows):
-                scores = zip(*(row[6:] for row in rows if row[0] == task), strict=True)
-                panels[task] = {f"{length} tokens": own for length, own in zip(lengths, scores, strict=True)}
-            dot_plot(figure, [contender.name for contender in chosen], panels, "accuracy")
 
-        notes = [
-            f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW, on S_5's "
-            f"generators three times as many, on words of {lengths[0]}, batch {BATCH}; accuracy on the later half of "
-            f"{JUDGED} words; mean +- standard error over seeds",
-            "a guess is right in .5 of parity, .17 of S_3, and .008 of S_5, .017 once its sign is known; generators: a "
-            "swap, the cycle of all five letters and its inverse",
-            "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
-            "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
-            "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
-            "attention: the state is its cache",
-        ]
-        return Result(columns, rows, notes, draw, (6.0 if quick else 14.0, 4.8))
+def report(rows: Sequence[Sequence[Any]], lengths: Sequence[int]) -> Result:
+    """The table and the figure, a panel a task."""
+    names, tasks = (list(dict.fromkeys(row[at] for row in rows)) for at in (1, 0))
+    columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
+    columns += [f"accuracy at {length}" for length in lengths]
+
+    def draw(figure: Any) -> None:
+        panels = {}
+        for task in tasks:
+            scores = zip(*(row[6:] for row in rows if row[0] == task), strict=True)
+            panels[task] = {f"{length} tokens": own for length, own in zip(lengths, scores, strict=True)}
+        dot_plot(figure, names, panels, "accuracy")
+
+    notes = [
+        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {rows[0][3]} steps of AdamW, on S_5's "
+        f"generators three times as many, on words of {lengths[0]}, batch {BATCH}; accuracy on the later half of "
+        f"{JUDGED} words; mean +- standard error over seeds; the better of {len(RATES)} rates on seed {JUDGE}",
+        "a guess is right in .5 of parity, .17 of S_3, and .008 of S_5, .017 once its sign is known; generators: a "
+        "swap, the cycle of all five letters and its inverse",
+        "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
+        "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
+        "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
+        "attention: the state is its cache",
+    ]
+    return Result(columns, rows, notes, draw, (2.0 + 3.0 * len(tasks), 4.8))
 
 
 def at(task: str, length: int) -> dict[str, Any]:

@@ -40,8 +40,9 @@ def test_notebook_runs(path, installed, monkeypatch):
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     namespace: dict[str, object] = {"__name__": path.stem, "print": lambda *args, **kwargs: None}
-    for index, source in enumerate(code):
-        exec(compile(source, f"{path.name}[{index}]", "exec", dont_inherit=True), namespace)
+    with matplotlib.rc_context():
+        for index, source in enumerate(code):
+            exec(compile(source, f"{path.name}[{index}]", "exec", dont_inherit=True), namespace)
     import matplotlib.pyplot as plt
 
     plt.close("all")

@@ -16,22 +16,8 @@ NATIVE = Path("runs/fast-transformers-native")
 
 
 def linear(size: Size) -> Iterator[Row]:
-    """Causal linear attention against a C++ kernel, a chunked reference and softmax attention."""
+    """Causal linear attention against a C++ kernel, softmax attention and performer-pytorch."""
     yield from _kernels(size)
-    inputs = sequence(size.length)
-    # The peer takes whole chunks of 64 and scales queries.
-    chunked = None
-    if peers.installed("fla-core"):
-        chunked = peers.fla("linear_attn").naive_chunk_linear_attn
-    yield compare(
-        f"linear attention, T={size.length}",
-        scan(MemoryConfig(bias="dot", query_scale="key_dim")),
-        "fla-core naive chunk (C=64)",
-        chunked,
-        inputs,
-        repeats=size.repeats,
-        package="fla-core einops",
-    )
     for length, repeats in ((size.length, size.repeats), (size.short(16384), size.fewer(9))):
         yield compare(
             f"linear attention, T={length}",

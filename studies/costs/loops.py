@@ -26,27 +26,15 @@ def together(outputs: list[Tensor], like: Tensor) -> Tensor:
 
 
 def matrix_loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lr: Tensor,
-    retain: Tensor,
-    momentum: Tensor | None = None,
-    *,
-    slope: Slope = lambda error: error,
+    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, *, slope: Slope = lambda error: error
 ) -> Tensor:
-    """M = retain M + S, S = momentum S - lr slope(M k - v) k^T; y = M q."""
+    """M = retain M - lr slope(M k - v) k^T; y = M q."""
     memory = q.new_zeros(q.shape[0] * q.shape[2], v.shape[-1], q.shape[-1])
-    velocity = torch.zeros_like(memory)
     outputs = []
-    gates = (lr, retain) if momentum is None else (lr, retain, momentum)
-    for qt, kt, vt, *gate in by_token(q, k, v, *gates):
-        step, kept = gate[0].unsqueeze(-1), gate[1][:, None, None]
+    for qt, kt, vt, step, kept in by_token(q, k, v, lr, retain):
         error = torch.bmm(memory, kt.unsqueeze(-1)).squeeze(-1) - vt
-        write = (-step * slope(error)).unsqueeze(-1) * kt.unsqueeze(-2)
-        if momentum is not None:
-            velocity = write = torch.addcmul(write, gate[2][:, None, None], velocity)
-        memory = torch.addcmul(write, kept, memory)
+        write = (-step.unsqueeze(-1) * slope(error)).unsqueeze(-1) * kt.unsqueeze(-2)
+        memory = torch.addcmul(write, kept[:, None, None], memory)
         outputs.append(torch.bmm(memory, qt.unsqueeze(-1)).squeeze(-1))
     return together(outputs, q)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +24,8 @@ from studies.costs.harness import (
 )
 from studies.costs.loops import matrix_loop, mlp_loop
 
+TAPE: dict[str, Any] = {"engine": "sequential", "autodiff": "tape"}
+
 
 def tape(size: Size) -> Iterator[Row]:
     """`autodiff="tape"` keeps of the order of sqrt(T) states; autograd keeps all of them."""
@@ -34,28 +35,21 @@ def tape(size: Size) -> Iterator[Row]:
     deep = structure.MLP(layers=2, expansion=1, activation="silu")
     initial = deep.init(WIDTH, WIDTH, heads=4)
     inputs = (q, k, v, lr, retain)
-    loops: list[tuple[str, Callable[..., Function], Function, tuple[Tensor, ...]]] = [
-        (
-            "MLP memory (64-64-64)",
-            partial(_mlp, MemoryConfig(structure=deep, retention=retention.Decay(towards="zero"))),
-            mlp_loop,
-            (*inputs, *initial.values()),
-        ),
-        ("matrix memory, gated", partial(_matrix, MemoryConfig(retention="decay")), matrix_loop, inputs),
+    loops: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
+        ("MLP memory (64-64-64)", _mlp(deep), mlp_loop, (*inputs, *initial.values())),
+        ("matrix memory, gated", scan(MemoryConfig(retention="decay"), **TAPE), matrix_loop, inputs),
     ]
     for name, ours, theirs, given in loops:
-        for autodiff in ("tape", "torch"):
-            row = compare(
-                f"{name}, token loop, T={length}, {autodiff}",
-                ours(autodiff),
-                "plain torch loop under autograd",
-                theirs,
-                given,
-                repeats=size.fewer(3),
-                directions="b",
-            )
-            peaks = [_peak(function, given) for function in (ours(autodiff), theirs)]
-            yield row._replace(memory=Cost(*peaks))
+        row = compare(
+            f"{name}, token loop, T={length}",
+            ours,
+            "plain torch loop under autograd",
+            theirs,
+            given,
+            repeats=size.fewer(3),
+            directions="b",
+        )
+        yield row._replace(memory=Cost(*(_peak(function, given) for function in (ours, theirs))))
 
 
 def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:
@@ -65,15 +59,11 @@ def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:
     return peak_mib(run)
 
 
-def _matrix(config: MemoryConfig, autodiff: str) -> Function:
-    return scan(config, engine="sequential", autodiff=autodiff)
+def _mlp(deep: structure.MLP) -> Function:
+    config = MemoryConfig(structure=deep, retention=retention.Decay(towards="zero"))
 
-
-def _mlp(config: MemoryConfig, autodiff: Any) -> Function:
     def run(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        return memory_scan(
-            config, q, k, v, Gates(lr, retain), initial={"w1": w1, "w2": w2}, engine="sequential", autodiff=autodiff
-        )[0]
+        return memory_scan(config, q, k, v, Gates(lr, retain), initial={"w1": w1, "w2": w2}, **TAPE)[0]
 
     return run
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, named_rule, retention, structure
+from hecate import Gates, MemoryConfig, bias, memory_scan, named_rule, retention, structure
 from studies.costs import peers
 from studies.costs.harness import WIDTH, Row, Size, compare, gates, scan, sequence
 from studies.costs.loops import matrix_loop
@@ -59,28 +59,17 @@ def gated_delta(size: Size) -> Iterator[Row]:
 
 
 def titans(size: Size) -> Iterator[Row]:
-    """Titans with one linear layer: exact token by token, where the peer has to approximate."""
-    config = MemoryConfig(retention="decay", algorithm="momentum")
-    exact = size.short(256)
-    for case, peer, length, same in (
-        ("exact", peers.Titans(chunk=64, batch=64), size.length, False),
-        ("exact", peers.Titans(chunk=1, batch=1), exact, True),
-    ):
-        name = (
-            "titans-pytorch, its exact setting (chunks of 1)"
-            if same
-            else "titans-pytorch, chunks of 64 (an approximation)"
-        )
-        yield compare(
-            f"Titans linear with momentum, {case}, T={length}",
-            scan(config),
-            name,
-            _titans(peer, weight=torch.zeros(4, WIDTH, WIDTH, dtype=torch.float32)),
-            (*sequence(length), *gates(length, largest=0.1)),
-            repeats=size.fewer(9) if same else size.repeats,
-            tolerance=1e-3 if same else None,
-            package=TITANS,
-        )
+    """Titans with one linear layer: exact token by token, where the peer approximates."""
+    yield compare(
+        f"Titans linear with momentum, exact, T={size.length}",
+        scan(MemoryConfig(retention="decay", algorithm="momentum")),
+        "titans-pytorch, chunks of 64 (an approximation)",
+        _titans(peers.Titans(chunk=64, batch=64), weight=torch.zeros(4, WIDTH, WIDTH, dtype=torch.float32)),
+        (*sequence(size.length), *gates(size.length, largest=0.1)),
+        repeats=size.repeats,
+        tolerance=None,
+        package=TITANS,
+    )
 
 
 def mlp(size: Size) -> Iterator[Row]:
@@ -132,25 +121,16 @@ def biases(size: Size) -> Iterator[Row]:
     """Biases for which no peer has a parallel form, against the rule's token loop."""
     length = size.short(512)
     l1 = 1e-2
-    slopes = {
-        "huber": (bias.Huber(delta=0.5), partial(torch.clamp, min=-0.5, max=0.5)),
-        "lp 3": (bias.Lp(p=3.0), lambda e: e * e.abs()),
-        "lp 1.5": (bias.Lp(p=1.5, eps=1e-2), partial(_power, p=1.5, eps=1e-2)),
-        "near l1 (lp 1.01)": (bias.Lp(p=1.01, eps=l1), partial(_power, p=1.01, eps=l1)),
-    }
-    for (name, (loss, slope)), momentum in (
-        *((item, False) for item in slopes.items()),
-        (("huber", slopes["huber"]), True),
+    for name, loss, slope in (
+        ("huber", bias.Huber(delta=0.5), partial(torch.clamp, min=-0.5, max=0.5)),
+        ("near l1 (lp 1.01)", bias.Lp(p=1.01, eps=l1), partial(_power, p=1.01, eps=l1)),
     ):
-        config = MemoryConfig(
-            bias=loss, retention="decay", algorithm=algorithm.Momentum() if momentum else algorithm.GD()
-        )
         yield compare(
-            f"{name}{' with momentum' if momentum else ''}, T={length}",
-            scan(config),
+            f"{name}, T={length}",
+            scan(MemoryConfig(bias=loss, retention="decay")),
             "token loop in torch under autograd",
             partial(matrix_loop, slope=slope),
-            (*sequence(length), *gates(length, largest=0.1)[: 3 if momentum else 2]),
+            (*sequence(length), *gates(length, largest=0.1)[:2]),
             repeats=size.fewer(2),
         )
 

@@ -550,7 +550,7 @@ FAULTS = [
         "tests/studies/test_layers.py",
         ("layers", "targets[:, : int(since * targets.shape[1])] = IGNORED", "pass"),
         ("layers", "if top < 1 and", "if"),
-        ("recall", "max(0.0, mean - half)", "max(0.0, mean - half / 2)"),
+        ("study", "max(0.0, mean - half)", "max(0.0, mean - half / 2)"),
     ),
     *_of(
         "gym",

@@ -13,7 +13,7 @@ from hecate.phi import DPFP, ELU
 from hecate.rule import MemoryConfig
 from studies import associations
 from studies.associations import ENOUGH, PATIENCE, WIDTH, Associator, Pairs, draw_pairs, evaluate, loss_of, train
-from studies.capacity import CONTENDERS, SIZES, SumRule, floor, rank_floor
+from studies.capacity import CONTENDERS, Capacity, SumRule, floor, rank_floor
 
 BY_NAME = {contender.name: contender for contender in CONTENDERS}
 
@@ -145,7 +145,7 @@ def test_published_below_the_floor_is_where_the_last_block_is_short():
     below = {
         (c.name, size)
         for c in CONTENDERS
-        for size, loss in zip(SIZES, c.published, strict=True)
+        for size, loss in zip(Capacity.sizes, c.published, strict=True)
         if loss < floor(c, size)
     }
     assert below == {("elu", 100), ("elu", 120), ("DPFP-1", 200)}
@@ -157,7 +157,7 @@ def quick_run_shows(result):
     rows = {(row[0], row[1]): row for row in result.rows}
 
     def loss(name, size):
-        return rows[name, size][4].mean
+        return rows[name, size][3].mean
 
     assert loss("DPFP-1", 80) < 50 and loss("DPFP-2", 80) < 50 and loss("softmax", 80) < 5
     assert 100 <= loss("elu", 80) < 300 and rows["elu", 80][8] == pytest.approx(100)

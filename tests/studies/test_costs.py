@@ -15,8 +15,7 @@ from torch import Tensor
 from hecate.rule import RULES
 from studies import studies
 from studies.costs import GROUPS, named, peers
-from studies.costs.harness import Cost, Row, Size, compare, forward_backward, peak_mib
-from studies.costs.study import cells
+from studies.costs.harness import Cost, Row, Size, cells, compare, forward_backward, peak_mib
 from studies.run import run_study
 
 

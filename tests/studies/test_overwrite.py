@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from studies.associations import Outcome, Trained, draw_pairs
-from studies.overwrite import CONTENDERS, DELTA, RANDOM, SIZES, SUM, WIDE, Remembering, claims, line
+from studies.overwrite import CONTENDERS, DELTA, RANDOM, SUM, WIDE, Overwrite, Remembering, claims, own_cells
 from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6
@@ -74,12 +74,14 @@ def test_claims_can_fail():
     bad = [outcome(SUM, 20, 0.1, 0.12), outcome(DELTA, 20, 0.001, 0.11), *good[2:]]
     assert "does NOT hold" in claims(bad)[0] and "at least 2 times" in claims(bad)[2]
     assert "does NOT hold" in claims([*good[:2], outcome(WIDE, 20, 0.02), good[3]])[1]
-    cells = line(good[3])
-    assert cells[-1] == "2 of 2" and cells[3].mean == pytest.approx(300) and cells[4].mean == pytest.approx(600)
+    whole, lost = own_cells(good[3])
+    # Student's t of one degree of freedom is 12.706 at 95 %: 300 +- 12.706 * 100
+    assert good[3].cells()[2:] == [102.3, good[3].ours, "0 to 1.57e+03", 2, "100"]
+    assert lost == "2 of 2" and good[3].ours.mean == pytest.approx(300) and whole.mean == pytest.approx(600)
 
 
 def test_published_numbers_are_those_of_every_size():
-    assert all(len(contender.published) == len(SIZES) for contender in CONTENDERS)
+    assert all(len(contender.published) == len(Overwrite.sizes) for contender in CONTENDERS)
     assert all(a < b / 10 for a, b in zip(DELTA.published, SUM.published, strict=True))
 
 
@@ -87,7 +89,7 @@ def quick_run_shows(result):
     """Delta below sum; `test_studies` runs it."""
     rows = {row[0]: row for row in result.rows}
     plain, delta, random = (rows[c.name] for c in (SUM, DELTA, RANDOM))
-    assert delta[3].mean < plain[3].mean / 2 and delta[4].mean < plain[4].mean / 2
+    assert delta[3].mean < plain[3].mean / 2 and delta[7].mean < plain[7].mean / 2
     assert random[3].mean > 3 * delta[3].mean
-    assert plain[4].mean > 1.3 * plain[3].mean  # more overwriting than the published evaluation has
+    assert plain[7].mean > 1.3 * plain[3].mean  # more overwriting than the published evaluation has
     assert any("delta below sum at every S; here it holds" in note for note in result.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from studies import Spread
 from studies.decode import HEADS, WAYS, WIDTH, crossing
@@ -24,7 +25,10 @@ def by_formula(q, k, v, features, causal):
     return weights @ v / (weights.sum(-1, keepdim=True) + (EPS if features is not None else 0))
 
 
-@pytest.mark.parametrize("name", contenders(0))
+MEMORIES = ("gated delta, causal", "titans_linear, causal")
+
+
+@pytest.mark.parametrize("name", [name for name in contenders(0) if name not in MEMORIES])
 def test_contenders_compute_what_they_are_called(name):
     inputs = draw_inputs(37, 5)
     side = contenders(0)[name]
@@ -42,6 +46,23 @@ def test_contenders_compute_what_they_are_called(name):
     expected = by_formula(*inputs, features, "causal" in name)
     got = side.attend(*inputs)[0, 0].double()
     # float32 sums of 37 terms; a causal ReLU read may rest on few small weights.
+    assert (got - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_memories_write_and_read_token_by_token(name):
+    """M = retain M - S, S = momentum S + lr (M k - v) k^T, which gated delta writes to what it has decayed."""
+    q, k, v = (x[0, 0].double() for x in draw_inputs(37, 5))
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    lr, retain, momentum = (v[:, :3].sigmoid() * torch.tensor([0.1, 0.1, 0.9])).unbind(-1)
+    memory, velocity = torch.zeros(2, 64, 64, dtype=torch.float64)
+    for t in range(37):
+        kept = (0.9 + retain[t]) * memory
+        error = (kept if name.startswith("gated") else memory) @ k[t] - v[t]
+        velocity = lr[t] * torch.outer(error, k[t]) + (momentum[t] * velocity if name.startswith("titans") else 0)
+        memory = kept - velocity
+        expected = memory @ q[t]
+    got = contenders(0)[name].attend(*draw_inputs(37, 5))[0, 0, -1].double()
     assert (got - expected).norm() < 1e-4 * expected.norm()
 
 

@@ -133,6 +133,19 @@ def test_a_quick_run_replaces_no_full_one(study, tmp_path):
     assert not list(tmp_path.glob("*.png"))
 
 
+def test_what_is_kept_is_not_made_again(study, tmp_path, capsys):
+    one = study()
+    one.out = tmp_path / "new"
+    assert one.kept(quick=True)("a", lambda: 1) == 1 and not one.out.exists()
+    kept = one.kept(quick=False)
+    assert kept([0.1, {"b": None}], lambda: [math.inf, 2]) == kept([0.1, {"b": None}], lambda: 1 / 0) == [math.inf, 2]
+    assert capsys.readouterr().err == ""
+    again = one.kept(quick=False)
+    assert again([0.1, {"b": None}], lambda: 1 / 0) == [math.inf, 2] and again([0.1, {}], lambda: 3) == 3
+    assert "1 results kept in " in capsys.readouterr().err
+    assert len((one.out / "coins-runs.jsonl").read_text().splitlines()) == 2
+
+
 def test_where_nothing_can_be_written_is_said(study, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write .*file/out: .*; choose another --out"):
