@@ -57,7 +57,8 @@ every_layer = pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
 @pytest.mark.spec("ATT-SLIDE-D1", "ATT-SLIDE-D2", "ATT-SLIDE-I2")
 @every_layer
 @pytest.mark.parametrize(
-    ("masked", "length"), [(False, LENGTH), (True, LENGTH), (True, 70)]  # one block; two, the last unfinished
+    ("masked", "length"),
+    [(False, LENGTH), (True, LENGTH), (True, 70)],  # one block; two, the last unfinished
 )
 def test_against_a_loop(options, masked, length):
     """A long sequence without masks is one whose masks hide nothing, as told below."""
