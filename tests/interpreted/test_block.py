@@ -134,8 +134,9 @@ WIDE = [  # of what `test_every_timing` and `trial` take
     ("gd", "with_step", "before", "l2", {"length": 80, "borders": [0, 5, 6, 6, 80]}),
     ("gd", "before_gradient", "after", "dot", {"length": 65, "masked": True}),
     ("momentum", "with_step", "before", "l2", {"length": 1}),
-    ("gd", "before_gradient", "after", "l2", {"length": 150, "masked": True, "general": True, "channels": True}),
-    ("gd", "with_step", "before", "dot", {"length": 80, "borders": [0, 5, 6, 6, 80], "channels": True}),
+    ("gd", "before_gradient", "after", "l2",
+     {"length": 150, "heads": 1, "masked": True, "general": True, "channels": True}),
+    ("gd", "with_step", "before", "dot", {"length": 80, "heads": 1, "borders": [0, 5, 6, 6, 80], "channels": True}),
     *(pytest.param(*timing, {"length": 150, "masked": True, "general": timing[3] == "l2"}, marks=SLOW)
       for timing in TIMINGS),
     *(pytest.param(*TIMINGS[at], {"length": 130, "borders": [0, 64, 65, 130]}, marks=SLOW) for at in (1, 6, 9, 15)),
@@ -245,7 +246,7 @@ def test_features_are_made_as_rows_are_read(
 
 PARTS = [  # of what `test_every_timing` and `trial` take, and whether keys go as in bfloat16
     ("momentum", "before_gradient", "before", "l2", {}, False), ("gd", "with_step", "after", "dot", {}, True),
-    ("gd", "before_gradient", "after", "l2", {"channels": True}, True),
+    ("gd", "before_gradient", "after", "l2", {"channels": True, "heads": 1, "length": 136}, True),
     *(pytest.param(*timing, {"general": timing[3] == "l2"}, wide, marks=SLOW)
       for at, timing in enumerate(TIMINGS) for wide in [at % 2 == 0]),
 ]  # fmt: skip
@@ -265,7 +266,7 @@ def test_parts_of_a_long_row_go_side_by_side(
     monkeypatch.setattr(engine, "PART", 20)
     monkeypatch.setattr(engine, "_part", lambda plan: asked.append(own(plan)) or asked[-1])
     config = {"bias": bias, "retention": "decay", "algorithm": algorithm, "decay_order": order, "read": read}
-    trial(config, widths=(12, 20), length=200, batch=2, keeps=True, **given)
+    trial(config, **{"widths": (12, 20), "length": 200, "batch": 2, "keeps": True, **given})
     assert set(asked) == {64}
 
 

@@ -73,7 +73,7 @@ def measured(config: Any, places: tuple[int, ...], length: int, width: int = 96)
     torch.manual_seed(0)
     layer = Memory(width, heads=3, config=config)
     with torch.no_grad():
-        asked = layer.asked(torch.randn(2, length, width))[0]
+        asked = layer.asked(torch.randn(1, length, width))[0]
         if asked.config.writes > 1:
             asked, places = asked.each_write(), tuple(asked.config.writes * (t + 1) - 1 for t in places)
         lag = reading_lag(asked)

@@ -279,6 +279,7 @@ def _moved(cell: Cell, pair: Pair, found: dict[str, list[str]], draw: Callable[[
     return cell
 
 
+@cache
 def runs(cell: Cell) -> bool:
     """Whether a cell is allowed with the gates that it is given or its layer makes."""
     config, given = validate(cell), GATES[cell.gates]
