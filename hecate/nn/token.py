@@ -143,8 +143,8 @@ def layer_token(
     batch, X = mixed.shape[0], x.shape[-1]
     count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
     held = _held(form, config, state)
-    if held is None:
-        return None
+    if held is None or config.dtype == torch.float64 != dtype:
+        return None  # a state of another config, or one that the whole way widens
     memory, moved, gathered, _ = held
     channels, own = False, gates.plain()
     if own is None:

@@ -318,6 +318,15 @@ def test_states_of_other_parts_are_refused_and_numbers_elsewhere_are_not_read(us
 
 
 @torch.no_grad()
+def test_a_state_below_the_precision_of_its_config_is_widened():
+    layer, x = layer_of({**KEYS, "state_dtype": "float64"}, torch.float32), inputs().float()
+    state = layer(x[:, :2])[1]
+    low = {"weight": state.memory.memory["weight"].float()}
+    after = layer(x[:, 2:3], state._replace(memory=state.memory._replace(memory=low)))[1]
+    assert after.memory.memory["weight"].dtype == torch.float64
+
+
+@torch.no_grad()
 def test_a_bias_that_is_no_parameter_counts(used: list[bool]):
     layer = layer_of(CONFIGS["gated_delta"])
     prune.identity(layer.gates.bias, "lr")
