@@ -10,7 +10,7 @@ from pkgutil import iter_modules
 from hecate.engine.arguments import check_mask, check_params, check_tokens, document_starts
 from hecate.engine.call import Call, Inputs, Plan, complete, numbered
 from hecate.engine.chunk import predict
-from hecate.engine.cpu import load_kernels, padded, share_out
+from hecate.engine.cpu import lies, load_kernels, padded, share_out
 from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, choose, exact_engines, explain, verdicts
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
@@ -62,6 +62,7 @@ __all__ = [
     "kernel_verdicts",
     "largest",
     "levelling",
+    "lies",
     "load_kernels",
     "log_linear_scan",
     "memory_features",

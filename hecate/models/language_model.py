@@ -226,8 +226,8 @@ class MemoryBlock(Layers):
         return (x + self.mlp(x) if mlp and self.mlp is not None else x), state
 
     def _token(self, x: Tensor, state: Any) -> tuple[Tensor, Any] | None:
-        """`forward` of a token alone with the same bits and without torch's calls of modules, each of which takes as
-        long as a product; None where its parts are others, or somebody listens to them."""
+        """`forward` of a token alone, with the same bits but for kernels and without torch's calls of modules, each of
+        which takes as long as a product; None where its parts are others, or somebody listens to them."""
         parts: Any = self._modules
         norm, memory, mlp = map(parts.get, ("memory_norm", "memory", "mlp"))
         if parts.get("levels") is not None or type(mlp) is not GatedMLP or torch.compiler.is_compiling():

@@ -255,7 +255,10 @@ class GateHeads(nn.Module):
         if weights._modules or biases._modules or not unheard((form, RetainForm)):
             return None  # parametrised, or somebody listens
         for name in GATES:
-            found += weights._parameters.get(name), biases._parameters.get(name)
+            weight, bias = weights._parameters.get(name), biases._parameters.get(name)
+            if bias is None and name in self.starts and getattr(biases, name, None) is not None:
+                return None  # no parameter, as where it is pruned
+            found += weight, bias
         return found
 
     def values(self, x: Tensor) -> dict[str, Tensor]:

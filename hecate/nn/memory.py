@@ -416,8 +416,8 @@ class Memory(RuleParameters, MemoryLayer):
         return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
-        """`forward` for x `[B, 1, d_model]`, with the same bits in fewer calls. None where the long way has to take it,
-        or to say what is wrong. [NN-MEM-I13]"""
+        """`forward` for x `[B, 1, d_model]` in fewer calls, with the same bits but for kernels. None where the long way
+        has to take it, or to say what is wrong. [NN-MEM-I13]"""
         if torch.is_grad_enabled() or is_traced() or type(x) is not Tensor or type(state) is not LayerState:
             return None
         parts: Any = self._modules  # torch looks attributes up there, by a call each

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hecate.engine import TokenForm, load_kernels, share_out, token_form
+from hecate.engine import TokenForm, lies, load_kernels, share_out, token_form
 from hecate.nn.blocks import EPS, swiglu
 from hecate.rule import LAYER, MemoryState
 from hecate.tape import STEADY, is_traced
@@ -55,10 +55,12 @@ def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]])
     for tensor, size in tensors:
         if tensor is None:
             found.append(0)
-        elif type(tensor) in _OWN and tensor.dtype == dtype and tensor.numel() == size and tensor.is_contiguous():
-            found.append(tensor.data_ptr())
-        else:
+            continue
+        if type(tensor) not in _OWN or tensor.dtype != dtype or tensor.numel() != size or not lies(tensor):
             return None
+        found.append(place := tensor.data_ptr())
+        if not place and size:
+            return None  # zeros that torch has not laid out
     return found
 
 
@@ -76,9 +78,11 @@ def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tu
 
 def gated_product(kernels: Any, x: Tensor) -> Tensor:
     """silu(a) b of rows [a, b] of a token, by kernels if there are any."""
-    if not (given := kernels and _addresses(x.dtype, ((x, x.numel()),))):
+    width, rest = divmod(x.shape[-1], 2)
+    whole = kernels and not rest and not width % STEP[x.dtype]  # as wide as the weight behind it, if that fits
+    if not (given := whole and _addresses(x.dtype, ((x, x.numel()),))):
         return swiglu.__wrapped__(x)
-    y = x.new_empty(*x.shape[:-1], width := x.shape[-1] // 2)
+    y = x.new_empty(*x.shape[:-1], width)
     kernels.swiglu(y.numel() // width, width, _numbers(x.dtype, EPS), *given, y.data_ptr())
     return y
 
@@ -94,13 +98,23 @@ def form_of(layer: Any, conv: Any) -> TokenForm | None:
 Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
 tokens so far."""
+_NONE, _WEIGHT, _GATHERED = set[str](), {"weight"}, {"weight", "retain"}
+_NAMED = [dict] * 4
 
 
-def _held(form: TokenForm, state: MemoryState) -> Held:
-    ((name, memory),) = state.memory.items()
+def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
+    """Those of a state; None where it has other parts than the config's own, which the whole way has to say."""
+    if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
+        return None
+    memory, slots, anchor, pending, position, normalizer, seen, readout = state
+    own, summed = config.algorithm.slots, _GATHERED if form.chunk > 1 else _NONE
+    if memory.keys() != _WEIGHT or len(slots) != len(own) or anchor or pending.keys() != summed:
+        return None
+    if normalizer is not None or seen is not None or readout is not None:
+        return None
     if form.chunk > 1:
-        return memory, state.pending.get(name), state.pending.get("retain"), state.position
-    return memory, next(iter(state.slots.values()), None), None, None
+        return memory["weight"], pending["weight"], pending["retain"], position
+    return memory["weight"], slots.get(f"{own[0]}.weight") if own else None, None, None
 
 
 def _named(form: TokenForm, state: MemoryState, held: list[Any]) -> MemoryState:
@@ -125,8 +139,11 @@ def layer_token(
     taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
     x = x.contiguous()  # a token of a longer sequence
     batch, X = mixed.shape[0], x.shape[-1]
-    count, cells = batch * heads, batch * heads * V * P
-    held = memory, moved, gathered, position = _held(form, state)
+    count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
+    held = _held(form, config, state)
+    if held is None or config.dtype == torch.float64 != dtype:
+        return None  # a state of another config, or one that the whole way widens
+    memory, moved, gathered, _ = held
     channels, own = False, gates.plain()
     if own is None:
         made, X = gates.forward(x), 0
@@ -137,15 +154,19 @@ def layer_token(
     kept = retain if form.decays else None
     given = (
         *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
-        *((momentum, size), (momentum_bias, heads), (mixed, mixed.numel()), (past, (conv.kernel - 1) * mixed.numel())),
-        *((taps, conv.kernel * mixed.shape[-1]), (memory, cells), (moved, cells), (gathered, count)),
+        *((momentum, size), (momentum_bias, heads), (mixed, batch * wide), (past, batch * (conv.kernel - 1) * wide)),
+        *((taps, conv.kernel * wide), (memory, cells), (moved, cells), (gathered, count)),
     )
-    found, at = _addresses(dtype, given), _addresses(torch.int64, ((position, count),))
+    found, at = _addresses(dtype, given), _addresses(torch.int64, ((state.position, count),))
     rest = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
-    if not (found and at and rest) or 0 in (found[1], found[9], rest[0]) or (form.decays and not found[3]):
+    if not (found and at and rest) or 0 in (*at, found[1], *found[9:11], rest[0]) or (form.decays and not found[3]):
         return None  # a gate or a weight is missing
-    shape, needed = (batch, heads, V, P), (moved is None or found[5], at[0] and found[12] and found[11])
-    if not needed[form.chunk > 1] or not memory.shape == shape == (shape if moved is None else moved.shape):
+    moves = bool(config.algorithm.slots)
+    if (moved is None) == (moves or form.chunk > 1) or (moves and not found[5]) or (form.chunk > 1 and not found[12]):
+        return None
+    if not memory.shape == (batch, heads, V, P) == (memory if moved is None else moved).shape:
+        return None
+    if not state.position.shape == (batch, heads) == (state.position if gathered is None else gathered).shape:
         return None
     new, after = [None if item is None else torch.empty_like(item) for item in held], torch.empty_like(past)
     y, rows = mixed.new_empty(batch, 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
@@ -159,6 +180,6 @@ def layer_token(
         told.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *found, *at, *rest, *into))
 
     share_out(work, count, cells, SHARE)
-    if not math.isfinite(sum(told)) and (config.on_nonfinite == "raise" or form.chunk > 1):
+    if not math.isfinite(sum(told)):  # the kernel has left off, so that there is nothing to hand on
         return None
     return y, _named(form, state, new), after

@@ -17,7 +17,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.graph import increment_version
 
 from hecate.distributed import is_sharded
-from hecate.engine import load_kernels, share_out
+from hecate.engine import lies, load_kernels, share_out
 from hecate.errors import ConfigError
 from hecate.tape import is_traced
 
@@ -155,12 +155,16 @@ class Pieces:
         sizes = [x.numel() for x in lists[0]]
         for xs in lists:
             for x, size in zip(xs, sizes, strict=True):
-                if type(x) not in _OWN or x.dtype != first.dtype or x.numel() != size or not x.is_contiguous():
+                if type(x) not in _OWN or x.dtype != first.dtype or x.numel() != size or not lies(x):
                     return None
         if (kernels := load_kernels("momentum")) is None:
             return None
         places = np.array([[x.data_ptr() for x in xs] for xs in lists], np.int64)
+        if not places.all():  # zeros that torch has not laid out
+            return None
         counts = np.array(sizes, np.int64)
+        if len(lists) > 1 and _overlap(places.ravel(), np.tile(counts * first.element_size(), len(lists))):
+            return None
         if max(sizes) > PIECE and torch.get_num_threads() > 1:
             cuts = -(-counts // PIECE)
             at = (np.arange(cuts.sum()) - np.repeat(cuts.cumsum() - cuts, cuts)) * PIECE
@@ -189,6 +193,14 @@ class Pieces:
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         weights, _, momenta = self.lists
         increment_version([*weights, *momenta])  # as torch's operations do, for a graph that still needs the old ones
+
+
+def _overlap(places: Any, sizes: Any) -> bool:
+    """True if spans of bytes meet: a kernel that goes from tensor to tensor reads there what it has written before, and
+    threads what others are writing."""
+    order = places.argsort()
+    starts = places[order]
+    return bool((starts[1:] < (starts + sizes[order])[:-1]).any())
 
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:

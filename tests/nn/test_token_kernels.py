@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from hecate import MemoryConfig
 from hecate.errors import NonFiniteError, ShapeError
 from hecate.models import LanguageModel
 from hecate.nn import Memory
+from hecate.nn.blocks import swiglu
 from tests.nn.layers import leaves, rules, seeded
 
 pytest.importorskip("numba")
@@ -190,6 +192,20 @@ def test_what_is_not_finite_is_said_by_the_whole_way(used: list[bool]):
     assert used == [False] * 4
 
 
+@pytest.mark.spec("NN-TOKEN-D1")
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@torch.no_grad()
+def test_what_the_kernel_leaves_is_not_handed_on_where_it_is_not_to_be_looked_at(value: float, used: list[bool]):
+    """A key of length 0, or a sequence that is not finite, and its neighbours under on_nonfinite="propagate"."""
+    layer, x = layer_of({**KEYS, "on_nonfinite": "propagate"}), inputs()
+    state, token = layer(x[:, :2])[1], x[:, 2:3].clone()
+    token[0], state.conv[0] = value, value
+    found, wanted = layer(token, state), layer(token, state, write_mask=torch.ones(3, 1, dtype=torch.bool))
+    assert used == [False]
+    for got, want in zip(leaves(found), leaves(wanted), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 @torch.no_grad()
 def test_lengths_beyond_squares_are_those_of_the_whole_way(used: list[bool]):
     layer, x = layer_of(CONFIGS["gated_delta"]), inputs()
@@ -266,6 +282,62 @@ def test_states_and_weights_of_another_shape_are_refused(used: list[bool]):
     with pytest.raises(ShapeError, match="slots"):
         layer(x[:, 2:3], state._replace(memory=state.memory._replace(slots=slots)))
     assert used == [False] * 2
+
+
+@torch.no_grad()
+def test_states_of_other_parts_are_refused_and_numbers_elsewhere_are_not_read(used: list[bool]):
+    layer, x = layer_of(CONFIGS["titans_linear"]), inputs()
+    state = layer(x[:, :2])[1]
+    memory, slots = state.memory.memory["weight"], state.memory.slots
+    for change in (
+        {"memory": {"weight": memory, "other": memory}},
+        {"memory": {}},
+        {"memory": {"other": memory}},
+        {"memory": {"weight": None}},
+        {"memory": {"weight": memory.to("meta")}},
+        {"slots": {}},
+        {"slots": {"other.weight": memory}},
+        {"slots": {name: item.to("meta") for name, item in slots.items()}},
+        {"pending": {"weight": memory}},
+        {"position": None},
+        {"position": state.memory.position.mT.contiguous()},
+        {"normalizer": state.memory},
+        {"seen": state.memory.position[:, 0]},
+    ):
+        with pytest.raises(ShapeError, match="state"):
+            layer(x[:, 2:3], state._replace(memory=state.memory._replace(**change)))
+    with pytest.raises(RuntimeError, match="meta"):
+        layer(x[:, 2:3], state._replace(conv=state.conv.to("meta")))
+    with pytest.raises(ShapeError, match="MemoryState"):
+        layer(x[:, 2:3], state._replace(memory=(memory,)))
+    assert not any(used)
+    turned = {"weight": torch._neg_view(-memory)}
+    given = x[:, 2:3], state._replace(memory=state.memory._replace(memory=turned))
+    assert torch.equal(layer(*given)[0], layer(*given, write_mask=torch.ones(3, 1, dtype=torch.bool))[0])
+    assert not any(used)
+
+
+@torch.no_grad()
+def test_a_state_below_the_precision_of_its_config_is_widened():
+    layer, x = layer_of({**KEYS, "state_dtype": "float64"}, torch.float32), inputs().float()
+    state = layer(x[:, :2])[1]
+    low = {"weight": state.memory.memory["weight"].float()}
+    after = layer(x[:, 2:3], state._replace(memory=state.memory._replace(memory=low)))[1]
+    assert after.memory.memory["weight"].dtype == torch.float64
+
+
+@torch.no_grad()
+def test_a_bias_that_is_no_parameter_counts(used: list[bool]):
+    layer = layer_of(CONFIGS["gated_delta"])
+    prune.identity(layer.gates.bias, "lr")
+    assert errors(layer, inputs()) < 64 * ULP
+    assert used == [True] * 4
+
+
+@torch.no_grad()
+def test_rows_that_fill_no_vector_go_the_whole_way():
+    x = torch.randn(2, 1, 40, generator=seeded(), dtype=torch.float64)
+    assert torch.equal(token_module.gated_product(token_module.token_kernels(x), x), swiglu.__wrapped__(x))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -101,6 +102,41 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     monkeypatch.setattr(tensors, "load_kernels", lambda name: None)
     assert all(map(torch.equal, stepped(weights()), whole))
     assert len(moves) == 3
+
+
+def test_numbers_that_lie_elsewhere_are_not_read(moves: list[int]):
+    """Momenta on another device, and what is negated once it is read."""
+    (p,) = params = weights()[1:2]
+    optimizer = PhiMomentum(params, 0.02)
+    p.grad, momentum = torch.ones_like(p), optimizer.state[p]["momentum"]
+    optimizer.state[p]["momentum"] = momentum.to("meta")
+    with suppress(RuntimeError):  # which not every operation of torch has to say
+        optimizer.step()
+    optimizer.state[p]["momentum"] = momentum
+    before = p.detach().clone()
+    p.grad = torch._neg_view(torch.ones_like(p))
+    optimizer.step()
+    assert torch.equal(p, before + 0.02)
+    assert moves == []
+
+
+@pytest.mark.parametrize("sharing", ["weights", "a gradient and a momentum"])
+def test_tensors_that_share_memory_go_one_operation_after_another(sharing: str, moves: list[int]):
+    def stepped(foreach: bool | None) -> list[Tensor]:
+        numbers = torch.randn(100, generator=torch.Generator().manual_seed(0))
+        parts = (numbers[:64], numbers[36:]) if sharing == "weights" else (numbers[:40], numbers[60:])
+        params = [part.requires_grad_() for part in parts]
+        optimizer = PhiMomentum(params, 0.02, weight_decay=0.1, foreach=foreach)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            if sharing != "weights":
+                params[0].grad = optimizer.state[params[0]]["momentum"].fill_(2.0)
+            optimizer.step()
+        return params
+
+    assert all(map(torch.equal, stepped(None), stepped(False)))
+    assert moves == []
 
 
 def test_a_graph_that_needs_the_weights_before_a_step_is_told():

@@ -27,6 +27,12 @@ def padded(tensor: Tensor, *sizes: int) -> Tensor:
     return tensor.contiguous()
 
 
+def lies(tensor: Tensor) -> bool:
+    """True if the numbers of a tensor lie where its address says, in a row and as they are: for kernels that take
+    addresses, which on another device, or negated once they are read, are those of other numbers."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+
+
 def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = repeat(())) -> list[Any]:
     """The numbers of each tensor in a row, `padded` to these sizes of its last axes, (): as it is; None stays None.
     Shared with a contiguous tensor that has its sizes."""
