@@ -428,6 +428,7 @@ class Memory(RuleParameters, MemoryLayer):
         own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.key_heads
         batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
         fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
+        fits = fits and shape[0] > 0 and state.memory is not None
         width, apart = self.splits[0] + self.splits[1], self.conv_on_qk
         kept = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
         fits = fits and state.conv_segment is None is state.features is state.projection

@@ -103,7 +103,7 @@ _NAMED = [dict] * 4
 
 
 def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
-    """Those of a state; None where it has other parts than the config's own, which the whole way has to say."""
+    """Tensors of a state; None where it has other parts than the config's own, which the whole way has to say."""
     if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
         return None
     memory, slots, anchor, pending, position, normalizer, seen, readout = state

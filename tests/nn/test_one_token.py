@@ -164,3 +164,14 @@ def test_parameters_that_change_under_way_are_those_of_the_next_token():
         y, _ = torch.func.functional_call(layer, held, given)
         assert torch.equal(y, torch.func.functional_call(layer, held, given, written)[0])
         assert not torch.equal(y, layer(*given)[0])
+
+
+@torch.no_grad()
+def test_no_sequences_and_a_state_without_a_memory_take_the_whole_way():
+    layer, x = layer_of(RULES["gated_delta"]), inputs(2, 3)
+    layer.initial.weight += 1.0
+    state = layer(x[:, :1])[1]._replace(memory=None)
+    written = torch.ones(2, 1, dtype=torch.bool)
+    assert torch.equal(layer(x[:, 1:2], state)[0], layer(x[:, 1:2], state, write_mask=written)[0])
+    _, empty = layer(x[:0, :1])
+    assert layer(x[:0, 1:2], empty)[0].shape == (0, 1, x.shape[2])
