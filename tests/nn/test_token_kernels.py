@@ -366,3 +366,23 @@ def test_torch_sees_every_operation_where_it_has_to():
         return model(token[None], pytree.tree_unflatten([own.get(place) for place in range(len(every))], layout))[0][0]
 
     assert (torch.func.vmap(alone)(tokens[:, 3:], held) - wanted).abs().max() < 256 * ULP * wanted.abs().max()
+
+
+@pytest.mark.spec("NN-TOKEN-D1")
+@torch.no_grad()
+def test_few_tokens_go_one_by_one(used: list[bool], monkeypatch: pytest.MonkeyPatch):
+    layer, x = layer_of(CONFIGS["titans_linear"]), inputs()
+    state = layer(x[:, :2])[1]
+    first, after = layer(x[:, 2:3], state)
+    second, last = layer(x[:, 3:4], after)
+    found = layer(x[:, 2:4], state)
+    assert used == [True] * 4
+    assert all(map(torch.equal, leaves(found), leaves((torch.cat((first, second), 1), last))))
+    layer(torch.cat((x, x), 1)[:, 2:9], state)
+    with torch.enable_grad():
+        assert layer(x[:, 2:4], state)[0].requires_grad
+    with hecate.exact():
+        layer(x[:, 2:4], state)
+    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    layer(x[:, 2:4], state)
+    assert used == [True] * 4
