@@ -473,8 +473,9 @@ class Memory(RuleParameters, MemoryLayer):
 
     def _few_tokens(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
         """`forward` for x `[B, T, d_model]` of few tokens, one by one, where a kernel takes them; else None."""
-        few = x.dim() == 3 and 1 < x.shape[1] <= FEW
-        if not few or torch.is_grad_enabled() or form_of(self, self.conv) is None:
+        if torch.is_grad_enabled() or is_traced() or form_of(self, self.conv) is None:
+            return None  # first: a traced length is no number to be compared
+        if x.dim() != 3 or not 1 < x.shape[1] <= FEW:
             return None
         if token_kernels(x, self.d_key, self.d_value, x.shape[-1]) is None:
             return None
