@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hecate.engine import TokenForm, lies, load_kernels, share_out, token_form
 from hecate.nn.blocks import EPS, swiglu
@@ -21,7 +21,6 @@ from hecate.tape.ops import reach
 STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
 SHARE = 1 << 18  # numbers of memories that are worth a thread of their own
 _AROUND = LAYER.key_heads, LAYER.conv, LAYER.output
-_OWN = Tensor, nn.Parameter
 _COUNTS = np.zeros(1, np.int64)
 
 
@@ -56,7 +55,7 @@ def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]])
         if tensor is None:
             found.append(0)
             continue
-        if type(tensor) not in _OWN or tensor.dtype != dtype or tensor.numel() != size or not lies(tensor):
+        if tensor.dtype != dtype or tensor.numel() != size or not lies(tensor):
             return None
         found.append(place := tensor.data_ptr())
         if not place and size:

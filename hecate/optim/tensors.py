@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.graph import increment_version
 
@@ -25,7 +25,6 @@ Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
 BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
 CACHE = 1 << 18  # the same where temporaries come and go
-_OWN = Tensor, nn.Parameter
 PIECE, SHARE = 1 << 16, 1 << 20  # numbers of a piece of a tensor for kernels, and as many as are worth a thread
 
 
@@ -155,7 +154,7 @@ class Pieces:
         sizes = [x.numel() for x in lists[0]]
         for xs in lists:
             for x, size in zip(xs, sizes, strict=True):
-                if type(x) not in _OWN or x.dtype != first.dtype or x.numel() != size or not lies(x):
+                if x.dtype != first.dtype or x.numel() != size or not lies(x):
                     return None
         if (kernels := load_kernels("momentum")) is None:
             return None

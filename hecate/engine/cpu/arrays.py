@@ -8,10 +8,11 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 BYTES, ROWS = 64, 4  # of a vector, and rows that go together: widths are padded to these
+_PLAIN = Tensor, nn.Parameter
 SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 
 
@@ -29,8 +30,8 @@ def padded(tensor: Tensor, *sizes: int) -> Tensor:
 
 def lies(tensor: Tensor) -> bool:
     """True if the numbers of a tensor lie where its address says, in a row and as they are: for kernels that take
-    addresses, which on another device, or negated once they are read, are those of other numbers."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    addresses, which of a subclass, on another device, or negated once they are read, are those of other numbers."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = repeat(())) -> list[Any]:

@@ -6,7 +6,6 @@ Tensors come as addresses and sizes in int64: contiguous, of one float type. Thr
 from __future__ import annotations
 
 import math
-
 from typing import Any
 
 from numba.extending import intrinsic

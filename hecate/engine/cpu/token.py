@@ -61,6 +61,15 @@ def _convolved(like, x, at, past, own, after, w, channel, C, K, active, width, z
 
 
 @inline
+def _along(like, x, at, y, to, width):
+    """x . y of so many numbers from two places on."""
+    found = filled(like, 0.0)
+    for c in range(0, width, per_vector(like)):
+        found = mad(load(x, at + c, ONE), load(y, to + c, ONE), found)
+    return sums((found, found, found, found))[0]
+
+
+@inline
 def _scaled(like, x, at, width, by):
     """Multiplies so many numbers in place."""
     for c in range(0, width, per_vector(like)):
@@ -73,10 +82,7 @@ def _normalised(form, x, at, P):
     size, eps, unit, far = form[0], form[1], form[2], form[3]
     if size == 0 and unit == 0:
         return True
-    found = filled(form, 0.0)
-    for c in range(0, P, per_vector(form)):
-        found = mad(load(x, at + c, ONE), load(x, at + c, ONE), found)
-    square, by = sums((found, found, found, found))[0], 1.0
+    square, by = _along(form, x, at, x, at, P), 1.0
     if not square < math.inf:
         return False
     if size != 0:
@@ -95,10 +101,7 @@ def _gate(form, values, biases, bias, n, h, x, at, X):
     """A gate of a head: as it is given, or sigmoid(w . x + b) of its row of weights where x has X numbers."""
     if X == 0:
         return values[n]
-    found = filled(form, 0.0)
-    for c in range(0, X, per_vector(form)):
-        found = mad(load(values, h * X + c, ONE), load(x, at + c, ONE), found)
-    logit = sums((found, found, found, found))[0]
+    logit = _along(form, values, h * X, x, at, X)
     if bias != 0:
         logit += biases[h]
     return number(form[0], 1.0 / (1.0 + math.exp(-logit)))
@@ -145,6 +148,17 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, gathers, 
         x[answer + r] = both[0] if after_write and not gathers else both[1]
         square += x[answer + r] * x[answer + r]
     return told, square
+
+
+@inline
+def _opened(like, x, at, weight, own, gate, opens, y, to, V):
+    """y = x weight silu(gate) of a head, or without a gate x weight."""
+    for c in range(0, V, per_vector(like)):
+        z = load(x, at + c, ONE) * load(weight, own + c, ONE)
+        if opens:
+            opened = load(gate, to + c, ONE)
+            z = z * (opened / (exp(-opened) + 1.0))
+        store(y, to + c, z)
 
 
 def token(
@@ -206,12 +220,7 @@ def token(
         )
         told += every + square
         _scaled(form, ROWS, answer, V, 1.0 / math.sqrt(square / V + form[5]))
-        for c in range(0, V, step):
-            z = load(ROWS, answer + c, ONE) * load(WEIGHT, h * V + c, ONE)
-            if gate != 0:
-                opened = load(GATE, n * V + c, ONE)
-                z = z * (opened / (exp(-opened) + 1.0))
-            store(Y, n * V + c, z)
+        _opened(form, ROWS, answer, WEIGHT, h * V, GATE, gate != 0, Y, n * V, V)
     return told
 
 
