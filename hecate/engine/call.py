@@ -269,7 +269,9 @@ class Plan:
     def fresh(self, weights: Named, k: Tensor) -> list[Tensor]:
         """The state before any token of a memory of these weights, in the order of `Carry`."""
         _, slots, anchor, pending = self.kinds
-        found = [item.flatten(0, 1) for item in weights.values()]
+        found = []
+        for item in weights.values():  # no comprehension, which is a frame in every call
+            found.append(item.flatten(0, 1))
         count, like = k.shape[0] * k.shape[2], found[0]
         for shape in slots.values():
             found.append(like.new_zeros(count, *shape))
@@ -322,6 +324,7 @@ class Call:
         inputs: q, k, v, gates, masks and positions, as the caller has them.
         retain: the gates `[B, T, H]` or `[B, T, H, P]`.
         seen: number of tokens after the last, where phi needs positions.
+        traced: whether torch has to see every operation.
     """
 
     def __init__(
@@ -329,7 +332,9 @@ class Call:
         given: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
         """flat: None where it is made of what is `given` if it is asked for."""
-        self.plan, self.config, self._traced, self.given = plan, plan.config, traced, given
+        self.plan, self.config, self.given = plan, plan.config, given
+        if traced is not None:
+            self.traced = traced
         if flat is not None:
             self.flat, self.seen = flat, seen
             self.inputs = Inputs(*flat[: len(Inputs._fields)])  # type: ignore[arg-type]
@@ -361,18 +366,14 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         if name == "plan":  # of a copy that is being made
             raise AttributeError(name)
+        if name == "traced":  # where no plan tells
+            self.traced = is_traced(*self.flat)
+            return self.traced
         if name in _OF_TENSORS:
             whole = self.plan.call(*self.given, whole=True)  # type: ignore[misc]
             self.flat, self.seen, self.inputs, self.retain = whole.flat, whole.seen, whole.inputs, whole.retain
             return vars(self)[name]
         return getattr(self.plan, name)
-
-    @property
-    def traced(self) -> bool:
-        """Found out where it is asked for and no plan tells."""
-        if self._traced is None:
-            self._traced = is_traced(*self.flat)
-        return self._traced
 
     @property
     def tensors(self) -> Call:

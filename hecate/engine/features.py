@@ -97,7 +97,7 @@ def cast_inputs(
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
-    if config.algorithm.dampens:
+    if config.forms.dampens:
         rest[2] = one(run(DAMPENED, rest[2], rest[4], label="dampening"))
     return [q, *rest]
 

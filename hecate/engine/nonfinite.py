@@ -34,7 +34,10 @@ def check(call: Call, name: str, outputs: tuple[Tensor, ...]) -> None:
     free = not (call.traced or waits(outputs[0]))
     if not free and not can_inspect(*outputs):
         return
-    floats = [item.detach() for item in outputs if item.is_floating_point()]
+    floats = []
+    for item in outputs:
+        if item.is_floating_point():
+            floats.append(item.detach())
     if late.HELD or (not free and waits(floats[0])):
         _put_off(name, floats)
         return

@@ -159,7 +159,7 @@ class OneToken:
         # Of one gate per memory, and of what has a width: every memory's vector a row where products take rows.
         self.scalar = (batch * heads, 1, 1) if direct else (batch * heads,)
         self.row = (batch * heads, 1, -1) if direct else (batch * heads, -1)
-        self.dampens, self.anchored = config.algorithm.dampens, config.retention.anchored
+        self.dampens, self.anchored = config.forms.dampens, config.retention.anchored
         self.quotients = config.by_key or config.normalizer == "sum"  # which want lr beside phi(k)
         self.features = (batch, 1, heads, -1) if self.quotients else self.row
         # An axis of time changes no bit of what is done to each number alone.
@@ -374,7 +374,7 @@ def token_form(config: MemoryConfig) -> TokenForm | None:
         own = plain and config.on_nonfinite != "skip" and (config.forms.error or config.forms.target)
         early, after = config.decay_order == "before_gradient", config.read == "after"
         form = TokenForm(
-            config.forms.target, early, after, config.retention.uses_retain, config.algorithm.dampens, config.chunk
+            config.forms.target, early, after, config.retention.uses_retain, config.forms.dampens, config.chunk
         )
         known[token_form] = form if own and (_is_direct(config) or _gathers(config)) else None
     return known[token_form]
@@ -383,7 +383,7 @@ def token_form(config: MemoryConfig) -> TokenForm | None:
 def _gathers(config: MemoryConfig) -> bool:
     """True if a token adds lr u k^T to what moves one matrix at the end of its chunk, by gd, and nothing else."""
     linear = config.forms.linear and config.retention.linear and not config.structure.diagonal
-    plain = not (config.retention.anchored or config.algorithm.slots or config.algorithm.dampens or config.blocks)
+    plain = not (config.retention.anchored or config.algorithm.slots or config.forms.dampens or config.blocks)
     return config.commit == "chunk" and config.chunk > 1 and linear and plain and config.rule.write_block() is not None
 
 
@@ -392,7 +392,7 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     late, early = config.read == "after", config.decay_order == "before_gradient"
     decays, blind = config.retention.uses_retain, config.forms.target  # u does not look at the prediction
     grad = torch.sub if config.forms.error else config.bias.grad
-    scaled = config.by_key or config.algorithm.dampens  # the lr that arrives is another than the given one
+    scaled = config.by_key or config.forms.dampens  # the lr that arrives is another than the given one
     lr_given = config.algorithm.lr if given_lr is None else given_lr
     full = not scaled and not isinstance(given_lr, Tensor) and lr_given == 1
 

@@ -138,4 +138,6 @@ class FeatureParameters(nn.Module):
     @property
     def phi_params(self) -> Params:
         """Parameters of the feature map, as scans take them."""
+        if not self.has_params:
+            return {"learned": {}, "frozen": {}}
         return {"learned": self.phi_learned.tensors, "frozen": self.phi_frozen.tensors}

@@ -305,6 +305,7 @@ class Forms(NamedTuple):
         defaults: what these are where none is given.
         tops: the largest they may be.
         per_head: whether the default retain differs between heads; then it is that of the first.
+        dampens: whether the algorithm multiplies lr by (1 - momentum).
     """
 
     retention: RetentionFormula | str
@@ -325,6 +326,7 @@ class Forms(NamedTuple):
     defaults: tuple[float, ...]
     tops: tuple[float, ...]
     per_head: bool
+    dampens: bool
 
     @classmethod
     def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
@@ -353,6 +355,7 @@ class Forms(NamedTuple):
             defaults=(algorithm.lr, retention.default_retain, algorithm.default_momentum),
             tops=(math.inf, 1.0, algorithm.momentum_top),
             per_head=retention.uses_retain and retention.per_head,
+            dampens=algorithm.dampens,
         )
 
 

@@ -202,10 +202,6 @@ class Scan:
         self.length = tokens.v.shape[1]
         self.segment = max(SEGMENT, math.isqrt(self.length))
 
-    def state(self, state: Tensor) -> Tensor:
-        """A copy of a state in whole fours and tiles."""
-        return padded(state, *self.whole).clone()
-
     def launch(self, kernel: str, given: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
         """Runs a kernel over all memories on what is given beside their tokens, each worker with scratch space of its
         own."""
@@ -227,7 +223,9 @@ class Scan:
         run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
 
         def work(lo: int, hi: int) -> None:
-            own = [None if size is None else none.new_empty(size) for size in scratch]
+            own: list[Tensor | None] = []
+            for size in scratch:  # no comprehension, which is a frame in every call
+                own.append(None if size is None else none.new_empty(size))
             run(lo, hi, *arguments, *arrays(own))
 
         share_out(work, self.count, self.count * self.length * self.height * self.width)
@@ -246,7 +244,9 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     call = Scan(config, inputs)
     *shape, v = call.tokens.v.shape
     new = call.memory.new_empty
-    memory, slot = call.state(call.memory), None if call.slot is None else call.state(call.slot)
+    # Copies, in whole fours and tiles: the kernel leaves the last state in them.
+    memory = padded(call.memory, *call.whole).clone()
+    slot = None if call.slot is None else padded(call.slot, *call.whole).clone()
     y = new(*shape, call.height)
     kept = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
     record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
@@ -259,11 +259,14 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
     call = Scan(config, inputs)
     tokens, height, width, segment = call.tokens, call.height, call.width, call.segment
     gy, *finals = cotangents
-    memory, slot = call.state(finals[0]), None if call.slot is None else call.state(finals[1])
+    memory = padded(finals[0], *call.whole).clone()
+    slot = None if call.slot is None else padded(finals[1], *call.whole).clone()
     shape, zeros = tokens.v.shape[:-1], call.memory.new_zeros
     new = zeros if tokens.write is not None else call.memory.new_empty  # masked: left as they are
     initial = zeros(memory.shape if tokens.reset is not None else 0)
-    grads = [new(*shape, *size) for size in call.sizes]
+    grads = []
+    for size in call.sizes:
+        grads.append(new(*shape, *size))
     grads[Tokens._fields.index("lr")].zero_()  # lr's is a sum
     states = (segment + 2) * height * width
     scratch = [7 * width, 2 * height, states, None if slot is None else states]

@@ -187,7 +187,7 @@ class Triton(TokenEngine):
 
 def raw_token(config: MemoryConfig) -> bool:
     """True if the kernel of one token makes features of keys and queries, as they lie."""
-    return config.step == "raw" and config.forms.phi is not None and not config.algorithm.dampens
+    return config.step == "raw" and config.forms.phi is not None and not config.forms.dampens
 
 
 def no_step(plan: Plan | Call) -> str | None:

@@ -41,7 +41,7 @@ class Short:
             return None
         if plan.starts or plan.wide or plan.anchored or plan.first > FIELDS or config.structure.drawn:
             return None
-        if config.algorithm.dampens or config.forms.per_head or config.on_nonfinite == "skip":
+        if config.forms.dampens or config.forms.per_head or config.on_nonfinite == "skip":
             return None
         numbers = call.inputs[:6]
         if any(item.dtype != plan.dtype and item.itemsize >= plan.dtype.itemsize for item in numbers):
