@@ -76,6 +76,7 @@ def document_starts(
         raise ShapeError(
             f"cu_seqlens must be an integer tensor [documents + 1], got {shorten(cu_seqlens)}; wrap it in torch.tensor"
         )
+    # Borders are those of one row: of several, tokens of one row would follow those of another.
     if k.shape[0] != 1 or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
         raise ShapeError(
             f"cu_seqlens must be integer [documents + 1] with B = 1, got {described(cu_seqlens)} and B = {k.shape[0]}"
@@ -87,6 +88,7 @@ def document_starts(
                 f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(told)}"
             )
     borders = cu_seqlens.to(k.device, torch.int64, non_blocking=True)
+    # One place more than tokens, for the last border, which starts nothing.
     starts = torch.zeros(length + 1, dtype=torch.bool, device=k.device)
     mask = starts.index_fill(0, borders, True)[:length].unsqueeze(0)
     if can_inspect(cu_seqlens) and not is_traced(mask) and not mask.is_inference():
@@ -178,6 +180,7 @@ def _check_numbers(config: MemoryConfig, gates: Gates) -> None:
 
 def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The retain gates `[..., H]` of a config whose heads differ in them."""
+    # Constants of a config, held per device: a tensor made here would be copied there in every call.
     retains, dtype = config.retention.default_retains(shape[-1]), torch.promote_types(like.dtype, torch.float32)
     return constants(tuple(retains), dtype, like.device).expand(*shape)
 
@@ -223,6 +226,7 @@ def _filled(
         value, dtype = default if given is None else float(given), torch.promote_types(k.dtype, torch.float32)
         return torch.full(k.shape[:3], value, dtype=dtype, device=k.device)
     if top >= 0 and given.numel() and (can_inspect(given, free=True) if looks is None else looks):
+        # One pass for both bounds; which token it was is looked for only where it fails.
         low, high = given.aminmax()
         if not (low.item() >= 0 and high.item() <= top):
             _refuse_range(name, given, write, top)

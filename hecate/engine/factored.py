@@ -133,6 +133,7 @@ class _Loop:
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
         every, found = _every(len(tokens)), []
+        # From the last kept state: forward to the next one, then back through those steps.
         for begin in reversed(range(0, len(tokens), every)):
             at, steps = starts[begin // every], []
             for token in tokens[begin : begin + every]:
@@ -163,6 +164,7 @@ class _Loop:
             none = tuple(map(torch.zeros_like, later))
             later, passed = _where(token.write, later, none), _where(token.write, none, later)
         gmemory, *gslots = later
+        # M' = r M + L R^T, of ranks far below V and P: no gradient of the memory's size is built.
         gleft, gright = torch.bmm(gmemory, kept.right), torch.bmm(gmemory.mT, kept.left)
         gu, gp, glr, gmomentum, *gslots = one_step(self.step).pullback(kept.of_step, [gleft, gright, *gslots])
         gpred, gv = self.bias.pullback(kept.of_bias, [gu])

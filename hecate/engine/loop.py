@@ -66,6 +66,7 @@ def sequential(
 ) -> tuple[Tensor, Carry]:
     """Runs the token loop: outputs `[N, T, V]` and the final carry, with ceil(sqrt(T)) tokens between checkpoints;
     there are none where nothing is kept."""
+    # Nothing records: no checkpoint is worth its cut.
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
@@ -120,6 +121,7 @@ def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     blocks = blocks_of(config)
+    # [N, T, *] to a column of T tensors [N, *] for every field.
     columns = [None if tensor is None else several(run(UNBIND, tensor, label="tokens")) for tensor in tokens]
     outputs: list[Tensor] = []
     weights: Memory | None = None
@@ -165,6 +167,7 @@ def token_step(
     if carry.pending_retain:  # the product of the chunk's retain gates
         kept = one(run(_MULTIPLY, carry.pending_retain[0], kept))
     if config.frozen_gradients:
+        # The memory that a chunk finds is its anchor: where its gradients are taken.
         opens = carry.position == 0
         anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
@@ -182,6 +185,7 @@ def token_step(
         token, carry = normalised(config, token, carry, at or carry.memory, run)
     commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
     carry = commit(config, token, carry, at, kept, initial, run)
+    # A masked token was run like any other, and all that it did is thrown away.
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
@@ -250,6 +254,7 @@ def _commit_token(
         return carry
     position = (carry.position + 1) % config.chunk
     if carry.pending_retain:
+        # A chunk's retain gates multiply up from 1.
         left = one(run(SELECT, position == 0, torch.ones_like(kept), kept))
         carry = carry._replace(pending_retain=(left,))
     return carry._replace(position=position)

@@ -48,6 +48,7 @@ def read_through(
     params = check_params(config.feature_map, phi_params, k)
     own = readout_gates(config, gates, inputs.k, inputs.retain, dtype, run)
     with full_precision((q, k, v)):
+        # phi and norm are those of the memory: a readout turns what that would have been asked at.
         tokens = to_tokens(config, inputs._replace(write_gate=None), params, dtype, run)
     held = {name: item.to(dtype) for name, item in held.items()}
     means = Means(run, _spans(run), _recalled(scan, config, inputs.write, inputs.reset, how), config.read == "after")
@@ -57,6 +58,7 @@ def read_through(
     decays = config.retention.uses_retain
     given: dict[str, Any] = {"write_mask": inputs.write, "reset_mask": inputs.reset, "initial": initial}
     given["state"] = None if state is None else state._replace(readout=None)
+    # What `to_tokens` has made is not made again: the direct config takes features as they come.
     plain = Gates(tokens.lr, turned.retain if decays else None)
     y, new = scan(config.direct, turned.q, turned.k, v, plain, **given, **how)
     if y.dtype != v.dtype:
@@ -102,6 +104,7 @@ def _recalled(
         asked, engine = how, how["engine"]
         if engine != "auto" and Engine.registry[engine].excludes(rule) is not None:
             asked = {**how, "engine": "auto"}
+        # Codes are the values here, and forget channel by channel.
         gates = Gates(lr, 1.0, retain_value=retain)
         y, new = scan(rule, q, k, code, gates, state=state, write_mask=write, reset_mask=reset, **asked)
         return y, new.memory["weight"]

@@ -42,6 +42,7 @@ def one_write_each(
             if gate.shape[:4] != k.shape[:4]:
                 each = f"[B, T, n, H] = {list(k.shape[:4])}"
                 raise ShapeError(f"gates.{name} must be {each}, one for each of writes={n}, got {list(gate.shape)}")
+            # [B, T, n, H, *] to [B, T n, H, *].
             own[name] = one(run(_ROWS, gate))
     for name in ("retain", "retain_value"):
         gate = own[name]
@@ -56,6 +57,7 @@ def one_write_each(
             if gate.shape[:3] != (batch, length, heads):
                 each = f"[B, T, H] = {[batch, length, heads]}, once per token"
                 raise ShapeError(f"gates.{name} must be {each}, got {list(gate.shape)}")
+            # Decay once a token: the first of its writes has the gate, the others 1.
             own[name] = one(run(_once(n), gate))
     if isinstance(own["floor"], Tensor):
         expect(own["floor"], "B T H", name="gates.floor", sizes=(batch, length, heads))
@@ -65,6 +67,7 @@ def one_write_each(
             expect(mask, "B T", name=name, sizes=(batch, length), dtype=torch.bool, like=k)
             given[name] = mask.repeat_interleave(n, 1)
             if name == "reset_mask":
+                # A restart comes before the first write, and not again before the others.
                 given[name] = given[name] & (torch.arange(length * n, device=k.device) % n == 0)
     if isinstance(given.get("cu_seqlens"), Tensor):
         given["cu_seqlens"] = given["cu_seqlens"] * n

@@ -69,10 +69,12 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, s
     size = p.shape[1]
     weights = _repeated(anchor, size, run)
     if kept is not None:
+        # Every token has the anchor as its own retain has left it: C memories of N become N C.
         product = one(run(_fold(size), kept))
         weights = config.rule.decayed(weights, product, run=run)
         weights = regained(config, weights, _repeated(start, size, run), product, run)
         weights = config.rule.weights(weights, run=run)
+    # [N, C, *] to [N C, *] and back: no rule has to know of chunks.
     block = config.structure.gradient_block(config.bias.block())
     flat = several(run(block, *per_weight(run, _fold(size), (p, v)), *weights))
     return per_weight(run, _unfold(size), flat)
@@ -120,6 +122,7 @@ def predict_block(graph: Graph) -> Block:
 
     def vjp(residuals: Any, g: Tensor) -> Tensors:
         weights, values = residuals
+        # Weights are shared by all tokens: their cotangents are sums over them.
         gweights, gp = traced(graph, weights, values).backpropagated(g)
         return gp, *gweights
 

@@ -90,11 +90,13 @@ class Dual:
         """Outputs, and what the VJP needs beside them."""
         row, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
         past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
+        # One pass to the predictions, one back from u: d of every layer, with h on its way.
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
         d, found, flowed = past.factors(one((u,)))
         h = (row.phi_k,) if row.kept is not None else self.faced(found)
         steps = None if row.keys is None else Lengths.of(past, row.write, row.keys, self.config.blocks)
         row, none = row if steps is None else row.weighed(steps.c), [None] * len(memory)
+        # Where a chunk waits for its end, queries meet what gradients are taken at.
         met = anchor if row.seen is None else met
         values, kept = self.read(row, (met, slots, start), d, h, plus) if self.reads else ([], [])
         held = zip(memory, slots or none, start or none, d, h, strict=True)
@@ -123,6 +125,7 @@ class Dual:
                     values.append(torch.bmm(q, met[at].mT))
                     kept.append((None, None, []))
                     continue
+                # [N, C, C]: of a query with the inputs of all writes, weighed by what its state has of each.
                 scores = None if at in self.biases else torch.bmm(q, h[at].mT)
                 attend = row.seen if scores is None else scores * row.seen
                 z, answers = _answer(row, plus, q, met[at], slot, start[at] if start else None)
@@ -197,6 +200,7 @@ def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe, start:
         z = torch.bmm(own, memory.mT)
         z = z if start is None else plus(z, q - own, start.mT)
         return z if slot is None else plus(z, times(row.s, q), slot.mT), []
+    # The gate goes to the outputs here, the narrower side.
     answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
     if start is not None:
         base = torch.bmm(q, start.mT)
@@ -281,6 +285,7 @@ class _Back:
     def stepped(self, name: str, d: Tensor, h: Tensor, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Tensor]:
         """Cotangents of d and h from that of -(into d)^T h, added to those known."""
         minus, wide = self.minus[name], _wide(g)
+        # The gate stood on the narrow side, so its cotangent is a sum over that.
         narrow, other = (h, d) if wide else (d, h)
         pulled = torch.bmm(other, g if wide else g.mT)
         self.add(name, along(narrow, pulled))

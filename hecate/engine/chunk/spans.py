@@ -57,6 +57,7 @@ def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run
         seen = after if config.read == "after" else before
         decays = config.retention.uses_retain
         a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        # [N, c, C, C] what each token's state has of each write, [N, c, C] what the end has.
         weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
         if slot is None:
             return weights, a, None, into, end, None, None, None
@@ -166,6 +167,7 @@ def places_of(
     """
     written = position.new_ones(len(position), length, dtype=torch.bool) if write is None else write
     count = written.long().cumsum(1) - written.long()
+    # The count at the chunk's first write: below 0 where that lies in an earlier call.
     base = (-position).unsqueeze(1).expand_as(count)
     if reset is not None:
         base = torch.where(reset, count, base).cummax(1).values
@@ -176,6 +178,7 @@ def places_of(
     if reset is not None:
         new = new | reset
     steps = torch.arange(length, device=written.device).expand_as(count)
+    # A chunk longer than a span is cut: offsets start anew in each.
     offset = (steps - torch.where(new, steps, 0).cummax(1).values) % size
     span = (new | (offset == 0)).long().cumsum(1) - 1
     if can_inspect(span):

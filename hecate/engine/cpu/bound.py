@@ -34,12 +34,14 @@ def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
     nil, one, found, root = L - L, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
     fill(v, nil, L, 0.0)
     fill(t, nil, L, 0.0)
+    # The derivative of the prediction by itself is the identity: of columns of length 1, and of norm 1.
     at, wide = plan[nodes - 1, 7], plan[nodes - 1, 9]
     fill(v, at, wide, 1.0)
     t[at] = one
     for n in range(nodes - 1, -1, -1):
         op, o, V, P, a, b, at, size, wide = _node(plan, n)
         if op == 0:
+            # A layer's part of |J|^2: |h|^2 times the square norm of the derivative by its outputs.
             found += (t[at] + root) * _square(x, xo + a, P)
             if 0 < a < hidden:
                 columns(W, wo + o, V, P, v, a)
@@ -52,6 +54,7 @@ def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
             s = number(x[xo], 0)
             for i in range(size):
                 q = x[xo + at + wide + i]
+                # Behind f(z) lies q = f'(z), by which the column of z is stretched.
                 v[a + i] = v[at + i] * q * q
                 s += v[a + i]
             t[a] = s
@@ -116,6 +119,7 @@ def bounded_back(plan, nodes, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row, L, h
                 g[a + i] += w * p * s
                 g[b + i] += w * q * r
         else:
+            # A norm stretches no direction by more than s, one over the root mean square.
             q, r = x[xo + at + wide], gt[a]
             for i in range(size):
                 r += gv[a + i]

@@ -91,6 +91,7 @@ class CompiledLayers(TokenEngine):
         kernel = ByHand(
             "engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), by_loop(config, carry)
         )
+        # One flat row for the block: what the backward returns is in this order, too.
         inputs = (*carry.memory, *carry.slots, *initial, *tokens)
         y, *states = several(run(kernel.block(), *inputs, label="tokens"))
         count = len(carry.memory)
@@ -225,6 +226,7 @@ class Scan:
 
     def packed(self, weights: Memory) -> Tensor:
         """A state `[N, size]`, its weights in whole vectors and fours."""
+        # Padding is 0 and stays so: no write, norm or sum sees it.
         state = self.zeros(self.count, self.route.size)
         for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.route.places, strict=True):
             state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()

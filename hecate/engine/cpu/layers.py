@@ -61,6 +61,7 @@ def _spread(node, x, xo, g, go, row):
     out_of_line()
     op, _, _, _, _, a, b, at, size, wide, _ = node
     if op == 1:
+        # f'(z) lies behind f(z), f'' behind it: no activation is evaluated twice.
         product_added(g, go + at, x, xo + at + wide, g, go + a, wide)
     elif op == 2:
         added(g, go + at, g, go + a, wide)
@@ -81,6 +82,7 @@ def _descended(plan, nodes, W, wo, x, xo, f, fo, row, hidden):
     for n in range(nodes - 1, -1, -1):
         op, _, o, V, P, a, _, at, _, _, _ = _node(plan, n)
         if op == 0:
+            # Neither the input nor the constant 1 behind biases has a layer below that asks for its d.
             if 0 < a < hidden:
                 backs(W, wo + o, V, P, f, fo + at, f, fo + a)
         else:
@@ -98,12 +100,14 @@ def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
             if 0 < a < hidden:
                 dots_more(W, wo + o, V, P, up, a, up, at)
         elif op == 1:
+            # d_z = f'(z) d: what arrives at d_z goes to z by f''(z) d, and to d by f'(z).
             products_added(up, a, f, fo + at, x, xo + at + 2 * wide, g, a, wide)
             product_added(up, a, x, xo + at + wide, up, at, wide)
         elif op == 2:
             added(up, a, up, at, wide)
             added(up, b, up, at, wide)
         elif op == 3:
+            # d_a = b d and d_b = a d: each has a cotangent for the other factor and one for d.
             product_added(up, b, f, fo + at, g, a, wide)
             product_added(up, a, f, fo + at, g, b, wide)
             product_added(up, a, x, xo + b, up, at, wide)
@@ -112,6 +116,7 @@ def _raised(plan, nodes, W, wo, x, xo, f, fo, up, g, row, hidden):
             s = x[xo + at + wide]
             norm_pulled(x, xo + at, s, size, f, fo + at, row, wide)
             norm_pulled(x, xo + at, s, size, up, a, row, at - at)
+            # y = s x with 1/s the root mean square: its second derivative is three inner products.
             one, two, three = s - s, s - s, s - s
             for i in range(size):
                 y = x[xo + at + i]
@@ -134,6 +139,7 @@ def _through(plan, nodes, W, wo, M, mo, x, xo, g, f, fo, up, row, hidden, both):
         if op != 0:
             _spread(_node(plan, n), x, xo, g, at - at, row)
         elif both > 0 and 0 < a < hidden:
+            # In one pass over the weight: what comes through values, and what comes through d, f c^T.
             pulled_twice(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, f, fo + at, up, a, g, a)
         else:
             pulled_once(W, wo + o, M, mo + o, V, P, g, at, x, xo + a, g, a)
@@ -185,6 +191,7 @@ def _looked_at(x, at, width, P, centre, row):
     if not centre:
         return x, at
     centred(x, at, width, row, at - at)
+    # Padding is written with, too, and has to stay 0.
     for i in range(width, P):
         row[i] = 0
     return row, at - at
@@ -212,10 +219,13 @@ def forward(
     """Outputs y and, in place, the final A and S; with `kept` given, the states that `backward` begins its segments
     at."""
     segments, nil = (T + segment - 1) // segment, lo - lo  # a literal would be compiled for
+    # Biases are columns that meet this 1.
     x[hidden] = 1
+    # Where the gradient sees the decayed memory, that has been moved towards its start ahead of the step.
     I = initial if anchor and not order else initial[:nil]
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
+        # Z is what predicts and answers: link(A) in a place of its own, or A itself.
         Z, zo = (W, nil) if linked else (A, base)
         if linked:
             _links(plan, nodes, link, lc, spare, A, base, W, nil)
@@ -240,6 +250,7 @@ def forward(
             if writes:
                 r, l = retain[at], lr[at]
                 back = number(r, 1) - r
+                # Retain first: the gradient is taken at r A, and the step keeps all of it.
                 if order:
                     scaled(A, base, A, base, size, r)
                     if anchor:
@@ -278,6 +289,7 @@ def _replayed(
         _links(plan, nodes, link, lc, spare, states, nil, W, nil)
     for t in range(start, end):
         at, i = first + t * heads, t - start
+        # A token that restarts goes on from the start, which lies in the slot behind the segment's.
         o = segment + 1 if reset.size > 0 and reset[at] else i
         to = (i + 1) * size
         if write.size == 0 or write[at]:
@@ -367,6 +379,7 @@ def _write_back(
     added to M, of the weights at which its gradient was taken."""
     out_of_line()
     Y, yo, B, bo, kept, nil = Z, ao, A, ao, r, ao - ao
+    # `short` is the step's share of lr, 1 / (floor + bound), and 1 without a floor.
     short, back, lost = number(l, 1), number(r, 1) - r, number(r, 0)
     I = initial if anchor and not order else initial[:nil]
     if order:
@@ -386,6 +399,7 @@ def _write_back(
     for j in range(width):
         g[last + j] += row[j]
     if floor > 0:
+        # d(lr short) / d bound = -lr short^2.
         e = -short * short * l * gl
         bounded_back(plan, nodes, Y, yo, Q, mo, x, xo, bv, bt, e, gbv, gbt, g, row, L, hidden)
     _through(plan, nodes, Y, yo, Q, mo, x, xo, g, f, xo, up, row, hidden, nil + 1)
@@ -428,6 +442,7 @@ def backward(
     z[hidden] = 1
     for i in range(segment):
         x[i * L + hidden] = 1
+    # Reads and predictions pull to Q: to the cotangent of link(A), pulled back once a token, or to G at once.
     Z, Q = (W, M) if linked else (states, G)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)

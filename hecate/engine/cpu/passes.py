@@ -75,6 +75,7 @@ def regained_back(G, go, B, o, T, to, size, w):
     out_of_line()
     sum0 = zeros(G)
     step = per_vector(G)
+    # Four vectors at once, lest each addition wait for the one before.
     for j in range(0, size, ROWS * step):
         g = load_rows(G, go + j, step, ONE)
         sum0 = mad(g, load_rows(B, o + j, step, ONE), sum0)
@@ -145,6 +146,7 @@ def products_added(w, wo, x, at, y, yo, z, to, size):
 def dots(W, o, V, P, x, at, y, to):
     """y = W x."""
     out_of_line()
+    # Four rows at once: their input is loaded once for all of them.
     for c in range(0, V, ROWS):
         acc = zeros(W)
         for j in range(0, P, per_vector(W)):
@@ -194,6 +196,7 @@ def spread_columns(W, o, M, mo, V, P, x, at):
 def backs(W, o, V, P, g, at, x, to):
     """x += W^T g."""
     out_of_line()
+    # x is summed up in memory, once for every four rows: down the columns of W strides would be long.
     for c in range(0, V, ROWS):
         gc = get(g, at + c)
         for j in range(0, P, per_vector(W)):
@@ -234,7 +237,9 @@ def written(A, ao, B, bo, I, io, V, P, d, at, h, ho, l, r, w):
     out_of_line()
     for c in range(0, V, ROWS):
         d0, d1, d2, d3 = get(d, at + c)
+        # A row's number, so that a cell costs one product and one sum.
         e = -l * d0, -l * d1, -l * d2, -l * d3
+        # B forgets towards I: r A + (1 - r) I, w being 1 - r.
         if I.size > 0:
             for j in range(0, P, per_vector(A)):
                 kept = mad(w, load_rows(I, io + j, P, ONE), mul(r, load_rows(A, ao + j, P, ONE)))
@@ -279,6 +284,7 @@ def unwritten(G, go, A, ao, I, T, io, V, P, d, at, h, ho, x, to, y, yo, r, w):
             store(y, yo + j, add(load(y, yo + j, ONE), total(dc, g)))
             a = load_rows(A, ao + j, P, ONE)
             if I.size > 0:
+                # r scales A - I, so that is what the cotangent of r is a product with.
                 a = mad(minus, load_rows(I, io + j, P, ONE), a)
                 store_rows(T, io + j, P, mad(w, g, load_rows(T, io + j, P, ONE)))
             e = mad(g, a, e)
@@ -306,6 +312,7 @@ def unwritten_on(G, H, go, A, S, ao, so, I, T, io, V, P, d, at, h, ho, x, to, y,
                 store_rows(T, io + j, P, mad(w, g, load_rows(T, io + j, P, ONE)))
             e = mad(g, a, e)
             store_rows(G, go + j, P, mul(r, g))
+            # From here on X = G + H: B = r A + R hands G to R.
             g = add(g, load_rows(H, go + j, P, ONE))
             acc = mad(g, load(h, ho + j, ONE), acc)
             store(y, yo + j, add(load(y, yo + j, ONE), total(dc, g)))

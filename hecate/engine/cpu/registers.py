@@ -112,6 +112,7 @@ def _write(
         store_rows(kept, place, P, M4)
         if S is not None:
             store_rows(kept_S, place, P, S4)
+    # Four rows of the state stay in registers from the segment's first token to its last.
     for i in range(count):
         at = start + i * heads
         if reset.size > 0 and reset[at]:
@@ -127,6 +128,7 @@ def _write(
         kt, u = load(k, row, width), get(v, to)
         if errs is not None:
             seen = kt
+            # M (r k), as the gradient sees the decayed memory.
             if retain is not None and order:
                 seen = mul(_retain(retain, at, row, channels, kt, width), kt)
             pred = _inner(M4, seen)
@@ -155,6 +157,7 @@ def forward(
         n, index = _turn(job, lo, hi, heads, segments)
         start = first_token(n, heads, T) + index * segment * heads
         count = min(T - index * segment, segment)
+        # Rows outside, tokens inside: the opposite of the token loop, which is sound as rows never meet.
         for c in range(0, V, ROWS):
             for j in range(0, P, len(width) * per_vector(k)):
                 place = ((n * segments + index) * V + c) * P + j
@@ -181,11 +184,13 @@ def _replay(
             M4 = load_rows(initial, (n * V + c) * P + j, P, width)
             if kept_S is not None:
                 S4 = zeros(S4[0])
+        # A hebbian memory's state is in no derivative but the reads', pulled back on the way.
         if errs is not None or retain is not None:
             store_rows(states, i * W, W, M4)
         if kept_S is not None:
             store_rows(states_S, i * W, W, S4)
         g, writes = get(gy, to), write.size == 0 or write[at]
+        # Reads are pulled back on the way forward, where the state is in registers.
         if before or not writes:
             _accumulate(gq, row, _combined(g, M4), c)
         if not writes:
@@ -222,6 +227,7 @@ def _walk(
         row, to = at * P + j, at * V + c
         qt, g = load(q, row, width), get(gy, to)
         writes = write.size == 0 or write[at]
+        # The read after the write comes first on the way back.
         if not before or not writes:
             G4 = _plus(G4, g, qt)
         if writes:
@@ -230,6 +236,7 @@ def _walk(
                 rt = _retain(retain, at, row, channels, kt, width)
                 _retain_back(gr, row, c, sums_r, i, channels, G4, load_rows(states, place, W, width))
             if H is not None:
+                # M' = r M + S': what reaches M' reaches S', too.
                 H4 = add(H4, G4)
                 _tally(sums_m, i, H4, load_rows(states_S, place, W, width))
                 X4 = H4
@@ -276,10 +283,12 @@ def backward(
 ):  # fmt: skip
     """Cotangents of all inputs, added to zeros, from those of y (gy) and, in place, of the final M and S (G, H)."""
     segments, none = (T + segment - 1) // segment, filled(k, 0.0)
+    # From the last segment to the first, as G and H have to come.
     for job in range(hi * segments - 1, lo * segments - 1, -1):
         n, index = _turn(job, lo, hi, heads, segments)
         start = first_token(n, heads, T) + index * segment * heads
         count = min(T - index * segment, segment)
+        # A vector a token, folded to one number when all rows have been through.
         sums_r[:] = 0
         sums_m[:] = 0
         for c in range(0, V, ROWS):

@@ -50,6 +50,7 @@ def lying(_: Any, like: Any, address: Any) -> Any:
 def _convolved(like, x, at, past, own, after, w, channel, C, K, active, width, z, to):
     """z from `to` on = sum_j w_j x_(t-j) of so many channels, or SiLU of it, and their past one token on."""
     for c in range(0, width, per_vector(like)):
+        # `past` is [K - 1, C], the oldest token first: that of j tokens ago lies in row K - 1 - j.
         seen = load(x, at + c, ONE)
         found = load(w, channel + c, ONE) * seen
         for j in range(1, K):
@@ -83,11 +84,13 @@ def _normalised(form, x, at, P):
     if size == 0 and unit == 0:
         return True
     square, by = _along(form, x, at, x, at, P), 1.0
+    # Not `square >= inf`, which NaN would pass.
     if not square < math.inf:
         return False
     if size != 0:
         by = 1.0 / math.sqrt(square / size + eps)
     if unit != 0:
+        # The square of what the first norm has left, without a second pass over it.
         square *= by * by
         if not 1.0 / far <= square <= far:
             return False
@@ -114,6 +117,7 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, gathers, 
     sum of the chunk's gradients, which grows, and the memory stays."""
     k, kept, v, answer, step = q + P, q + 2 * P, q + 3 * P, q + 3 * P + V, per_vector(form)
     told, square = 0.0, 0.0
+    # Rows twice, the second time from the cache: a prediction has to be whole before its row moves.
     for r in range(V):
         o = at + r * P
         predicted = filled(form, 0.0)
@@ -127,6 +131,7 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, gathers, 
         new, old = filled(form, 0.0), filled(form, 0.0)
         for c in range(0, P, step):
             m, key, query = load(M, o + c, ONE), load(x, k + c, ONE), load(x, q + c, ONE)
+            # Both answers, before the write and after it: one is wanted, the other is cheaper than a branch.
             old = mad(m, query, old)
             if gathers:
                 s = mad(-d, key, load(S, o + c, ONE))
@@ -144,6 +149,7 @@ def _written(form, x, q, P, V, M, M1, S, S1, at, rate, carried, moves, gathers, 
             store(M1, o + c, m)
             new = mad(m, query, new)
         both = sums((new, old, new, old))
+        # Any NaN or infinity of the new row is in this sum, which is all that the caller looks at.
         told += both[0]
         x[answer + r] = both[0] if after_write and not gathers else both[1]
         square += x[answer + r] * x[answer + r]
@@ -201,12 +207,14 @@ def token(
         if retain != 0 and not channels:
             keep = _gate(form, RETAIN, BIASES[1], retain_bias, n, h, IN, b * X, X)
         if chunk > 1:
+            # The token that ends a chunk moves the memory: the caller takes the long way for it.
             if POSITION[n] + 1 >= chunk:
                 return math.nan
             POSITION1[n] = POSITION[n] + 1
             keep = keep * PENDING[n]
             PENDING1[n] = keep
         for c in range(0, P, step):
+            # Spread over a row either way, so that the write knows retain per channel alone.
             store(ROWS, kept + c, load(RETAIN, n * P + c, ONE) if channels else filled(form, keep))
         rate = _gate(form, LR, BIASES[0], lr_bias, n, h, IN, b * X, X)
         if X != 0:
@@ -219,6 +227,7 @@ def token(
             form, ROWS, q, P, V, M, M1, S, S1, n * V * P, rate, carried, slot != 0, chunk > 1, blind, early, after_write
         )
         told += every + square
+        # The norm of the answer, whose square was summed up as it was read.
         _scaled(form, ROWS, answer, V, 1.0 / math.sqrt(square / V + form[5]))
         _opened(form, ROWS, answer, WEIGHT, h * V, GATE, gate != 0, Y, n * V, V)
     return told

@@ -102,6 +102,7 @@ def load(_: Any, array: Any, at: Any, width: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, array, signature.return_type, *args[:2])
+        # Rows of a caller's tensor begin anywhere: no more than a number's alignment is promised.
         return builder.load(pointer, align=array.dtype.bitwidth // 8)
 
     vector = width if isinstance(width, Vector) else Vector(array.dtype, len(width))
@@ -188,6 +189,7 @@ def each(operation: Callable[..., Any], *given: Any, result: Any = None) -> Any:
 
 
 def _product(builder: Any, a: Any, b: Any) -> Any:
+    # `contract` alone: a product and a sum may be one rounding, sums keep their order.
     return builder.fmul(a, b, flags=("contract",))
 
 
@@ -249,6 +251,7 @@ def sums(_: Any, rows: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def fold(x: Any, y: Any, groups: int) -> Any:
+            # Halves of two vectors are added side by side: four sums take hardly more steps than one.
             both = range(2 * x.type.count if y is not x else x.type.count)
             size = len(both) // groups
             halves = []

@@ -84,6 +84,7 @@ def _spread(rule, given, at, rv, rp):
 @inline
 def _weigh(rule, do, X, M, x):
     """Into M the weights of a state."""
+    # do and undo hold addresses: a part is compiled apart, and the loop once for all of them.
     do[8](X, M, rule.height, rule.width, rule.values, rule.channels, x, do[9])
 
 
@@ -98,6 +99,7 @@ def _unweigh(rule, do, undo, X, M, GM, G, x):
 def _ahead(rule, do, X, zero, rv, rp, Y, YM, x):
     """The weights of a decayed state Y."""
     do[6](X, zero, rv, rp, Y, rule.height, rule.width, rule.values, rule.channels, x, do[7])
+    # W is what predicts: of the decayed state, or of its link.
     if rule.linked:
         _weigh(rule, do, Y, YM, x)
         return YM
@@ -111,6 +113,7 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
     keys, _, v, lr, _, momentum, _, _, written, _, _ = given
     V, P = rule.height, rule.width
     k, w = part(keys, at, P), part(written, at, P)
+    # The order of the token loop: predict, learn, the key's gain, descend, step.
     predict(M, k, p, V, P, x, pc)
     learn(p, part(v, at, V), u, rule.values, bc)
     if rule.gains:
@@ -131,6 +134,7 @@ def forward(
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
     given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
+    # Scratch space is one array, cut up here: a kernel allocates nothing.
     cells, square, segments = V * P, P * P, (T + segment - 1) // segment
     A, D, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
     Y, YM, x = part(states, 4, cells), part(states, 5, cells), states[6 * cells :]
@@ -147,6 +151,7 @@ def forward(
             if reset.size > 0 and reset[at]:
                 known = False
                 _restart(rule, initial, n, A, D, own)
+            # Once a memory and after restarts; every write leaves the link of its own state.
             if linked and not known:
                 _weigh(rule, do, A, M, x)
                 known = True
@@ -223,6 +228,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
             _restart(rule, initial, n, A, part(states_S, s, cells), part(states_C, s, square))
             if rule.linked:
                 _weigh(rule, do, A, part(states_M, s, cells), x)
+        # A masked token leaves the slot it starts from: both marks are the same.
         marks[i] = s
         if write.size == 0 or write[at]:
             _spread(rule, given, at, rv, rp)
@@ -264,12 +270,14 @@ def _unwrite(
     if rule.moving:
         S, direction = part(states_S, a, cells), part(states_S, b, cells)
     W, GA = A, G
+    # Every read and prediction of this state has been gathered in GM by now.
     if rule.linked:
         _unweigh(rule, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
         W, GA = part(states_M, a, cells), GM
     _spread(rule, given, at, rv, rp)
     if rule.ahead:
         W = _ahead(rule, do, A, zero, rv, rp, Y, YM, x)
+        # The gradient met the decayed state Y, not A: what it sends there goes through the decay below.
         _clear(GY)
         if not rule.linked:
             GA = GY
@@ -285,6 +293,7 @@ def _unwrite(
     if rule.plain:
         out[0] = write_rank_one_back(A, u, w, lr[at], rv, rp, G, grv, gu, gw, V, P)
     else:
+        # Without a momentum the direction is not kept, and made once more.
         if not rule.moving:
             descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
         step_back(A, direction, rv, rp, G, H, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
@@ -364,6 +373,7 @@ def backward(
             if rule.gains:
                 _copy(part(keep_C, place, square), part(states_C, 0, square))
             _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x)
+            # The reverse of the token loop: read after the write, write, read before it, restart.
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
                 read, writes = (states_M if rule.linked else states_X), write.size == 0 or write[at]

@@ -58,6 +58,7 @@ def _gates(shared, k, ko, retain, at, P, channels, order):
             _copy(retain, at * P, shared, 0, P)
         else:
             _fill(shared, 0, P, retain[at])
+    # The gradient sees r M: its prediction is M (r k).
     if order:
         for j in range(0, P, per_vector(k)):
             store(shared, P + j, mul(load(shared, j, ONE), load(k, ko + j, ONE)))
@@ -99,6 +100,7 @@ def forward(
         for t in range(T):
             at = first + t * heads
             ko, vo, l, m = at * P, at * V, lr[at], momentum[at]
+            # What the backward goes through a segment again from.
             if records and t % segment == 0:
                 place = (n * segments + t // segment) * size
                 _copy(M, base, kept, place, size)
@@ -116,6 +118,7 @@ def forward(
             for c in range(0, V, ROWS):
                 o, pred = base + c * P, (l, l, l, l)  # unread where the prediction does not matter
                 if errs is not None:
+                    # In `shared` behind retain lies the key that predicts.
                     pred = _products(M, o, shared, P, P)
                 if records:
                     put(preds, vo + c, pred)
@@ -137,8 +140,10 @@ def _replay(
 ):  # fmt: skip
     """The states before every token of a segment, from the first of them and the predictions."""
     size = V * P
+    # The last token's state after is the next segment's first, which is not asked for.
     for t in range(start, end - 1):
         at, to = first + t * heads, (t - start + 1) * size
+        # A restart goes on from the initial weights, kept behind the segment's states.
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
             _copy(states, o, states, to, size)
@@ -209,6 +214,7 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, share
     for j in range(0, P, per_vector(k)):
         rj, kj = load(shared, j, ONE), load(k, ko + j, ONE)
         gp, gd, ga = (load(shared, 2 * P + j, ONE), load(shared, 5 * P + j, ONE), load(shared, 4 * P + j, ONE))
+        # r k predicted: its cotangent is r's by k, and k's by r.
         if order:
             gd = mad(kj, gp, gd)
             gp = mul(rj, gp)
@@ -217,10 +223,12 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, share
             store(gr, ko + j, gd)
         moved = add(moved, gd)
         if not seen:
+            # The state after the write is r A - w k^T: what A gives, less what the write took.
             ga = mad(-sw, kj, mul(rj, ga))
             if moves:
                 ga = mad(m, load(shared, 6 * P + j, ONE), ga)
         store(gq, ko + j, ga)
+    # `sums` folds four vectors at once: two sums cost what one does.
     first, second, _, _ = sums((moved, sm, moved, moved))
     return first, second
 
@@ -273,6 +281,7 @@ def backward(
                 if writes:
                     _gates(shared, k, ko, retain, at, P, channels, order)
                     _learn(errs, preds, v, vo, V, learnt)
+                # Rows 2 to 6 of `shared` gather sums over all rows of the state.
                 _fill(shared, 2 * P, 5 * P, 0.0)
                 sm, sl, sw = filled(k, 0.0), l - l, l - l
                 for c in range(0, V, ROWS):

@@ -116,12 +116,15 @@ def tokens(
     K, _, _, Kq, aq, sq, zq, F, af, sf, zf = views(
         R, B, Pm, a, early, e, w, born, r, i, MOMENTUM, EARLY_READ, MOVES, DECAYED, DT, FINE
     )
+    # The last rows of K and P: what the segment's end sees of each write.
     k_end = tl.sum(tl.where((i == C - 1)[:, None], K, 0.0), 0)
     p_end = tl.sum(tl.where((i == C - 1)[:, None], Pm, 0.0), 0)
     again = False
     if RESET:
+        # Products with Z only in segments in which a memory starts anew.
         again = tl.max(born, 0) > 0
     gA, gL = pairs_of(gy, us, es, v, at, inside, w, i, V, BV, C, MOVES, DT, EXACT)
+    # Pairs weigh by what a token's read, or its prediction, sees of an earlier write.
     gA, gL = gA * Kq, gL * F
     asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
     sum, end = sums + at, ends + place * 4
@@ -136,6 +139,7 @@ def tokens(
             M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
             x = in_halves(g, M, DT, EXACT)
             gaq += tl.sum(x * asked, 1)
+            # A query meets M weighed by its token's aq: x is its cotangent, x . q that of aq.
             gqt += aq[:, None] * x
             ga += tl.sum(G.to(tl.float32) * M)
             if again:
@@ -179,6 +183,7 @@ def tokens(
                 gbt += p_end[:, None] * x
         tl.store(sum + 6 * total, gk_end * step, mask=inside)
         tl.store(sum + 7 * total, gp_end * step, mask=inside)
+        # Keys that predict have L and the first states, as queries have A and these.
         gpt = gbt * 0.0
         if MOVES:
             gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
@@ -233,6 +238,7 @@ def gates(
     asked, own, written, of_q, of_k, step = keys_of(
         q, k, kw, lr, at, inside, writes_at(write, at, inside, MASK), op, P, APART, MAP, SIZE
     )
+    # The cotangent of each product of gates is what it multiplies: a pair of rows, times that pair's own.
     gK = times(asked, tl.trans(written), DT, EXACT) * of_q[:, None] * step[None, :]
     gF = gK
     if MOVES:
@@ -249,6 +255,7 @@ def gates(
     oa, os = tl.where(fin, tl.load(end), 0.0), tl.where(fin, tl.load(end + 1), 0.0)
     oz = tl.where(fin, tl.load(end + 3), 0.0)
     ahead, ha, hs, hz, ls = own, oa, os, oz, os
+    # Reads ahead of the write see each product without the token's own gates.
     if EARLY_READ:
         ahead, ha = tl.where(strict, gK, 0.0), number_at(sums, 0, total, at, inside)
         hs, hz = number_at(sums, 1, total, at, inside), number_at(sums, 2, total, at, inside)

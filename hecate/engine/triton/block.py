@@ -158,6 +158,7 @@ def gates_at(
 def logs(gate):
     """log2 of the products of gates up to each token, in two numbers of float32 whose sum has twice its digits. A gate
     of 0 counts as 2^-16384, which is 0 in any product and leaves alone what lies on one side of it."""
+    # Of the log of 0 differences would be no number.
     dead = gate == 0
     found = tl.cumsum(tl.where(dead, -16384.0, tl.log2(tl.where(dead, 1.0, gate).to(tl.float64))), 0)
     high = found.to(tl.float32)
@@ -199,6 +200,7 @@ def decays(
     B, early, Pm, e = R, a, R, a
     if EARLY:
         _, b, p, _ = gates_at(retain, momentum, write, reset, at - step, inside & (i > 0), RETAIN, False, MASK, RESET)
+        # Ahead of retain a token sees what the one before it left: gates one token late.
         B = between(p * (1 - b), r * (1 - born), i, inside) * (1 - born)[:, None]
         early = tl.cumprod(p * (1 - b), 0) * (1 - born)
     if MOMENTUM:

@@ -57,6 +57,7 @@ def starts(rt, born, i, C: tl.constexpr):
     """The share of a new start's weights that is seen ahead of each token's retain and after it."""
     ahead, after, row = rt * 0.0, rt * 0.0, tl.sum(rt * 0.0, 0)[None, :]
     for t in range(C):
+        # Token by token: a product of retain since the last start, 0 before the first.
         x, now = tl.sum(tl.where(i == t, born, 0.0), 0), (i == t)[:, None]
         row = row * (1 - x) + x
         ahead = tl.where(now, row, ahead)
@@ -68,6 +69,7 @@ def starts(rt, born, i, C: tl.constexpr):
 @triton.jit
 def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.constexpr):
     """Products of rows from the start of a piece of h rows on or (BACK) from its end back, that row's left out."""
+    # A piece's first row, or last, begins the product at 1.
     edge = i % h == (h - 1 if BACK else 0)
     pieces = tl.reshape(tl.where(edge[:, None], 1.0, x), [C // h, h, BP])
     return tl.reshape(tl.cumprod(pieces, 1, reverse=BACK), [C, BP])
@@ -123,6 +125,7 @@ def channel_factors(
     first memory sees them, what is written as its end sees it; zq, zp those of a new start; ends `[chunks, 2, P]`: what
     is left of both at the end."""
     MOVES: tl.constexpr = FORM != "target"
+    # Channels meet only in sums over them, and come as many at a time as registers hold.
     TILE: tl.constexpr = BP if BP < 32 else 32
     i, whole = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
@@ -142,11 +145,13 @@ def channel_factors(
         asked, told = qt * (alive if EARLY_READ else here), pt * (here if DECAYED else alive)
         if not EARLY_READ:
             A += tl.where(i[:, None] == i[None, :], tl.sum(qt * bt, 1)[:, None], 0.0)
+        # For pieces of one token: from its start 1, to its end 1, and over it its own retain.
         to, on, left = here * 0.0 + 1.0, here * 0.0 + 1.0, here
         for n in tl.static_range(0, LOG):
             written = tl.trans(bt * on)
             A += at_level(product(asked * to, written, FINE), i, 1 << n)
             if MOVES:
+                # A level has the pairs of second halves with first halves of the same piece of 2 h.
                 L += at_level(product(told * to, written, FINE), i, 1 << n)
             to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
@@ -207,6 +212,7 @@ def halves(
     """Cotangents that reach pieces of h rows from outside, from those that reach the pieces of 2 h that they make: of
     queries and keys (xq, xp) as the start of a piece sees them, of what is written (xb) as its end does, and of what a
     piece leaves, in all of its rows. to, on and other: products from its start, to its end, and of the piece beside."""
+    # The start of a first half is that of the whole, so is the end of a second half: the other two move on.
     second = ((i // h) % 2 == 1)[:, None]
     g_whole = g_whole * other + beside(tl.where(second, (asked * xq + keyed * xp) * to, bt * xb * on), h, C, BP)
     xq, xb = tl.where(second, xq * other, xq), tl.where(second, xb, xb * other)
@@ -236,6 +242,7 @@ def channel_pairs(
     tl.store(overs + total + at[:, None], 1 / sizes(k, at, w, op, P, BARE, NORM), mask=inside[:, None])
     gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for jv in range(0, V, BV):
+        # [C, V] in tiles of values: a pair's cotangent is a sum over all of them.
         g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
         gA -= in_parts(g, tl.trans(u), DT, EXACT, False, HALVES)
         if MOVES:
@@ -268,6 +275,7 @@ def starts_back(rt, born, qt, pt, zq, zp, j, i, C: tl.constexpr, DECAYED: tl.con
         early += by_p
     for back in range(C):
         t = C - 1 - back
+        # From the last token back: j is the cotangent of what is seen of the start's weights.
         j += row_of(late, i, t)
         found = tl.where((i == t)[:, None], j * ahead, found)
         j = (j * row_of(rt, i, t) + row_of(early, i, t)) * (1 - tl.sum(tl.where(i == t, born, 0.0), 0))
@@ -384,6 +392,7 @@ def channel_tokens(
     in_p, rows = (op < P)[None, :], (place * 0 + total) * P
     piece = (place // N // (SEG // C) * N + place % N) * (SEG // C) + place // N % (SEG // C)
     mine, apart = pairs + piece * C * C, tl.num_programs(0).to(tl.int64) * C * C
+    # Tuples of rows, unrolled: an array in registers has no index that varies.
     xs, asks, tells, of_A, of_L = (), (), (), (), ()
     for t in tl.static_range(C):
         at, inside = first + (start + t) * H, start + t < end
@@ -399,6 +408,7 @@ def channel_tokens(
         cell, there = at * P + op[None, :], inside & in_p
         w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
         bt = tells[l]
+        # Written keys: of their own; or keys, made again where a new start has blanked those that predict.
         if APART:
             bt = tl.load(kw + cell, mask=w & in_p, other=0.0).to(tl.float32)
         elif RESET and not DECAYED:
@@ -411,6 +421,7 @@ def channel_tokens(
             later_A = more(later_A, tl.load(mine + t * C + l))
             if MOVES:
                 later_L = more(later_L, tl.load(mine + apart + t * C + l))
+        # s <- . + x_t s, from the last token to the one after l; x_t comes between a read ahead of it and one behind.
         for t in tl.static_range(C - 1, l, -1):
             if not EARLY_READ:
                 gbt, grt = gbt + later_A[t - l - 1] * asks[t], grt + of_A[t - l] * asks[t]

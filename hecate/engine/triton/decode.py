@@ -69,6 +69,7 @@ class InPlace:
                 a.copy_(b)
         else:
             self.plans.clear()
+            # Buffers outlive the mode that they are made in, and are written outside of it, too.
             with torch.inference_mode(False):
                 held = [
                     {name: item.detach().clone().contiguous() for name, item in named.items()} for named in state[:2]
@@ -86,6 +87,7 @@ class InPlace:
         call = self.call(q, k, v, gates)
         if (reason := no_step(call)) is not None:
             raise ConfigError(f"in_place=True takes tokens in a kernel of engine 'triton', which cannot: {reason}")
+        # erase and write come together: ones stand for the one that is not given.
         inputs, keys = call.inputs, None if gates.erase is gates.write is None else torch.ones_like(call.inputs.lr)
         retain = inputs.retain if self.config.retention.uses_retain else None
         momentum = inputs.momentum if self.config.algorithm.slots else None
@@ -132,6 +134,7 @@ class InPlace:
         looks = looks_of(q, k, v, gates, state, self.params, None)
         if looks is None:
             raise ConfigError("in_place=True records no gradients; call it under torch.no_grad(), outside transforms")
+        # The launch has strides in it, which `looks_of` leaves out.
         looks += tuple([x.stride() for x in (q, k, v, *gates) if isinstance(x, Tensor)])
         plan = self.plans.get(looks)
         if plan is None:

@@ -53,6 +53,7 @@ def keys_of(q, k, kw, lr, at, inside, w, op, P, APART: tl.constexpr, MAP: tl.con
 @triton.jit
 def at_level(x, i, h: tl.constexpr):
     """x in the lower left quarters of the squares of 2 h on the diagonal, 0 elsewhere."""
+    # Squares of 2 h rows on the diagonal: those of h are inverted, and the quarter below them joins them.
     left = tl.where(i // h % 2 == 0, i // h + 1, -1)  # the piece of h rows that a column's quarter is in
     return tl.where((i // h)[:, None] == left[None, :], x, 0.0)
 
@@ -64,6 +65,7 @@ def inverse(L, i, LOG: tl.constexpr, HALVES: tl.constexpr, DT: tl.constexpr, EXA
     which one step of Newton's squares, its residual by L in two halves."""
     one = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
     X = one - at_level(L, i, 1)
+    # [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]], for all squares of a size at once.
     for n in tl.static_range(1, LOG):
         X -= at_level(times(times(X, L, DT, EXACT), X, DT, EXACT), i, 1 << n)
     if HALVES:
@@ -122,6 +124,7 @@ def factors(
     tl.store(mine, aq * of_q)
     tl.store(mine + C, sq * of_q)
     tl.store(mine + 2 * C, zq * of_q)
+    # Row C - 1 of K and P: what the chunk's end sees of each token's write.
     last = (i == C - 1)[:, None]
     tl.store(mine + 6 * C, tl.sum(tl.where(last, K, 0.0), 0) * step)
     tl.store(mine + 7 * C, tl.sum(tl.where(last, Pm, 0.0), 0) * step)

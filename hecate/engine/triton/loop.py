@@ -79,12 +79,14 @@ def forward(
     SLOT: tl.constexpr = ALGORITHM != "gd"
     op, ov = tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_p, in_v = (op < P)[:, None], (ov < V)[None, :]
+    # The state lies [V, P]; here it is turned, [P, V], so that products with a key are sums down a tile.
     cell, whole = op[:, None] + ov[None, :] * P, in_p & in_v
     first, length, slot, beside, own = sequence_of(docs, T, H, DOCS)
     A, S = first_state(M0, S0, Z0, n, own, cell, whole, V * P, SLOT, DOCS, False)
     W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
     for t in range(0, length):
         at = first + tl.cast(t, tl.int64) * H
+        # Ahead of the token's restart, which the backward runs again.
         if KEEPS and t % SEG == 0:
             place = ((slot + t // SEG) * beside + own) * V * P
             tl.store(kept + place + cell, A, mask=whole)
@@ -95,6 +97,7 @@ def forward(
                 A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
         qt = tl.load(q + at * P + op, mask=op < P, other=0.0).to(tl.float32)[:, None]
+        # The answer of a read before the write, and of a masked token.
         out = tl.sum(qt * W, 0)
         w = True
         if MASK:
@@ -215,9 +218,11 @@ def backward(
             if RESET:
                 if tl.load(reset + at) != 0:
                     A, S = tl.load(Z0 + n * V * P + cell, mask=whole, other=0.0), tl.zeros_like(S)
+            # The states of one segment, in memory of the program's own: they do not fit beside cotangents.
             tl.store(states + own + i * V * P + cell, A, mask=whole)
             if SLOT:
                 tl.store(states_S + own + i * V * P + cell, S, mask=whole)
+            # The last token's state after is the segment's end, which nobody asks for.
             if writes_at(write, at, i + 1 < count, MASK):
                 rp, rv = retain_at(retain, value, at, op, ov, P, V, RETAIN, VALUE)
                 W = weights(A, cl, whole, in_p, in_v, P, V, LINK, DUAL)
@@ -252,6 +257,7 @@ def backward(
                     GW += qt * g
                 if DUAL:
                     GW = weights_vjp(new, cl_back, whole, in_p, in_v, GW, P, V, LINK_BACK)
+                # From here on in the reverse order of `written`: step, direction, u, prediction.
                 G, X, R = moved_vjp(A, D, r, cs_back, whole, in_p, in_v, G + GW, P, V, STEP_BACK)
                 Y, gu, gwt, gl, gmt = direction_vjp(S, u, wt, l, m, e, X, Y, ALGORITHM)
                 gp, gvt = PULL((ov < V)[None, :], V, pred, vt, gu, cg)

@@ -51,6 +51,7 @@ def by_pairs(
     """acc + x m, or x m^T (TURN), by a chunk's matrix of pairs in halves; x too where it is WIDE."""
     N: tl.constexpr = 2 if HALVES else 1
     pair = m + place * N * C * C + i[:, None] * C + i[None, :]
+    # With HALVES a matrix lies as two of DT, whose sum has twice its bits.
     high = tl.load(pair)
     if TURN:
         high = tl.trans(high)
@@ -63,6 +64,7 @@ def by_pairs(
         if TURN:
             low = tl.trans(low)
         acc = tl.dot(near, low.to(DT), acc, input_precision=EXACT)
+        # x has halves, too: three of the four products, the last is below rounding.
         if WIDE:
             acc = tl.dot(narrowed(x - near.to(tl.float32), DT), high.to(DT), acc, input_precision=EXACT)
     return acc
@@ -133,6 +135,7 @@ def scan(
     states and, if it KEEPS them, u (of biases that are no error predictions) and the states at every SEG-th token;
     "states": the same without outputs; "ends": the last states alone, of values that are all 0 if HOLLOW; "outputs":
     one for each chunk and tile, by the kept states. PARTS: documents are parts of a row, with states of their own."""
+    # Chunks of a kept state.
     R: tl.constexpr = SEG // C
     MOVES: tl.constexpr = FORM != "target"
     STATES: tl.constexpr = KEEPS or PART == "states"  # which `outputs` starts from, whoever else asks
@@ -140,6 +143,7 @@ def scan(
     i, op, ov = tl.arange(0, C), tl.arange(0, BP), iv * BV + tl.arange(0, BV)
     in_v = (ov < V)[:, None]
     cell, whole = ov[:, None] * P + op[None, :], in_v & (op < P)[None, :]
+    # A program of its own for each chunk: its place says which, the walk below has one step.
     if PART == "outputs":
         own, first, length, slot, beside = n % N, n * 0, C, n // N, N
         placed, there, _, _ = segment_of(docs, T, H, N, C, SEG, DOCS)
@@ -162,6 +166,7 @@ def scan(
         at, inside = placed, there
         w = writes_at(write, at, inside, MASK)
         side, cells = at[None, :] * V + ov[:, None], inside[None, :] & in_v
+        # Keys [C, P], values turned, [V, C].
         kt, vt = rows(k, at, w, op, P, MAP), tl.zeros([BV, C], tl.float32)
         if not HOLLOW:
             vt = tl.load(v + side, mask=w[None, :] & in_v, other=0.0).to(tl.float32)
@@ -169,6 +174,7 @@ def scan(
         if APART:
             written = rows(kw, at, w, op, P, PLAIN)
         Mn, Sn, Z = M, S, M
+        # Rounded once for all products; M itself goes on in float32.
         if HALVES:
             Mn, Sn = narrowed(M, DT), narrowed(S, DT)
         if RESET:
@@ -199,6 +205,7 @@ def scan(
             out = by_pairs(out, D, attend, place, i, True, C, DT, EXACT, HALVES, MOVES)
             tl.store(y + side, out.to(y.dtype.element_ty), mask=cells)
         if PART != "outputs":
+            # The chunk's end: what is left of the states, and what its tokens add.
             M = M * at_end(ends, 0, place, op, P, CHANNELS)
             if MOMENTUM:
                 M += S * at_end(ends, 1, place, op, P, CHANNELS)
@@ -244,6 +251,7 @@ def pull(
         if R == 1:
             keep(kept_G, kept_Y, place * V * P, cell, G, Y, whole, MOMENTUM)
         else:
+            # The cotangent after a segment's last chunk; the sequence may end within one.
             if step % R == R - 1 or back == 0:
                 keep(kept_G, kept_Y, ((slot + step // R) * beside + own) * V * P, cell, G, Y, whole, MOMENTUM)
         at, inside = first + (step * C + i) * H, step * C + i < length
@@ -256,6 +264,7 @@ def pull(
         X = weighed(from_rows(G, tl.trans(written), DT, EXACT, HALVES), numbers, 6, place, i, C, CHANNELS)
         if MOMENTUM:
             X += weighed(from_rows(Y, tl.trans(written), DT, EXACT, HALVES), numbers, 7, place, i, C, CHANNELS)
+        # What later tokens of the chunk have read of each write, on top of what its end sees.
         X = by_pairs(X, g, attend, place, i, False, C, DT, EXACT, HALVES, False)
         g = g.to(tl.float32)
         if RESET:

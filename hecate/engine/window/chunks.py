@@ -95,6 +95,7 @@ class _Spans:
             settings.config.commit == "chunk",
         )
         self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
+        # M' has a of M and s of S, S' a share of S; where rows are mixed the Gram matrix has s.
         if self.own and not self.waits:
             self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
         self.rooms: dict[str, Tensor] = {}
@@ -192,6 +193,7 @@ class _Spans:
         shares = one((gproducts,)).split(
             [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
         )
+        # g_B = g_P^T X and g_X = g_P B, in place of what is there already.
         for g, share, held in zip(gmet, shares, met, strict=False):
             g.baddbmm_(share.mT, made)
             total.baddbmm_(share, held)
@@ -227,6 +229,7 @@ class _Spans:
         anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
         target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
         errors, across = _errors(settings, rows, anchor, own.since, target), list[Tensor]()
+        # [N, n] to [N, n W, 1]: every age of a token's window takes its lr.
         step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
         if self.waits:
             y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])

@@ -65,6 +65,7 @@ class Window(Engine):
             return f"structure {structure.kind!r} is not a matrix"
         if not retention.linear:
             return f"retention {retention.kind!r} is not linear"
+        # Which gradient a step takes, and what an algorithm inside makes of it.
         form = algorithm.window_form()
         if form is None:
             return f"algorithm {algorithm.kind!r} makes its gradient otherwise than from the last tokens' own"
@@ -87,6 +88,7 @@ class Window(Engine):
             return "a retain per phi channel decays features apart, which meet in one kernel here"
         if plan.steps is not None or (lift := _lift(plan.config, plan.width)) is None:  # a sketch tells no keys
             return None
+        # Numbers decide here, so that the choice holds for this call alone.
         keys = plan.tensors.inputs[:2]
         if not can_inspect(*keys, free=True) or not keys[1].numel():
             return None
@@ -121,6 +123,7 @@ class Window(Engine):
         else:
             q, k, *rest = cast_inputs(config, inputs, call.plan.dtype, run)
             heads = inputs.k.shape[2]
+            # [B, T] to [B, T, H], as `to_tokens` has them.
             masks = [None if mask is None else by_head(mask, heads) for mask in inputs[6:8]]
             tokens = Tokens(k, q, *rest, *masks)
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
@@ -201,6 +204,7 @@ class _Walk:
         none = one((memory,)).new_zeros(len(tokens.v), 0)
         keys, values, filled = slots[own:] if context else (None, None, none)
         given = (memory, slots[0] if own else None, None if tokens.reset is None else initial, keys)
+        # From phi's numbers to the lift's features, of which one or two hold the same number.
         memory, slot, initial, keys = (None if item is None else spread(item) for item in given)
         return _Held(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, own
 
@@ -227,11 +231,13 @@ class _Walk:
         for at, span in enumerate(spans):
             part = _part(tokens, span)
             features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
+            # All that a block asks of the states that enter it, [N, rows, *], side by side.
             products = torch.cat([features @ base.mT for base in held.bases()], -1)
             outcome, found = self.block(
                 self.settings, rows, (part.write, part.reset), self.leaves(products, part, held)
             )
             if keeps:
+                # Base states are [V, F]: of most blocks what makes them is kept in their place.
                 first = held if at % _each(spans) == 0 else None
                 record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
@@ -252,6 +258,7 @@ class _Walk:
         made = self.room("features", x, length)
         features(x, made[:, kept : kept + own])
         if first is not None:
+            # The context's keys are features already: of the block before.
             made[:, :kept] = first
         if last is not None:
             made[:, kept + own :] = last
@@ -268,6 +275,7 @@ class _Walk:
     def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
         """The states that leave a block."""
         bases, end = [item for item in held[:3] if item is not None], rows.left.shape[-1]
+        # M' = Y R + sum_b a_b B_b, R the features of the rows that were written.
         memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
         if self.mixes:
             memory.baddbmm_(outcome.memory[..., end:], one((held.slot,)))
@@ -288,6 +296,7 @@ class _Walk:
         gy, gmemory, *rest = cotangents
         wide = self.settings.lift.spread
         gslots, context = rest[:own], rest[own:]
+        # Cotangents lie where the states do that they are of.
         later = _Held(
             wide(gmemory), wide(gslots[0]) if own else None,
             None if held.initial is None else torch.zeros_like(held.initial),
@@ -297,6 +306,7 @@ class _Walk:
         spans = self.spans(tokens)
         for first in reversed(range(0, len(spans), _each(spans))):
             parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
+            # Forward once more from the kept states, sqrt(B) blocks at a time.
             entered = self.entered(parts, record[first:])
             for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
                 _, products, made, _ = record.pop()
@@ -327,6 +337,7 @@ class _Walk:
         """Cotangents of a block's tokens and of the states that enter it."""
         features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
         own, kept, end = self.leaves(products, part, held), self.settings.kept, self.settings.kept + count
+        # What lies between products and combinations is small, and autograd's.
         with torch.enable_grad():
             leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
             outcome, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
@@ -339,6 +350,7 @@ class _Walk:
         outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
         shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
         gbases = [torch.bmm(share.mT, features) for share in shares]
+        # g_X = g_P B + O^T G: the first sum here, the second below.
         gfeatures = torch.bmm(shares[0], held.bases()[0], out=self.room("cotangents", features, features.shape[1]))
         for share, base in zip(shares[1:], held.bases()[1:], strict=True):
             gfeatures.baddbmm_(share, base)
