@@ -16,6 +16,7 @@ from hecate.compare import Budget, Cell, Comparison, compare
 from hecate.compare.report import cell_facts
 from hecate.compare.statistics import Interval, against, pooled_intervals
 from hecate.figure import COLOURS, DASHES, GREY, finish
+from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
@@ -47,6 +48,7 @@ class Sizes(NamedTuple):
 def models() -> dict[str, Model]:
     """Token mixing of a block, by the name in the table."""
     around = {"conv_kernel": 4, "output_gate": True}  # what a memory layer has around it by default
+    hope = load_experiment("hope").model.model_dump(include={"self_reference", "levels"}, exclude_unset=True)
     return {
         **{rule: {"memory": rule} for rule in (REFERENCE, "kda", "titans", "delta_product")},
         "levels: titans, then gated_delta": {
@@ -55,6 +57,7 @@ def models() -> dict[str, Model]:
         TRANSFORMER: {"attention": {"kind": "attention", **around}},
         f"the same, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW, **around}},
         "plain GPT": {"attention": {"kind": "attention"}},
+        "HOPE": {"d_model": 48, "mlp_ratio": 0, **hope},  # no MLP: its width makes the size
     }
 
 
@@ -83,7 +86,7 @@ class Language(Study):
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
-    """The cell of a model with as many parameters as the reference, by the width of its MLPs."""
+    """The cell of a model with as many parameters as the reference, by the width of its MLPs if it has any."""
 
     def made(model: Model, ratio: float) -> Cell:
         shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
@@ -97,6 +100,8 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
     def size(cell: Cell) -> int:
         return sizes_of(cell.config).parameters
 
+    if "mlp_ratio" in model:
+        return made(model, RATIO)
     target = size(made({"memory": REFERENCE}, RATIO))
     one, two = (size(made(model, ratio)) for ratio in (1.0, 2.0))
     hidden = round((1 + (target - one) / (two - one)) * sizes.width)
