@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
 
-from hecate.figure import COLOURS, GREY, finish, one_legend
-from studies.families import WIDE, wide
+from studies.pictures import bars
 from studies.study import Cell, Progress, Result, Study
+from studies.timing import cpu_times
+from tests.hf.families import built
 
 PROMPT, TOKENS = 64, 40
-WAYS = ("prefill", "forward + backward", "token")
+SIZES = {  # that times are quoted for
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 512,
+}  # fmt: skip
+_GDN = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+_KDA = {
+    "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
+    "moe_intermediate_size": 128, "linear_head_dim": 64, "linear_num_heads": 8,
+}  # fmt: skip
+WIDE: dict[str, dict[str, Any]] = {
+    "qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_moe": _GDN,
+    "qwen4_exp": {**_GDN, "layer_types": None, "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_head_dim": 64},
+    "olmo_hybrid": {**_GDN, "linear_num_key_heads": 8},
+    "kimi_linear": {**_KDA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bailing_hybrid": {**_KDA, "q_lora_rank": 64, "layer_group_size": 4},
+    "glm5_next": {
+        **_KDA, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "head_dim": 0,
+        "index_n_heads": 4, "index_head_dim": 32, "layer_types": None,
+    },
+    "mamba2": {"state_size": 64, "head_dim": 64, "num_heads": 8, "chunk_size": 64, "n_groups": 1},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64,
+        "attn_layer_indices": [3],
+    },
+}  # fmt: skip
 
 
 class Adopt(Study):
-    """The same model, adopted and released in turn."""
+    """Two models of the same weights, one of them adopted."""
 
     name: ClassVar[str] = "adopt"
     about: ClassVar[str] = "What does a model of transformers cost on hecate's kernels?"
@@ -44,75 +73,68 @@ class Adopt(Study):
             "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
             f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
         ]
-        return Result(columns, rows, notes, lambda figure: draw(figure, ratios), data=ratios)
+
+        def draw(figure: Any) -> None:
+            series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
+            bars(figure, list(ratios), series, "models of transformers, adopted", "CPU time, ours / theirs", line=1)
+
+        return Result(columns, rows, notes, draw, data=ratios)
 
 
-def measured(family: str, length: int, rounds: int, seed: int) -> tuple[str, float, list[tuple[float, float]]]:
+def measured(family: str, length: int, rounds: int, seed: int) -> tuple[str, float, list[list[float]]]:
     """The rule, the relative error of logits, and milliseconds of transformers and hecate for each way."""
-    from hecate.hf import adopt, release
+    from hecate.hf import adopt
 
-    model = wide(family)
+    plain, own = (built(family, **{**SIZES, **WIDE[family]}) for _ in range(2))
+    rule = ", ".join(dict.fromkeys(adopt(own).adopted.values()))
     ids = torch.randint(1, 512, (1, length), generator=torch.Generator().manual_seed(seed))
-    ways = through(model, family, ids)
     with torch.no_grad():
-        theirs = model(input_ids=ids, use_cache=False).logits
-        rule = ", ".join(dict.fromkeys(adopt(model).adopted.values()))
-        error = ((model(input_ids=ids, use_cache=False).logits - theirs).norm() / theirs.norm()).item()
-    release(model)
+        theirs, ours = (model(input_ids=ids, use_cache=False).logits for model in (plain, own))
     times = []
-    for way in ways:
-        least = [float("inf"), float("inf")]
-        for taken in range(rounds + 1):
-            for side in (0, 1):
-                if side:
-                    adopt(model)
-                spent = way()
-                if side:
-                    release(model)
-                if taken:
-                    least[side] = min(least[side], spent)
-        times.append((least[0], least[1]))
-    return rule, error, times
+    for way, tokens in WAYS.values():
+        taken = cpu_times({"theirs": way(plain, ids), "ours": way(own, ids)}, rounds)
+        times.append([float(each.min()) / tokens for each in taken.values()])
+    return rule, ((ours - theirs).norm() / theirs.norm()).item(), times
 
 
-def through(model: Any, family: str, ids: torch.Tensor) -> list[Callable[[], float]]:
-    """Milliseconds that each way takes."""
+def prefill(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+    """A pass over all tokens."""
+    return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False))
+
+
+def both(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+    """A pass there and back."""
+
+    def run() -> None:
+        model.train().zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.eval()
+
+    return run
+
+
+@torch.no_grad()
+def token(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+    """TOKENS behind a prompt, each time from a copy of the cache that it left."""
+    held = reading(model, ids[:, :PROMPT])
+
+    @torch.no_grad()
+    def run() -> None:
+        given = deepcopy(held)
+        for _ in range(TOKENS):
+            model(input_ids=ids[:, :1], **given)
+
+    return run
+
+
+def reading(model: Any, prompt: torch.Tensor) -> dict[str, Any]:
+    """What a model of transformers is given beside its next token once it has read a prompt."""
     from transformers import DynamicCache
 
-    def prefill() -> float:
-        start = time.process_time()
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-        return 1e3 * (time.process_time() - start)
-
-    def both() -> float:
-        model.train().zero_grad()
-        start = time.process_time()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        spent = 1e3 * (time.process_time() - start)
-        model.eval().zero_grad()
-        return spent
-
-    def token() -> float:
-        name = "cache_params" if family == "mamba2" else "past_key_values"
-        given: dict[str, Any] = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
-        with torch.no_grad():
-            model(input_ids=ids[:, :PROMPT], **given)
-            start = time.process_time()
-            for _ in range(TOKENS):
-                model(input_ids=ids[:, :1], **given)
-        return 1e3 * (time.process_time() - start) / TOKENS
-
-    return [prefill, both, token]
+    name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
+    given = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    model(input_ids=prompt, **given)
+    return given
 
 
-def draw(figure: Any, ratios: dict[str, list[float]]) -> None:
-    """A group of bars a family."""
-    axes = figure.subplots()
-    for index, way in enumerate(WAYS):
-        places = [place + 0.27 * (index - 1) for place in range(len(ratios))]
-        axes.bar(places, [each[index] for each in ratios.values()], 0.25, color=COLOURS[index], label=way)
-    axes.axhline(1, color=GREY, lw=0.8)
-    axes.set_xticks(range(len(ratios)), list(ratios), rotation=30, ha="right")
-    finish(axes, "models of transformers, adopted", "", "CPU time, ours / theirs", legend=False)
-    one_legend(figure, axes, len(WAYS))
+WAYS = {"prefill": (prefill, 1), "forward + backward": (both, 1), "token": (token, TOKENS)}

@@ -10,8 +10,8 @@ from torch import Generator, Tensor, nn
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
-from studies.dots import dot_plot
 from studies.layers import JUDGE, JUDGED, Outcome, settled
+from studies.pictures import dot_plot
 from studies.study import Cell, Progress, Result, Spread, Study, reach
 
 WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 900

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from hecate.figure import COLOURS, GREY, finish
 from hecate.models import LanguageModel
-from studies import families
+from studies.adopt import reading
+from studies.pictures import bars
 from studies.study import Cell, Progress, Result, Study
 from studies.timing import cpu_times
+from tests.hf import families
 
 WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
 TRANSFORMER = "transformer (SDPA)"
@@ -101,8 +102,7 @@ def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[T
 def _cached(model: Transformer, prompt: Tensor) -> Callable[[], object]:
     caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
     model(prompt, caches)
-    start = [list(cache) for cache in caches]
-    return lambda: model(prompt[:, :1], [list(cache) for cache in start])
+    return lambda: model(prompt[:, :1], [list(cache) for cache in caches])
 
 
 def _stated(model: LanguageModel, prompt: Tensor) -> Callable[[], object]:
@@ -112,12 +112,8 @@ def _stated(model: LanguageModel, prompt: Tensor) -> Callable[[], object]:
 
 def _hosted(model: Any, prompt: Tensor) -> Callable[[], object]:
     """The cache grows by a token a call, which over some hundred of them is less than its first thousand."""
-    from transformers import DynamicCache
-
-    kept: dict[str, Any] = {"use_cache": True}
-    kept["cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"] = DynamicCache(config=model.config)
-    model(input_ids=prompt, **kept)
-    return lambda: model(input_ids=prompt[:, :1], **kept)
+    given = reading(model, prompt)
+    return lambda: model(input_ids=prompt[:, :1], **given)
 
 
 def peer(name: str) -> Any:
@@ -167,41 +163,30 @@ class Whole(Study):
         draw = torch.Generator().manual_seed(seeds[0])
         tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=draw)
         prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=draw)
-        steps: dict[str, Callable[[], object]] = {}
-        low: dict[str, Callable[[], object]] = {}
-        decodes: dict[int, dict[str, Callable[[], object]]] = {context: {} for context in contexts}
-        sizes = {}
-        for name in progress(names, "models"):
-            model, logits, reads = built(name)
-            sizes[name] = sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])
-            steps[name] = trained(model, logits, tokens)
-            low[name] = torch.autocast("cpu", torch.bfloat16)(steps[name])
-            with torch.no_grad():
-                for context in contexts:
-                    decodes[context][name] = torch.no_grad()(reads(prompt[:, :context]))
-        taken, lower = (
-            {name: times.tolist() for name, times in cpu_times(runs, rounds).items()} for runs in (steps, low)
-        )
+        made = {name: built(name) for name in progress(names, "models")}
+        facts: dict[str, list[Cell]] = {}
+        for name, (model, logits, _) in made.items():
+            facts[name] = [sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])]
+        steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
+        low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
+        taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
         gc.collect()
-        decoded = {context: cpu_times(runs, 5 * rounds) for context, runs in decodes.items()}
+        with torch.no_grad():
+            decoded = [
+                cpu_times({name: reads(prompt[:, :context]) for name, (*_, reads) in made.items()}, 5 * rounds)
+                for context in contexts
+            ]
         ratios, lows = (
-            {name: median(a / b for a, b in zip(own, every[TRANSFORMER], strict=True)) for name, own in every.items()}
+            {name: median((own / every[TRANSFORMER]).tolist()) for name, own in every.items()}
             for every in (taken, lower)
         )
-        rows: list[list[Cell]] = [
-            [name, *sizes[name], median(taken[name]), ratios[name], lows[name],
-             *(median(times[name].tolist()) for times in decoded.values())]
+        rows = [
+            [name, *facts[name], median(taken[name].tolist()), ratios[name], lows[name],
+             *(median(times[name].tolist()) for times in decoded)]
             for name in names
         ]  # fmt: skip
-        columns = [
-            "model",
-            "parameters (M)",
-            "kept for the backward (kB a token and layer)",
-            "step (ms)",
-            "step / transformer",
-            "the same, bfloat16",
-        ]
-        columns += [f"a token after {context} (ms)" for context in contexts]
+        columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
+        columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
         notes = [
             f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
             f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
@@ -209,7 +194,12 @@ class Whole(Study):
             "gradients",
             "models of transformers in plain torch, which is all that they have on a CPU",
         ]
-        return Result(columns, rows, notes, lambda figure: drawn(figure, ratios), data=ratios)
+
+        def draw(figure: Any) -> None:
+            series, what = {"": [*ratios.values()]}, "CPU time over that of a plain transformer"
+            bars(figure, names, series, "a training step of a whole model", what, line=1, xscale="linear")
+
+        return Result(columns, rows, notes, draw, data=ratios)
 
 
 def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], object]:
@@ -223,13 +213,3 @@ def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor
         optimizer.step()
 
     return step
-
-
-def drawn(figure: Any, ratios: dict[str, float]) -> None:
-    """A bar a model."""
-    axes = figure.subplots()
-    names = list(ratios)[::-1]
-    colours = [COLOURS[0] if name in OURS else COLOURS[1] if name == TRANSFORMER else COLOURS[2] for name in names]
-    axes.barh(names, [ratios[name] for name in names], color=colours)
-    axes.axvline(1, color=GREY, lw=0.8)
-    finish(axes, "a training step of a whole model", "CPU time over that of a plain transformer", "", legend=False)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from hecate.gym.training import BATCH
-from studies.dots import dot_plot
 from studies.layers import JUDGE, JUDGED, settled
+from studies.pictures import dot_plot
 from studies.study import Progress, Result, Spread, Study
 
 WIDTH, HEADS, STEPS = 32, 4, 800

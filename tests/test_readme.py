@@ -17,7 +17,7 @@ from hecate.rule import RULES
 from hecate.train import load_experiment, run_experiment
 from hecate.train.catalogue import VARIANTS
 from hecate.train.display import Display
-from studies.families import built
+from tests.hf.families import built
 from tests.product.examples import shipped
 from tests.ranks import run_ranks
 

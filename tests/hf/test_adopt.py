@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import AdoptionWarning, adopt, release
 from hecate.hf.adopt import Adopted, families, official, rule_of
-from studies.families import BUILT, built, modeling
+from tests.hf.families import BUILT, built, modeling
 
 MIXING = {"glm5_next", "granitemoehybrid", "mamba2"}  # documents reach not all of their layers in transformers itself
 SOME = ["qwen3_next", "kimi_linear", "bamba"]  # one of each rule
@@ -95,7 +95,7 @@ def in_pieces(model: Any, ids: Tensor, *sizes: int) -> Tensor:
 
 
 def test_every_family_of_the_installed_transformers_is_tried():
-    """A family that is new there needs a model in `studies/families.py`, or a reason to be left out."""
+    """A family that is new there needs a model in `tests/hf/families.py`, or a reason to be left out."""
     assert set(families()) == set(BUILT)
     for name in BUILT:  # what is read from the sources is what the classes say
         own = [kind for kind in vars(modeling(name)).values() if isinstance(kind, type)]

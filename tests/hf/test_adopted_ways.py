@@ -21,7 +21,7 @@ pytest.importorskip("transformers", minversion="5")
 from hecate.errors import ConfigError
 from hecate.hf import adopt, release
 from hecate.hf.adopt import KERNELS, Adopted, Kernel, adopted, rule_of
-from studies.families import BUILT, built, modeling
+from tests.hf.families import BUILT, built, modeling
 from tests.hf.test_adopt import IDS, logits, model_of, off
 
 

@@ -22,8 +22,8 @@ from hecate.hf.export import byte_tokenizer
 from hecate.models import LanguageModel
 from hecate.train import Trainer, load_experiment, run_experiment
 from hecate.train.export import read_weights
-from studies.families import built
 from tests.data.corpora import bytes_folder, texts
+from tests.hf.families import built
 from tests.train.common import tiny
 
 pytestmark = pytest.mark.spec("HF-RUN-D1")

@@ -21,7 +21,7 @@ import hecate.hf
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import adopt, graft, graft_mlp, upgrade
 from hecate.hf.upgrade import Hosted
-from studies.families import built
+from tests.hf.families import built
 from tests.hf.test_graft_mlp import IDS, logits, mlps, model_of, moved
 from tests.hf.test_layers import DELTA
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf import MLPGraftConfig, graft, graft_mlp
 from hecate.hf.graft_mlp import FastMLP
-from studies.families import built
+from tests.hf.families import built
 from tests.hf.test_adopt import off
 
 SIZES = {

@@ -20,7 +20,7 @@ from hecate.errors import ConfigError
 from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
-from studies.families import built
+from tests.hf.families import built
 from tests.hf.test_adopt import greedy, in_pieces, off
 from tests.hf.test_layers import DELTA, linear
 

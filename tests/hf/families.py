@@ -72,35 +72,6 @@ BUILT: dict[str, tuple[str, str, dict[str, Any]]] = {
          "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1, "hybrid_layer_ids": [1]},
     ),
 }  # fmt: skip
-_WIDE = {  # of the sizes that times are quoted for
-    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "intermediate_size": 512,
-}  # fmt: skip
-_WIDE_GDN = {
-    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
-}  # fmt: skip
-_WIDE_KDA = {
-    "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
-    "moe_intermediate_size": 128, "linear_head_dim": 64, "linear_num_heads": 8,
-}  # fmt: skip
-WIDE: dict[str, dict[str, Any]] = {
-    "qwen3_next": _WIDE_GDN, "qwen3_5": _WIDE_GDN, "qwen3_5_moe": _WIDE_GDN,
-    "qwen4_exp": {**_WIDE_GDN, "layer_types": None, "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_head_dim": 64},
-    "olmo_hybrid": {**_WIDE_GDN, "linear_num_key_heads": 8},
-    "kimi_linear": {**_WIDE_KDA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-    "bailing_hybrid": {**_WIDE_KDA, "q_lora_rank": 64, "layer_group_size": 4},
-    "glm5_next": {
-        **_WIDE_KDA, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "head_dim": 0,
-        "index_n_heads": 4, "index_head_dim": 32, "layer_types": None,
-    },
-    "mamba2": {"state_size": 64, "head_dim": 64, "num_heads": 8, "chunk_size": 64, "n_groups": 1},
-    "bamba": {
-        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64,
-        "attn_layer_indices": [3],
-    },
-}  # fmt: skip
 _ACCELERATED = ("fla", "causal_conv1d", "mamba_ssm")
 
 
@@ -159,8 +130,3 @@ def _spread(model: nn.Module) -> None:
             parameter.normal_(0, 0.02)
         elif parameter.dim() > 1 and not name.endswith("conv1d.weight"):
             parameter.mul_(4)  # of 0.02 answers of so narrow a model hardly differ
-
-
-def wide(family: str) -> Any:
-    """A model of the sizes that times are quoted for."""
-    return built(family, **{**_WIDE, **WIDE[family]})
