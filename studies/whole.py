@@ -160,9 +160,9 @@ class Whole(Study):
         """Steps in turn, then tokens in turn."""
         length, rounds, contexts = (64, 1, (16,)) if quick else (512, 9, (64, 1024))
         names = [TRANSFORMER, *(["gated_delta"] if quick else [*OURS, *PEERS])]
-        draw = torch.Generator().manual_seed(seeds[0])
-        tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=draw)
-        prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=draw)
+        g = torch.Generator().manual_seed(seeds[0])
+        tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
+        prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
         made = {name: built(name) for name in progress(names, "models")}
         facts: dict[str, list[Cell]] = {}
         for name, (model, logits, _) in made.items():

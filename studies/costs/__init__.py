@@ -1,12 +1,10 @@
 """What hecate costs against peers: every group of comparisons is a study `cost-NAME`."""
 
-from studies.costs.attention import linear
 from studies.costs.harness import group
 from studies.costs.named import NamedRules as NamedRules
 from studies.costs.optimisers import optimisers
-from studies.costs.own import engines, tape
-from studies.costs.rules import biases, delta, gated_delta, mlp, titans
-from studies.costs.token import token
+from studies.costs.own import engines, tape, token
+from studies.costs.rules import biases, delta, gated_delta, linear, mlp, titans
 
 GROUPS = {
     "linear": linear,

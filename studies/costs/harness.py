@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
-from hecate.figure import COLOURS, GREY, finish, one_legend
+from studies.pictures import bars
 from studies.study import Cell, Progress, Result, Study
 from studies.timing import cpu_times
 
@@ -47,6 +47,14 @@ class Cost(NamedTuple):
         return self.ours / self.theirs
 
 
+class Peer(NamedTuple):
+    """The other side: its function, and what pip is to install where that is None."""
+
+    name: str
+    call: Function | None
+    package: str = ""
+
+
 class Row(NamedTuple):
     """One comparison."""
 
@@ -62,32 +70,30 @@ class Row(NamedTuple):
 def compare(
     case: str,
     ours: Function,
-    peer: str,
-    theirs: Function | None,
+    peer: Peer,
     inputs: Sequence[Tensor],
-    *,
     repeats: int,
+    *,
     tolerance: float | None = 1e-3,
     directions: str = "fb",
-    package: str = "",
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
 
     Refuses to time results, gradients included, that differ by more than `tolerance` of their
-    norm; None says that the peer computes another function. Where the peer is None its package is
-    not installed, and the row says so.
+    norm; None says that the peer computes another function. Where the peer is not installed the row
+    says so.
     """
-    row = Row(case, peer)
-    if theirs is None:
-        return row._replace(note=f"absent: pip install {package}")
+    row = Row(case, peer.name)
+    if peer.call is None:
+        return row._replace(note=f"absent: pip install {peer.package}")
     errors, costs = [], {}
     for name, measure in (("f", forward), ("b", forward_backward)):
         if name in directions:
-            sides = measure(ours, inputs), measure(theirs, inputs)
+            sides = measure(ours, inputs), measure(peer.call, inputs)
             if tolerance is not None:
                 errors.append(difference(*(side() for side in sides)))
                 if not errors[-1] <= tolerance:
-                    raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer}")
+                    raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
             costs[name] = timed(*sides, repeats)
     return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
 
@@ -152,30 +158,22 @@ def peak_mib(run: Run) -> float:
     return peak / 2**20
 
 
-def sequence(
-    length: int, *, batch: int = BATCH, heads: int = HEADS, width: int = WIDTH
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of unit length, v of unit variance: `[B, T, H, D]` in float32."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch, length, heads, width)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float32) for _ in range(3))
-    return torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), v
+def drawn(length: int, gates: int = 0, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Tensor, ...]:
+    """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
+    0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
+    of_tokens, of_gates = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    lead, how = (batch, length, HEADS), {"dtype": torch.float32}
+    q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, **how) for _ in range(3))
+    lr, retain, momentum = (torch.rand(lead, generator=of_gates, **how) for _ in range(3))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return (q, k, v, *(largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum)[:gates])
 
 
-def gates(length: int, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Tensor, ...]:
-    """lr in (0, largest), retain in (0.9, 0.999) and momentum in (0.4, 0.9), `[B, T, H]`."""
-    generator = torch.Generator().manual_seed(1)
-    lr, retain, momentum = (
-        torch.rand((batch, length, HEADS), generator=generator, dtype=torch.float32) for _ in range(3)
-    )
-    return largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum
-
-
-def scan(config: MemoryConfig, **options: object) -> Callable[..., Tensor]:
+def scan(config: MemoryConfig, **options: object) -> Function:
     """The outputs of `memory_scan` as a function of q, k, v and as many gates as are given."""
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
-        return memory_scan(config, q, k, v, Gates(*given), **options)[0]
+    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        return memory_scan(config, q, k, v, Gates(*gates) if gates else None, **options)[0]
 
     return run
 
@@ -205,14 +203,17 @@ class Costs(Study, abstract=True):
         finally:
             torch.set_flush_denormal(False)
             torch.set_default_dtype(before)
-        return Result(
-            COLUMNS,
-            [cells(row) for row in rows],
-            (*NOTES, f"{torch.get_num_threads()} thread(s)"),
-            lambda figure: draw(figure, rows),
-            size=(9.0, 1.6 + 0.28 * len(rows)),
-            data={"rows": [record(row) for row in rows]},
-        )
+
+        def draw(figure: Any) -> None:
+            sides = {"forward": "forward", "both": "forward + backward"}
+            costs = {text: [getattr(row, name) for row in rows] for name, text in sides.items()}
+            series = {text: [cost and cost.ratio for cost in own] for text, own in costs.items() if any(own)}
+            names = [f"{row.case} / {row.peer}" for row in rows]
+            bars(figure, names, series, "ours / peer, less is better", "ratio", line=1)
+
+        shown, size = [cells(row) for row in rows], (9.0, 1.6 + 0.28 * len(rows))
+        notes = (*NOTES, f"{torch.get_num_threads()} thread(s)")
+        return Result(COLUMNS, shown, notes, draw, size, {"rows": [record(row) for row in rows]})
 
 
 def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
@@ -223,35 +224,13 @@ def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
 
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
-    times = [None if cost is None else cost.ratio for cost in (row.forward, row.both)]
-    memory = None if row.memory is None else row.memory.ratio
-    error = None if row.error is None else f"{row.error:.0e}"
-    return row.case, row.peer, *times, memory, error, row.note or None
+    ratios = [cost and cost.ratio for cost in (row.forward, row.both, row.memory)]
+    return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
 
 
 def record(row: Row) -> dict[str, Any]:
     """A row with its times and sizes."""
-    fields = row._asdict()
-    for name in ("forward", "both", "memory"):
-        cost = fields[name]
-        if cost is not None:
-            fields[name] = {**cost._asdict(), "ratio": cost.ratio}
-    return fields
-
-
-def draw(figure: Any, rows: Sequence[Row]) -> None:
-    """A bar per ratio."""
-    axes = figure.subplots()
-    for index, name in enumerate(("forward", "both")):
-        if not any(getattr(row, name) for row in rows):
-            continue
-        found = [(at, getattr(row, name)) for at, row in enumerate(rows) if getattr(row, name)]
-        places = [at + 0.4 * index - 0.2 for at, _ in found]
-        label = "forward" if index == 0 else "forward + backward"
-        ratios = [cost.ratio for _, cost in found]
-        axes.barh(places, ratios, 0.38, color=COLOURS[index], label=label)
-    axes.set_yticks(range(len(rows)), [f"{row.case} / {row.peer}" for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    axes.axvline(1.0, color=GREY, linewidth=1)
-    finish(axes, "ours / peer, less is better", "ratio", "", legend=False, xscale="log")
-    one_legend(figure, axes, 2)
+    return {
+        name: {**value._asdict(), "ratio": value.ratio} if isinstance(value, Cost) else value
+        for name, value in row._asdict().items()
+    }

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,10 +21,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from hecate.engine import Plan, choose
-from hecate.figure import COLOURS, finish, one_legend
 from hecate.nn import Memory
 from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule
+from studies.pictures import bars
 from studies.study import Cell, Progress, Result, Study
 
 CHUNK = 64
@@ -157,7 +156,14 @@ class NamedRules(Study):
                 costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
         rows = [_row(rule, found[rule], costs) for rule in rules]
         data = {f"{rule}, chunk {chunk}" if chunk else rule: cost._asdict() for (rule, chunk), cost in costs.items()}
-        return Result(HEAD, rows, _notes(size, quick), partial(_draw, rows=rows), size=(8.0, 9.0), data=data)
+
+        def draw(figure: Any) -> None:
+            every, chunks = ([costs.get((rule, chunk)) for rule in rules] for chunk in (None, CHUNK))
+            series = {"every token": [cost and cost.tokens_per_second for cost in every]}
+            series[f"chunks of {CHUNK}"] = [cost and cost.tokens_per_second for cost in chunks]
+            bars(figure, rules, series, "", "tokens/s, forward + backward")
+
+        return Result(HEAD, rows, _notes(size, quick), draw, size=(8.0, 9.0), data=data)
 
 
 def _row(rule: str, found: tuple[str, float, float], costs: dict[Any, Cost]) -> tuple[Cell, ...]:
@@ -181,15 +187,3 @@ def _notes(size: Size, quick: bool) -> list[str]:
         f"chunk 64: gradients of a chunk at its start; rules with a link take it there, link_at={LINKS!r}",
         f"peak: resident memory that a pass adds at its largest moment, in {place}",
     ]
-
-
-def _draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
-    """Tokens per second of every rule, those in chunks a stroke."""
-    axes, places = figure.subplots(), range(len(rows))
-    axes.barh(places, [row[5] for row in rows], 0.7, color=COLOURS[0], label="every token")
-    found = [(row[6], place) for place, row in zip(places, rows, strict=True) if row[6]]
-    axes.plot(*zip(*found, strict=True), "|", color=COLOURS[1], label="chunks of 64")
-    axes.set_yticks(places, [str(row[0]) for row in rows], fontsize=7)
-    axes.invert_yaxis()
-    finish(axes, "", "tokens/s, forward + backward", "", legend=False, xscale="log")
-    one_legend(figure, axes, 4)

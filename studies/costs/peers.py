@@ -1,55 +1,67 @@
-"""Published implementations behind one signature; each is used only if it is installed.
-
-Every function takes and gives hecate's layouts: q, k, v `[B, T, H, width]`, gates `[B, T, H]`,
-states `[B, H, V, P]`. None of them is imported before it is asked for.
-"""
+"""Published implementations as peers: each takes and gives hecate's layouts, q, k, v `[B, T, H, width]` and gates
+`[B, T, H]`, and is imported only where it is asked for."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import importlib.util
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from studies.costs.harness import WIDTH, Function, Peer
+from tests.oracle import peers
+
+NATIVE = Path("runs/fast-transformers-native")
 
 
-def installed(package: str) -> bool:
-    """Whether a distribution is there, without importing it."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return bool(importlib.metadata.version(package))
-    return False
+def fla(operation: str, call: Callable[..., Tensor]) -> Peer:
+    """fla-core's plain torch reference of an operation; `call` gives its module what it wants."""
+    here = peers.installed("fla-core")
+    return Peer("fla-core naive chunk (C=32)", partial(call, peers.fla(operation)) if here else None, "fla-core einops")
 
 
-def load(path: Path, name: str) -> ModuleType:
-    """A module by its file, without importing the package around it."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python module")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def titans(name: str, settings: peers.Titans, **initial: Tensor) -> Peer:
+    """titans-pytorch's memory of these settings, from these weights."""
+    package = "titans-pytorch"
+    if not peers.installed(package):
+        return Peer(name, None, package)
+    module = settings.build(WIDTH)
+    return Peer(name, lambda *inputs: settings.run(module, *inputs, **initial)[0], package)
 
 
-def fla(operation: str) -> ModuleType:
-    """fla-core's plain torch reference of an operation; its package would import triton."""
-    path = importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/{operation}/naive.py")
-    return load(Path(str(path)), f"fla_{operation.replace('/', '_')}_naive")
+def sdpa() -> Peer:
+    """Causal softmax attention, another function of the same shapes."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads = (item.transpose(1, 2) for item in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+    return Peer("torch SDPA, causal", run)
 
 
-def causal_product(folder: Path | None = None) -> Callable[..., Tensor]:
-    """fast-transformers' C++ kernel, from its installation or from a `pip install --target`."""
-    if folder is None:
-        found = importlib.metadata.distribution("pytorch-fast-transformers")
-        folder = Path(str(found.locate_file("")))
+def stock() -> Peer:
+    """fast-transformers' C++ kernel as pip builds it."""
+    package = "pytorch-fast-transformers"
+    here = peers.installed(package)
+    folder = Path(str(importlib.metadata.distribution(package).locate_file(""))) if here else None
+    return Peer("fast-transformers C++, stock build", folder and _causal_product(folder), package)
+
+
+def native() -> Peer:
+    """The same built for this processor, into the folder NATIVE."""
+    how = f"--target {NATIVE} pytorch-fast-transformers with CFLAGS='-O3 -march=native'"
+    return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
+
+
+def _causal_product(folder: Path) -> Function:
     (path,) = folder.glob("fast_transformers/causal_product/causal_product_cpu*.so")
     # A name of its own for each build: a second module of one name would be the first again.
-    kernel = load(path, f"{folder.name}.causal_product_cpu")
+    kernel = peers.load(path, f"{folder.name}.causal_product_cpu")
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -72,8 +84,11 @@ def causal_product(folder: Path | None = None) -> Callable[..., Tensor]:
     return run
 
 
-def performer(projection: Tensor) -> Callable[..., Tensor]:
+def performer(projection: Tensor) -> Peer:
     """performer-pytorch's causal attention with ReLU features, on a CPU without extensions."""
+    name, package = "performer-pytorch on a CPU", "performer-pytorch"
+    if not peers.installed(package):
+        return Peer(name, None, package)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from performer_pytorch import performer_pytorch as module
@@ -83,90 +98,4 @@ def performer(projection: Tensor) -> Callable[..., Tensor]:
         phi = [module.generalized_kernel(x, projection_matrix=projection) for x in heads[:2]]
         return module.causal_linear_attention_noncuda(*phi, heads[2]).transpose(1, 2)
 
-    return run
-
-
-class Titans(NamedTuple):
-    """titans-pytorch's `NeuralMemory` with everything beside Titans' equations switched off.
-
-    No norm, residual or projection; loss 1/2 |M(k) - v|^2; q, k, v and gates are read off its
-    input. One sequence of one head per batch row. Gradients are taken at the start of every `batch`
-    tokens; every `chunk` tokens share one step with their mean gates.
-    """
-
-    depth: int = 1
-    expansion: float = 1.0
-    chunk: int = 1
-    batch: int | None = 1
-
-    def build(self, width: int) -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from titans_pytorch import MemoryMLP, NeuralMemory
-
-        module: nn.Module = NeuralMemory(
-            width,
-            chunk_size=self.chunk,
-            batch_size=self.batch,
-            model=MemoryMLP(width, depth=self.depth, expansion_factor=self.expansion),
-            store_memory_loss_fn=lambda p, v: 0.5 * (p - v).square().sum(-1),
-            adaptive_step_transform=lambda lr: lr,
-            pre_rmsnorm=False,
-            mem_model_norm_add_residual=False,
-        )
-        parts = ("to_queries", "to_keys", "to_values")
-        for index, name in enumerate(parts):
-            setattr(module, name, _Columns(index * width, (index + 1) * width))
-        module.to_adaptive_step = _Columns(3 * width)
-        module.to_momentum = nn.Sequential(_Columns(3 * width + 1, 3 * width + 2), _Leading())
-        module.to_decay_factor = _Columns(3 * width + 2, 3 * width + 3)
-        return module
-
-    def run(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **initial: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """y `[B, T, H, V]` and the last weights `[B, H, out, in]`; gates lr, retain, momentum.
-
-        `initial` holds weights `[H, out, in]`.
-        """
-        batch, _, heads, _ = q.shape
-        lr, retain, momentum = (gate.unsqueeze(-1) for gate in gates)
-        packed = torch.cat([q, k, v, lr, momentum.logit(), (1 - retain).logit()], -1)
-        rows = packed.transpose(1, 2).flatten(0, 1)
-        names = module.memory_model_parameter_names
-        weights = {
-            name: weight.mT.expand(batch, *weight.mT.shape).flatten(0, 1)
-            for name, weight in zip(names, initial.values(), strict=True)
-        }
-        module.init_weights = lambda _: _tensors(weights)
-        module.init_momentum = lambda _: _tensors(
-            {name: torch.zeros_like(weight).unsqueeze(0) for name, weight in weights.items()}
-        )
-        y, state = module(rows)
-        last = state.states[0]
-        final = {
-            name: last[theirs].mT.unflatten(0, (batch, heads)) for name, theirs in zip(initial, names, strict=True)
-        }
-        return y.unflatten(0, (batch, heads)).transpose(1, 2), final
-
-
-def _tensors(values: dict[str, Tensor]) -> Any:
-    from tensordict import TensorDict
-
-    return TensorDict(values)
-
-
-class _Columns(nn.Module):
-    """A projection that only picks: columns from `start` to `end`, or the one at `start`."""
-
-    def __init__(self, start: int, end: int | None = None) -> None:
-        super().__init__()
-        self.columns = start if end is None else slice(start, end)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., self.columns]
-
-
-class _Leading(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0)
+    return Peer(name, run, package)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import install_line
-from studies.costs import peers
+from tests.oracle import peers
 
 pytestmark = [
     pytest.mark.oracle,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hecate.errors import install_line
-from studies.costs import peers
+from tests.oracle import peers
 from tests.reference import gates_2026 as heads
 from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer

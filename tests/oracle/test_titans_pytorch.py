@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, structure
 from hecate.errors import install_line
-from studies.costs import peers
+from tests.oracle import peers
 
 pytestmark = [
     pytest.mark.oracle,

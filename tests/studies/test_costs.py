@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hecate.rule import RULES
 from studies import studies
-from studies.costs import GROUPS, named, peers
-from studies.costs.harness import Cost, Row, Size, cells, compare, forward_backward, peak_mib
+from studies.costs import GROUPS, named
+from studies.costs.harness import Cost, Peer, Row, Size, cells, compare, forward_backward, peak_mib
 from studies.run import run_study
+from tests.oracle import peers
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +97,7 @@ def test_results_that_differ_are_not_timed() -> None:
         return x.exp() + (x - x.detach())
 
     with pytest.raises(AssertionError, match=r"case: results differ by .* from the peer"):
-        compare("case", kinked, "the peer", torch.exp, [x], repeats=1)
+        compare("case", kinked, Peer("the peer", torch.exp), [x], 1)
 
 
 def test_peak_memory_is_that_of_the_largest_moment() -> None:
