@@ -37,18 +37,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default="3.12", help="of that machine (3.12)")
     given = parser.parse_args(argv)
     try:
-        expect_number(given.threads, "--threads", 1, 1024)
-        if given.seeds is not None:
-            expect_number(given.seeds, "--seeds", 1, 10_000)
-        if given.seconds is not None:
-            expect_number(given.seconds, "--seconds", 1, 1e6)
+        for name, most in (("threads", 1024), ("seeds", 10_000), ("seconds", 1e6)):
+            if (value := getattr(given, name)) is not None:
+                expect_number(value, f"--{name}", 1, most)
         torch.set_num_threads(given.threads)
         if given.prepare is not None:
             return prepare(given.prepare, given.python)
         if given.list or not given.names:
             return list_studies()
-        how = {"quick": given.quick, "seeds": given.seeds, "figure": not given.no_figure}
-        run_studies(given.names, out=given.out, dry=given.dry, seconds=given.seconds, **how)
+        how = {name: getattr(given, name) for name in ("quick", "seeds", "out", "dry", "seconds")}
+        run_studies(given.names, figure=not given.no_figure, **how)
     except Interrupted:
         print("stopped; what is done is kept: the same line again goes on", file=sys.stderr)
         raise SystemExit(3) from None

@@ -211,14 +211,23 @@ class Associations(Study, abstract=True):
     sizes: ClassVar[tuple[int, ...]]
     quick_size: ClassVar[int]
     again: ClassVar[bool] = False  # whether keys are written again: sequences are then drawn with replacement
+    columns: ClassVar[tuple[str, ...]]  # the name of contenders, and what a study has of its own
 
     @abstractmethod
     def model(self, count: int, rule: Any, g: torch.Generator) -> Associator:
         """What is trained."""
 
     @abstractmethod
-    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
-        """The table, what it means and the figure."""
+    def cells(self, outcome: Outcome) -> list[Cell]:
+        """The end of its line in the table."""
+
+    @abstractmethod
+    def notes(self, outcomes: list[Outcome]) -> list[str]:
+        """What this setting is, and what was claimed of it."""
+
+    @abstractmethod
+    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
+        """Completes the figure."""
 
     def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
         """Trains every contender at every size; what is trained is kept."""
@@ -244,6 +253,29 @@ class Associations(Study, abstract=True):
         g = torch.Generator().manual_seed(2_000_000 + seed)
         return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
+    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
+        """The table, what it means and the figure: full marks are ours, large open ones published."""
+
+        def draw(figure: Any) -> None:
+            axes = figure.subplots()
+            for index, name in enumerate(dict.fromkeys(o.contender.name for o in outcomes)):
+                own = [o for o in outcomes if o.contender.name == name]
+                sizes, ours = [o.size for o in own], [o.ours for o in own]
+                look = {"color": COLOURS[index], "marker": MARKERS[index]}
+                errors = [spread.error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
+                axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
+                axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)
+            self.finish(axes, outcomes)
+
+        first, *last = self.columns
+        data: dict[str, dict[str, Any]] = {}
+        for o in outcomes:
+            again = {"2S pairs": o.other} if self.again else {}
+            data[f"{o.contender.name} S={o.size}"] = {"evaluations": [trained.losses for trained in o.trained], **again}
+        rows = [[*o.cells(), *self.cells(o)] for o in outcomes]
+        notes = [*notes_of(outcomes, quick), *self.notes(outcomes)]
+        return Result((first, *COLUMNS, *last), rows, notes, draw, size=(8, 5), data=data)
+
 
 def notes_of(outcomes: Sequence[Outcome], quick: bool) -> list[str]:
     """How losses were measured, and which trainings were cut short."""
@@ -259,14 +291,3 @@ def notes_of(outcomes: Sequence[Outcome], quick: bool) -> list[str]:
         f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
         *(f"published, {c.name}: {c.remark}" for c in used if c.remark),
     ]
-
-
-def draw_outcomes(axes: Any, outcomes: Sequence[Outcome]) -> None:
-    """Losses over the number of keys; large open marks are published."""
-    for index, name in enumerate(dict.fromkeys(o.contender.name for o in outcomes)):
-        own = [o for o in outcomes if o.contender.name == name]
-        sizes, ours = [o.size for o in own], [o.ours for o in own]
-        look = {"color": COLOURS[index], "marker": MARKERS[index]}
-        errors = [spread.error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
-        axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
-        axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)

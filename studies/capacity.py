@@ -10,20 +10,8 @@ from torch.nn import functional as F
 
 from hecate.figure import GREY, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
-from studies.associations import (
-    BATCH,
-    COLUMNS,
-    EPS,
-    WIDTH,
-    Associations,
-    Associator,
-    Contender,
-    Outcome,
-    Pairs,
-    draw_outcomes,
-    notes_of,
-)
-from studies.study import Result
+from studies.associations import BATCH, EPS, WIDTH, Associations, Associator, Contender, Outcome, Pairs
+from studies.study import Cell
 
 CONTENDERS = (
     Contender(
@@ -105,16 +93,21 @@ class Capacity(Associations):
     contenders: ClassVar[tuple[Contender, ...]] = CONTENDERS
     sizes: ClassVar[tuple[int, ...]] = (20, 40, 60, 80, 100, 120, 160, 200)
     quick_size: ClassVar[int] = 80
+    columns: ClassVar[tuple[str, ...]] = ("phi", "d_phi", "floor (1e-3)")
 
     def model(self, count: int, rule: FeatureMap | None, g: torch.Generator) -> SumRule:
         """The sum rule with a map, or softmax."""
         return SumRule(count, rule, g)
 
-    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
+    def cells(self, outcome: Outcome) -> list[Cell]:
         """Beside the floor of the rank."""
+        width = d_phi(outcome.contender)
+        return [width, None if width is None else 1000 * floor(outcome.contender, outcome.size)]
+
+    def notes(self, outcomes: list[Outcome]) -> list[str]:
+        """What the floor is, and where published numbers are below it."""
         below = [o for o in outcomes if o.published < floor(o.contender, o.size)]
-        notes = [
-            *notes_of(outcomes, quick),
+        return [
             "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
             *(
                 f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
@@ -124,28 +117,14 @@ class Capacity(Associations):
             ),
             "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
         ]
-        data = {f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained]} for o in outcomes}
-        rows = [
-            [*o.cells(), d_phi(o.contender), None if o.contender.rule is None else 1000 * floor(o.contender, o.size)]
-            for o in outcomes
-        ]
-        columns = ("phi", *COLUMNS, "d_phi", "floor (1e-3)")
-        return Result(columns, rows, notes, lambda figure: draw(figure, outcomes), size=(8, 4.8), data=data)
 
-
-def draw(figure: Any, outcomes: list[Outcome]) -> None:
-    """Losses over the number of pairs, and the floors of the maps."""
-    axes = figure.subplots()
-    draw_outcomes(axes, outcomes)
-    for width in sorted({found for c in CONTENDERS if (found := d_phi(c)) is not None}):
-        sizes = list(range(10, 211))
-        axes.plot(sizes, [rank_floor(width, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
-        if rank_floor(width, 200) > 0:
-            axes.annotate(
-                f"floor, d_phi {width}", (200, rank_floor(width, 200)), xytext=(-4, 5),
-                textcoords="offset points", ha="right", color=GREY, fontsize=8,
-            )  # fmt: skip
-    finish(
-        axes, "Trained keys (large open marks: published)", "pairs S in the sequence",
-        "loss of a question", ylim=(-0.02, 0.56),
-    )  # fmt: skip
+    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
+        """With the floors of the maps."""
+        for width in sorted({found for c in CONTENDERS if (found := d_phi(c)) is not None}):
+            sizes, last = range(10, 211), rank_floor(width, 200)
+            axes.plot(sizes, [rank_floor(width, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
+            if last > 0:
+                style = {"textcoords": "offset points", "ha": "right", "color": GREY, "fontsize": 8}
+                axes.annotate(f"floor, d_phi {width}", (200, last), (-4, 5), **style)
+        title = "Trained keys (large open marks: published)"
+        finish(axes, title, "pairs S in the sequence", "loss of a question", ylim=(-0.02, 0.56))

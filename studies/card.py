@@ -1,4 +1,4 @@
-"""What a card is asked, part by part: `python -m studies.card ORDER` does the tasks of one part that have no row yet.
+"""What a card is asked, part by part: `work(order)` does the tasks of one part that have no row yet.
 
 A process of its own does it (`studies.gpu` starts it), for a kernel may hang, or take the card's context with it. Every
 row is on disk before the next task begins: what was begun and has no result is what ended the process.
@@ -17,8 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from importlib import import_module
-from importlib.util import find_spec
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -66,13 +65,15 @@ PEERS = {  # of fla, called directly: what a rule's own call leaves to add
     "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
-TENSORS = ("y", "state", "q", "k", "v", "lr", "retain", "momentum")
+Case = dict[str, Tensor]  # q, k, v `[B, T, H, D]` and the gates that a config takes, by name
 
 
 class Size(NamedTuple):
-    """Of a run: widths and tokens of parity, shapes `(B, T, H, D)` of tables, the most telling first, heads and widths
-    of decoding, repeats, and a model's width, layers, rows and tokens."""
+    """Of a run: the side of matrices that ceilings are taken of, widths and tokens of parity, shapes `(B, T, H, D)` of
+    tables, the most telling first, heads and widths of decoding, repeats, and a model's width, layers, rows and
+    tokens."""
 
+    side: int
     widths: Sequence[int]
     tokens: int
     shapes: Sequence[tuple[int, int, int, int]]
@@ -85,9 +86,9 @@ SHAPES = (
     (1, 8192, 16, 128), (1, 32768, 8, 128), (8, 2048, 16, 64), (1, 32768, 16, 64), (1, 8192, 32, 128),
     (8, 4096, 16, 128),
 )  # fmt: skip
-FULL = Size((64, 128), 150, SHAPES, ((16, 64), (16, 128), (512, 128)), 10, (768, 12, 8, 2048))
-QUICK = Size((64,), 150, SHAPES[:1], ((16, 64),), 5, (768, 2, 2, 1024))
-TINY = Size((8,), 20, ((1, 32, 2, 8),), ((2, 8),), 1, (16, 1, 1, 32))
+FULL = Size(8192, (64, 128), 150, SHAPES, ((16, 64), (16, 128), (512, 128)), 10, (768, 12, 8, 2048))
+QUICK = Size(8192, (64,), 150, SHAPES[:1], ((16, 64),), 5, (768, 2, 2, 1024))
+TINY = Size(64, (8,), 20, ((1, 32, 2, 8),), ((2, 8),), 1, (16, 1, 1, 32))
 
 
 class Order(NamedTuple):
@@ -117,14 +118,14 @@ class Order(NamedTuple):
         return {name: RULES[name] for name in list(RULES)[: 2 if self.quick else None]}
 
     @property
-    def side(self) -> int:
-        """Of the matrices that ceilings are taken of."""
-        return 64 if self.dry else 8192
-
-    @property
     def dtype(self) -> torch.dtype:
         """Of what is timed."""
         return torch.float32 if self.dry else torch.bfloat16
+
+    def wait(self) -> None:
+        """For what the card has been given."""
+        if not self.dry:
+            torch.cuda.synchronize()
 
 
 class Task(NamedTuple):
@@ -171,9 +172,9 @@ def work(order: Order) -> None:
     whether they are trusted or not: how far they are off is a number, and a time is one all the same."""
     path = Path(order.rows)
     over = {key(row) for row in rows_of(path) if ended(row)}
-    for number, task in enumerate(PARTS[order.part].tasks(order)):
+    for task in islice(PARTS[order.part].tasks(order), order.share, None, order.shares):
         own = {"part": order.part, "case": task.case, "way": task.way}
-        if number % order.shares != order.share or key(own) in over:
+        if key(own) in over:
             continue
         add(path, **own, begun=time.time(), by=os.getpid())
         start = time.perf_counter()
@@ -210,7 +211,7 @@ def short(error: BaseException) -> str:
 
 def device(order: Order) -> Iterator[Task]:
     """Bytes copied and products of matrices: the most that anything can do."""
-    n = order.side
+    n = order.size.side
 
     def product(dtype: torch.dtype) -> list[float]:
         a = torch.ones(n, n, device=order.device, dtype=dtype)
@@ -250,7 +251,7 @@ def tables(order: Order) -> Iterator[Task]:
     for shape in order.size.shapes:
         batch, length, heads, width = shape
         lead = f"B={batch} T={length} H={heads} D={width}"
-        ways: list[tuple[str, str, MemoryConfig, Callable[[Sequence[Tensor]], Tensor]]] = [
+        ways: list[tuple[str, str, MemoryConfig, Callable[[Case], Tensor]]] = [
             (lead, "SDPA", MemoryConfig(), attention)
         ]
         for name, config in order.rules.items():
@@ -325,12 +326,12 @@ def error_of(
     case = draw_case(config, (1, length, 2, width), order.device, dtype, 0)
     if kind == "equal keys":
         with torch.no_grad():
-            case[1].copy_(F.normalize(case[1][:, :1] + 1e-2 * case[1], dim=-1))
-            case[3].fill_(1.0)
+            case["k"].copy_(F.normalize(case["k"][:, :1] + 1e-2 * case["k"], dim=-1))
+            case["lr"].fill_(1.0)
     borders = torch.tensor([0, length // 3, length // 3 + 1, length]) if kind == "documents" else None
     found = answers(config, case, engine, borders)
-    true = answers(config, [x.double() for x in case], "sequential", borders)
-    errors = {name: float((a.double() - b).norm() / b.norm()) for name, a, b in zip(TENSORS, found, true, strict=False)}
+    true = answers(config, {name: x.double() for name, x in case.items()}, "sequential", borders)
+    errors = {name: float((found[name].double() - right).norm() / right.norm()) for name, right in true.items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return [errors[worst]], f"float64 loop; the worst is {worst}"
 
@@ -341,27 +342,20 @@ def first_call(order: Order, config: MemoryConfig, width: int) -> list[float]:
     start = time.perf_counter()
     with torch.no_grad():
         outputs(config, "triton", case)
-    y = outputs(config, "triton", case)
-    torch.autograd.grad(y, case, torch.ones_like(y), allow_unused=True)
-    if not order.dry:
-        torch.cuda.synchronize()
+    both(partial(outputs, config, "triton"), case)
+    order.wait()
     return [time.perf_counter() - start]
 
 
 def timed(
-    order: Order, call: Callable[[Sequence[Tensor]], Tensor], config: MemoryConfig, shape: Sequence[int], back: bool
+    order: Order, call: Callable[[Case], Tensor], config: MemoryConfig, shape: Sequence[int], back: bool
 ) -> list[float]:
     """Milliseconds for every seed, forward alone or with the way back."""
     taken = []
     for seed in range(order.seeds):
-        own = draw_case(config, shape, order.device, order.dtype, seed)
-
-        def both(own: list[Tensor] = own) -> None:
-            y = call(own)
-            torch.autograd.grad(y, own, torch.ones_like(y), allow_unused=True)
-
+        case = draw_case(config, shape, order.device, order.dtype, seed)
         with torch.set_grad_enabled(back):
-            taken.append(clock(both if back else partial(call, own), order))
+            taken.append(clock(partial(both, call, case) if back else partial(call, case), order))
     return taken
 
 
@@ -369,11 +363,9 @@ def one_token(
     order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool
 ) -> tuple[list[float], str]:
     """Milliseconds, and those of moving the state at the rate of a copy."""
-    q, k, v, *given = (
-        x[:, 0].detach() for x in draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
-    )
-    config = config.model_copy(update={"on_nonfinite": "propagate"})
-    gates = gates_of(config, given)
+    case = draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
+    q, k, v, gates = given({name: x[:, 0].detach() for name, x in case.items()})
+    config = propagating(config)
     with torch.no_grad():
         _, state = memory_step(config, q, k, v, gates)
         call: Callable[[], object] = partial(Stepper(config, state, in_place=in_place), q, k, v, gates)
@@ -424,11 +416,11 @@ def by_kernel(order: Order, config: MemoryConfig) -> tuple[list[float], str]:
     """Milliseconds of all kernels, and of the longest."""
     case = draw_case(config, order.size.shapes[0], order.device, order.dtype, 0)
 
+    engine = "parallel" if order.dry else "triton"
+
     def call() -> None:
-        y = outputs(config, "parallel" if order.dry else "triton", case)
-        torch.autograd.grad(y, case, torch.ones_like(y), allow_unused=True)
-        if not order.dry:
-            torch.cuda.synchronize()
+        both(partial(outputs, config, engine), case)
+        order.wait()
 
     call()
     with profile(activities=[ProfilerActivity.CPU if order.dry else ProfilerActivity.CUDA]) as seen:
@@ -440,11 +432,10 @@ def by_kernel(order: Order, config: MemoryConfig) -> tuple[list[float], str]:
 
 WATCHED = """
 import torch
-from studies.card import RULES, draw_case, outputs
+from studies.card import RULES, both, draw_case, outputs
 for name in ("gated delta", "exact momentum", "delta"):
     case = draw_case(RULES[name], (1, 70, 2, 64), torch.device("cuda"), torch.bfloat16, 0)
-    y = outputs(RULES[name], "triton", case)
-    torch.autograd.grad(y, case, torch.ones_like(y), allow_unused=True)
+    both(lambda case: outputs(RULES[name], "triton", case), case)
 torch.cuda.synchronize()
 """
 
@@ -461,40 +452,26 @@ def watched(order: Order, check: str) -> list[float]:
 # Calls.
 
 
-def draw_case(
-    config: MemoryConfig, shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int
-) -> list[Tensor]:
-    """q, k, v `[B, T, H, D]` and the gates that a config takes `[B, T, H]`, keys of unit length; for kda retain of each
-    channel."""
+def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Case:
+    """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
     g = torch.Generator(device).manual_seed(seed)
-    lead = tuple(shape[:3])
     q, k, v = (torch.randn(*shape, generator=g, device=device) for _ in range(3))
-    gates = [torch.rand(lead, generator=g, device=device) for _ in range(1 + sum(config_gates(config)))]
+    wanted = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
+    names = [name for name, takes in wanted.items() if takes]
+    gates = {name: torch.rand(tuple(shape[:3]), generator=g, device=device) for name in names}
     if config == RULES["kda"]:
-        gates[1] = torch.rand(*shape, generator=g, device=device)
-    gates[1:] = [0.8 + 0.2 * gate for gate in gates[1:]]
-    vectors = [x.to(dtype) for x in (q * shape[3] ** -0.5, F.normalize(k, dim=-1), v)]
-    return [x.requires_grad_() for x in (*vectors, *gates)]
+        gates["retain"] = torch.rand(*shape, generator=g, device=device)
+    gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
+    vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
+    case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
+    return {name: x.requires_grad_() for name, x in case.items()}
 
 
-def config_gates(config: MemoryConfig) -> tuple[bool, bool]:
-    """Whether it takes retain, and momentum."""
-    return config.retention.uses_retain, config.algorithm.uses_momentum
-
-
-def gates_of(config: MemoryConfig, gates: Sequence[Tensor]) -> Gates:
-    """lr and whichever of retain and momentum there are."""
-    lr, *rest = gates
-    decays, moves = config_gates(config)
-    return Gates(lr, rest[0] if decays else None, rest[-1] if moves else None)
-
-
-def scan(
-    config: MemoryConfig, case: Sequence[Tensor], engine: str, borders: Tensor | None = None
-) -> tuple[Tensor, Any]:
-    """A scan by an engine."""
-    q, k, v, *gates = case
-    return memory_scan(propagating(config), q, k, v, gates_of(config, gates), engine=engine, cu_seqlens=borders)
+def given(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
+    """A case as a memory is given it."""
+    vectors = ("q", "k", "v")
+    q, k, v = (case[name] for name in vectors)
+    return q, k, v, Gates(**{name: x for name, x in case.items() if name not in vectors})
 
 
 @cache
@@ -504,41 +481,48 @@ def propagating(config: MemoryConfig) -> MemoryConfig:
     return config.model_copy(update={"on_nonfinite": "propagate"})
 
 
-def outputs(config: MemoryConfig, engine: str, case: Sequence[Tensor]) -> Tensor:
+def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
     """Those of a scan alone."""
-    return scan(config, case, engine)[0]
+    return memory_scan(propagating(config), *given(case), engine=engine)[0]
 
 
-def answers(config: MemoryConfig, case: Sequence[Tensor], engine: str, borders: Tensor | None = None) -> list[Tensor]:
+def both(call: Callable[[Case], Tensor], case: Case) -> None:
+    """Forward and backward."""
+    y = call(case)
+    torch.autograd.grad(y, list(case.values()), torch.ones_like(y), allow_unused=True)
+
+
+def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | None = None) -> Case:
     """Outputs, the last weights and the gradients of all inputs."""
-    own = [x.detach().requires_grad_() for x in case]
-    y, state = scan(config, own, engine, borders)
+    own = {name: x.detach().requires_grad_() for name, x in case.items()}
+    y, state = memory_scan(propagating(config), *given(own), engine=engine, cu_seqlens=borders)
     found = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
-    return [x.detach() for x in (*found, *torch.autograd.grad(found, own, cotangents))]
+    found += torch.autograd.grad(found, list(own.values()), cotangents)
+    return {name: x.detach() for name, x in zip(("y", "state", *own), found, strict=True)}
 
 
-def peer(name: str, case: Sequence[Tensor]) -> Tensor:
+def peer(name: str, case: Case) -> Tensor:
     """fla's own call of a rule, on inputs as it wants them."""
     module, function = PEERS[name]
     kernel = getattr(import_module(module), function)
     # On Hopper with Triton 3.4 to 3.7.0 it refuses a gated backward pass, whose numbers are wrong there. Its time can
     # be taken all the same, and no number of it is used.
     vars(import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True
-    q, k, v, lr, *rest = case
+    q, k, v, _ = given(case)
     if name == "linear attention":
-        y: Tensor = kernel(q, k, v * lr.unsqueeze(-1).to(v), scale=1.0)[0]
+        y: Tensor = kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
     else:
-        given = {"g": rest[0].log()} if rest else {}
+        decay = {"g": case["retain"].log()} if "retain" in case else {}
         units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
-        y = kernel(q=q, k=k, v=v, beta=lr, scale=1.0, **given, **units)[0]
+        y = kernel(q=q, k=k, v=v, beta=case["lr"], scale=1.0, **decay, **units)[0]
     return y
 
 
-def attention(case: Sequence[Tensor]) -> Tensor:
+def attention(case: Case) -> Tensor:
     """torch's causal attention over `[B, T, H, D]`."""
-    q, k, v = (x.transpose(1, 2) for x in case[:3])
+    q, k, v = (case[name].transpose(1, 2) for name in ("q", "k", "v"))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
@@ -564,24 +548,11 @@ def clock(call: Callable[[], object], order: Order) -> float:
 
 @cache
 def copied(order: Order) -> float:
-    """GB/s of reading and writing `order.side` squared float32 numbers."""
-    n = order.side
+    """GB/s of reading and writing `order.size.side` squared float32 numbers."""
+    n = order.size.side
     return 8e-6 * n * n / clock(torch.ones(n, n, device=order.device).clone, order)
 
 
 def label(dtype: torch.dtype) -> str:
     """Its name."""
     return str(dtype).removeprefix("torch.")
-
-
-def environment(order: Order) -> dict[str, str]:
-    """Of the process of an order: this checkout ahead, and without a card kernels interpreted."""
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    if order.dry and find_spec("triton") is not None:
-        own["TRITON_INTERPRET"] = "1"
-    return own
-
-
-if __name__ == "__main__":
-    work(Order(**json.loads(sys.argv[1])))

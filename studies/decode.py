@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan, memory_step
-from hecate.figure import COLOURS, DASHES, MARKERS, finish, ticks
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
+from studies.pictures import line_plot
 from studies.study import Cell, Progress, Result, Spread, Study
 from studies.timing import cpu_times
 
@@ -40,14 +40,13 @@ class Decode(Study):
             for context in contexts:
                 for name, make in WAYS.items():
                     runs[name, context], held[name, context] = make(context, seed)
-            labels = {f"{name} {context}": (name, context) for name, context in runs}
             torch.set_flush_denormal(True)  # a decayed state drifts into them
             try:
-                times = cpu_times({text: runs[key] for text, key in labels.items()}, rounds)
+                times = cpu_times(runs, rounds)
             finally:
                 torch.set_flush_denormal(False)
-            for text, key in labels.items():
-                taken.setdefault(key, []).append(float(times[text].median()) / TOKENS)
+            for key, own in times.items():
+                taken.setdefault(key, []).append(float(own.median()) / TOKENS)
         return report(taken, held, contexts)
 
 
@@ -120,13 +119,8 @@ def report(taken: Times, held: Mapping[tuple[str, int], int], contexts: Sequence
         claimed = "grows" if name == next(iter(WAYS)) else "constant"
         sizes = f"{held[name, contexts[0]]:,} ... {held[name, contexts[-1]]:,}"
         rows.append([name, *times, growth, claimed, sizes])
-    columns = [
-        "what holds the context",
-        *(f"ms after {context}" for context in contexts),
-        f"{contexts[-1]} / {contexts[0]}",
-        "published",
-        "state bytes",
-    ]
+    span = f"{contexts[-1]} / {contexts[0]}"
+    columns = ["what holds the context", *(f"ms after {n}" for n in contexts), span, "published", "state bytes"]
     notes = [
         f"process CPU time per token, {HEADS} heads of width {WIDTH}, batch 1, float32, "
         f"{torch.get_num_threads()} thread(s), {TOKENS} tokens to a call",
@@ -136,7 +130,15 @@ def report(taken: Times, held: Mapping[tuple[str, int], int], contexts: Sequence
         "attention is one call: " + crossing(taken, contexts),
     ]
     data = {name: {context: taken[name, context] for context in contexts} for name in WAYS}
-    return Result(columns, rows, notes, lambda figure: draw(figure, taken, held), (13, 4.2), data)
+
+    def draw(figure: Any) -> None:
+        panels = {
+            "time": {name: {n: Spread.of(taken[name, n]).mean for n in contexts} for name in WAYS},
+            "memory": {name: {n: held[name, n] / 1024 for n in contexts} for name in WAYS},
+        }
+        line_plot(figure, panels, "context (tokens)", ["CPU time per token (ms)", "state (KiB)"])
+
+    return Result(columns, rows, notes, draw, (13, 4.2), data)
 
 
 def crossing(taken: Times, contexts: Sequence[int]) -> str:
@@ -148,17 +150,3 @@ def crossing(taken: Times, contexts: Sequence[int]) -> str:
         where = f"from {ahead[0]} tokens on" if ahead else f"not up to {contexts[-1]} tokens"
         parts.append(f"{name} is ahead {where}")
     return "; ".join(parts)
-
-
-def draw(figure: Any, taken: Times, held: Mapping[tuple[str, int], int]) -> None:
-    """Time per token and bytes kept, over the context."""
-    left, right = figure.subplots(1, 2)
-    for index, name in enumerate(WAYS):
-        contexts = [context for way, context in taken if way == name]
-        times = [Spread.of(taken[name, context]).mean for context in contexts]
-        look = {"color": COLOURS[index], "ls": DASHES[index], "marker": MARKERS[index], "label": name}
-        left.loglog(contexts, times, **look)
-        right.loglog(contexts, [held[name, context] / 1024 for context in contexts], **look)
-    for axes, title, what in ((left, "time", "CPU time per token (ms)"), (right, "memory", "state (KiB)")):
-        ticks(axes, contexts)
-        finish(axes, title, "context (tokens)", what)

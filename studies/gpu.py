@@ -22,22 +22,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from hecate.engine.triton.parity import here
 from hecate.errors import ConfigError
-from hecate.figure import COLOURS, finish
 from hecate.files import make_folder, refusing, write_file
+from hecate.processes import interpreter
 from hecate.train.run import versions
-from studies.card import LOST, PARTS, Order, add, ended, environment, key, rows_of
+from studies.card import LOST, PARTS, Order, add, ended, key, rows_of
+from studies.pictures import bars
 from studies.study import Cell, Progress, Result, Spread, Study
 
 HOW = "there is no CUDA device here; on a machine with one run `python -m studies gpu`, some ten minutes"
 SECONDS = 600.0  # of all parts
 PATIENCE = 90.0  # seconds that a row may take
 LEAST = 8.0  # seconds that a process takes to begin
+CODE = "import json, sys; from studies.card import Order, work; work(Order(**json.loads(sys.argv[1])))"
 COLUMNS = ("part", "case", "way", "value", "unit", "against", "peak (MiB)")
 
 
@@ -81,47 +83,46 @@ def begin(path: Path, facts: dict[str, Any]) -> None:
     write_file(path, "".join(json.dumps(row) + "\n" for row in (facts, *measured)))
 
 
-class Child(NamedTuple):
-    """A process of a part, and its order."""
-
-    process: subprocess.Popen[bytes]
-    order: Order
-
-
-def start(order: Order) -> Child:
-    """A process of an order, in a group of its own; what it says goes to a log beside the rows."""
-    command = [sys.executable, "-P", "-m", "studies.card", json.dumps(order._asdict())]
+def start(order: Order) -> subprocess.Popen[bytes]:
+    """A process of an order, in a group of its own; what it says goes to a log beside the rows. Without a card kernels
+    are interpreted."""
+    own = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if order.dry and installed("triton"):
+        own["TRITON_INTERPRET"] = "1"
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-        return Child(subprocess.Popen(command, env=environment(order), **how), order)
+        return subprocess.Popen(interpreter(CODE, json.dumps(order._asdict())), env=own, **how)
 
 
-def run_part(order: Order, limit: float, start: Callable[[Order], Child] = start, patience: float = PATIENCE) -> None:
+def run_part(
+    order: Order, limit: float, start: Callable[[Order], subprocess.Popen[bytes]] = start, patience: float = PATIENCE
+) -> None:
     """A part within its seconds, in one process or in several; one that ends before its time costs the row that it had
     begun, and goes on behind it in a new process."""
     path, stop = Path(order.rows), time.monotonic() + limit
     if limit < LEAST:
         return add(path, part=order.part, case="all", way="", error="no time was left")
-    children = [start(order._replace(share=share)) for share in range(order.shares)]
+    shares = [order._replace(share=share) for share in range(order.shares)]
+    children = {start(share): share for share in shares}
     try:
         while children:
             time.sleep(0.1)
-            for child in list(children):
-                code, late = child.process.poll(), time.monotonic() > stop
-                begun = unfinished(path, child.process.pid)
+            for child, share in list(children.items()):
+                code, late = child.poll(), time.monotonic() > stop
+                begun = unfinished(path, child.pid)
                 hangs = begun is not None and time.time() - begun["begun"] > patience
                 if code is None and not late and not hangs:
                     continue
                 end(child)
-                children.remove(child)
+                del children[child]
                 why = "no time was left" if late else f"no answer in {patience:.0f} s" if hangs else f"exit code {code}"
                 if begun is not None:
                     add(path, part=order.part, case=begun["case"], way=begun["way"], error=f"its process: {why}")
                 elif code not in (None, 0, LOST):
                     add(path, part=order.part, case="all", way="", error=f"its process: {why}, as the log says")
                 if not late and (begun is not None or code == LOST):
-                    children.append(start(child.order))
+                    children[start(share)] = share
     finally:
         for child in children:
             end(child)
@@ -129,20 +130,16 @@ def run_part(order: Order, limit: float, start: Callable[[Order], Child] = start
 
 def unfinished(path: Path, pid: int) -> dict[str, Any] | None:
     """The row that a process has begun, and no more."""
-    begun: dict[str, Any] | None = None
-    for row in rows_of(path)[1:]:
-        if row.get("by") == pid:
-            begun = row
-        elif begun is not None and ended(row) and key(row) == key(begun):
-            begun = None
-    return begun
+    rows = rows_of(path)[1:]
+    over = {key(row) for row in rows if ended(row)}
+    return next((row for row in rows if row.get("by") == pid and key(row) not in over), None)
 
 
-def end(child: Child) -> None:
+def end(child: subprocess.Popen[bytes]) -> None:
     """Kills a process and those that it has started, which would disturb the clocks of the next."""
     with suppress(ProcessLookupError):
-        os.killpg(child.process.pid, signal.SIGKILL)
-    child.process.wait()
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def result(path: Path, where: str) -> Result:
@@ -164,15 +161,12 @@ def result(path: Path, where: str) -> Result:
 
 def draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
     """Milliseconds of the first shape of the tables, way by way."""
-    axes = figure.subplots()
     timed = [row for row in rows if row[0] == "tables"]
     lead = str(timed[0][1]).rpartition(", ")[2] if timed else ""
     shown = [row for row in timed if str(row[1]).endswith(lead)]
     labels = [f"{row[1]}: {row[2]}".replace(f", {lead}", "") for row in shown]
-    values = [row[3].mean if isinstance(row[3], Spread) else row[3] for row in shown]
-    axes.barh(range(len(shown)), values, color=COLOURS[0], label="median")
-    axes.set_yticks(range(len(shown)), labels, fontsize=6)
-    finish(axes, "What calls take", f"milliseconds, {lead}", "", legend=False, xscale="log" if values else "linear")
+    values: list[Any] = [row[3].mean if isinstance(row[3], Spread) else row[3] for row in shown]
+    bars(figure, labels, {"median": values}, "What calls take", f"milliseconds, {lead}")
 
 
 # What a machine without a network is brought.

@@ -304,7 +304,10 @@ def report(outcomes: dict[str, Outcome], phase: int) -> Result:
         )  # fmt: skip
 
     data = {
-        name: {"gates": [list(map(str, s.levels)) for s in o.systems], "scores": [r.score() for r in o.recalls]}
+        name: {
+            "gates": [list(map(str, s.levels)) for s in o.systems],
+            "scores": [r.score().tolist() for r in o.recalls],
+        }
         for name, o in outcomes.items()
     }
     return Result(columns, rows, notes, draw, size=(11, 4.6), data=data)

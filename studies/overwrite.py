@@ -13,18 +13,8 @@ from hecate.engine import memory_scan
 from hecate.figure import finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
-from studies.associations import (
-    COLUMNS,
-    WIDTH,
-    Associations,
-    Associator,
-    Contender,
-    Outcome,
-    Pairs,
-    draw_outcomes,
-    notes_of,
-)
-from studies.study import Cell, Result, Spread
+from studies.associations import WIDTH, Associations, Associator, Contender, Outcome, Pairs
+from studies.study import Cell, Spread
 
 
 def sum_rule(feature_map: FeatureMap) -> MemoryConfig:
@@ -74,13 +64,6 @@ class Remembering(Associator):
         return y.squeeze(2)
 
 
-def own_cells(outcome: Outcome) -> list[Cell]:
-    """The end of its line: losses on sequences as long as those of training, and how many trainings were lost."""
-    lost = sum(trained.lost for trained in outcome.trained)
-    whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
-    return [Spread.of(whole) if whole else None, f"{lost} of {len(outcome.trained)}"]
-
-
 class Overwrite(Associations):
     """Setting 2: keys are drawn again and again, each time with a value."""
 
@@ -90,36 +73,33 @@ class Overwrite(Associations):
     sizes: ClassVar[tuple[int, ...]] = (20, 40, 60)
     quick_size: ClassVar[int] = 20
     again: ClassVar[bool] = True
+    columns: ClassVar[tuple[str, ...]] = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
 
     def model(self, count: int, rule: MemoryConfig, g: torch.Generator) -> Remembering:
         """A memory of this rule."""
         return Remembering(count, rule, g)
 
-    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
+    def cells(self, outcome: Outcome) -> list[Cell]:
+        """Losses on sequences as long as those of training, and how many trainings were lost."""
+        lost = sum(trained.lost for trained in outcome.trained)
+        whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
+        return [Spread.of(whole) if whole else None, f"{lost} of {len(outcome.trained)}"]
+
+    def notes(self, outcomes: list[Outcome]) -> list[str]:
         """Beside the claims of the paper."""
-        notes = [
-            *notes_of(outcomes, quick),
+        return [
             "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
             "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
             "ours does the same, and the column beside it is the last model's loss on 2S pairs",
             *claims(outcomes),
         ]
-        columns = ("rule, phi", *COLUMNS, "ours, 2S pairs (1e-3)", "diverged")
-        rows = [[*o.cells(), *own_cells(o)] for o in outcomes]
 
-        def draw(figure: Any) -> None:
-            axes = figure.subplots()
-            draw_outcomes(axes, outcomes)
-            finish(
-                axes, "Best loss (large open marks: published)", "keys S; 2S pairs are written in training",
-                "loss of a question", yscale="log", xticks=sorted({o.size for o in outcomes}), ylim=(2e-4, 1),
-            )  # fmt: skip
-
-        data = {
-            f"{o.contender.name} S={o.size}": {"evaluations": [t.losses for t in o.trained], "2S pairs": o.other}
-            for o in outcomes
-        }
-        return Result(columns, rows, notes, draw, size=(8, 5), data=data)
+    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
+        """Both kinds of loss on a logarithmic axis."""
+        sizes = sorted({o.size for o in outcomes})
+        what, loss = "keys S; 2S pairs are written in training", "loss of a question"
+        limits: dict[str, Any] = {"yscale": "log", "xticks": sizes, "ylim": (2e-4, 1)}
+        finish(axes, "Best loss (large open marks: published)", what, loss, **limits)
 
 
 def claims(outcomes: list[Outcome]) -> list[str]:

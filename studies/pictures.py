@@ -9,7 +9,7 @@ from hecate.figure import COLOURS, GREY, MARKERS, finish, one_legend, ticks
 from studies.study import Spread
 
 Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
-Lines = Mapping[str, Mapping[float, float]]  # what a line has at every place, by its label
+Lines = Mapping[str, Mapping[Any, float]]  # what a line has at every place, by its label
 
 
 def dot_plot(

@@ -5,16 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
+from hecate.compare.report import finite
 from hecate.errors import ConfigError
 from hecate.figure import figure_type, images
 from hecate.files import make_folder, refusing, write_file
@@ -28,22 +27,13 @@ def list_studies() -> None:
     print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
 
 
-def run_studies(
-    names: Sequence[str],
-    *,
-    quick: bool = False,
-    seeds: int | None = None,
-    out: Path,
-    figure: bool = True,
-    dry: bool = False,
-    seconds: float | None = None,
-) -> dict[str, Result]:
+def run_studies(names: Sequence[str], **how: Any) -> dict[str, Result]:
     """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
     chosen = list(dict.fromkeys(name for given in names for name in names_of(given)))
     results, took = {}, []
     for name in chosen:
         start = time.perf_counter()
-        found = run_study(name, quick=quick, seeds=seeds, out=out, figure=figure, dry=dry, seconds=seconds)
+        found = run_study(name, **how)
         if found is not None:
             results[name] = found
         took.append((name, "skipped" if found is None else f"{time.perf_counter() - start:.0f}"))
@@ -68,8 +58,7 @@ def run_study(
     study = find_study(name)()
     if (dry or seconds is not None) and not study.on_card:
         raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
-    study.dry, study.seconds = dry, seconds
-    study.out = out
+    study.dry, study.seconds, study.out = dry, seconds, out
     count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
     if type(count) is not int or count < 1:
         raise ConfigError(f"a study needs at least one seed, got {count}")
@@ -102,21 +91,15 @@ def progress(items: Sequence[T], what: str) -> Iterator[T]:
 
 def to_csv(result: Result) -> str:
     """The table; a column with spreads is followed by one of their standard errors."""
-    spread = [any(isinstance(cell, Spread) for cell in column) for column in zip(*result.rows, strict=True)] or [
-        False
-    ] * len(result.columns)
-    header = [
-        text
-        for name, wide in zip(result.columns, spread, strict=True)
-        for text in ([name, f"{name}: standard error"] if wide else [name])
-    ]
+    columns: list[list[Cell]] = []
+    for at, name in enumerate(result.columns):
+        cells = [row[at] for row in result.rows]
+        columns.append([name, *(cell.mean if isinstance(cell, Spread) else cell for cell in cells)])
+        if any(isinstance(cell, Spread) for cell in cells):
+            errors = (cell.error if isinstance(cell, Spread) else None for cell in cells)
+            columns.append([f"{name}: standard error", *errors])
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(header)
-    for row in result.rows:
-        writer.writerow(
-            [value for cell, wide in zip(row, spread, strict=True) for value in (_two(cell) if wide else [cell])]
-        )
+    csv.writer(stream, lineterminator="\n").writerows(zip(*columns, strict=True))
     return stream.getvalue()
 
 
@@ -129,11 +112,11 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
         "seeds": list(range(seeds)),
         "versions": versions(),
         "columns": list(result.columns),
-        "rows": [[_plain(cell) for cell in row] for row in result.rows],
+        "rows": [[cell.facts() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows],
         "notes": list(result.notes),
-        "data": _plain(result.data),
+        "data": result.data,
     }
-    return json.dumps(facts, indent=1, allow_nan=False) + "\n"
+    return json.dumps(finite(facts), indent=1, allow_nan=False) + "\n"
 
 
 def _write(study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool) -> list[Path]:
@@ -152,22 +135,3 @@ def _text(cell: Cell) -> str:
     if cell is None:
         return "-"
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
-
-
-def _two(cell: Cell) -> list[Cell]:
-    return [cell.mean, cell.error] if isinstance(cell, Spread) else [cell, None]
-
-
-def _plain(value: Any) -> Any:
-    """The same in what JSON knows."""
-    if isinstance(value, Spread):
-        return _plain({"mean": value.mean, "standard_error": value.error, "seeds": value.seeds})
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan
-from hecate.figure import COLOURS, MARKERS, finish, one_legend, ticks
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
 from hecate.rule import Gates, MemoryConfig, named_rule
+from studies.costs.harness import forward, forward_backward
+from studies.pictures import line_plot
 from studies.study import Cell, Progress, Result, Spread, Study
 from studies.timing import cpu_times
 
@@ -50,12 +51,13 @@ class Speed(Study):
         taken: dict[tuple[str, str, int], list[float]] = {}
         for length in progress(lengths, "lengths"):
             for seed in seeds:
-                inputs = draw_inputs(length, seed)
-                for direction in ("forward", "both"):
-                    sides = {n: s for n, s in contenders(seed).items() if length <= s.longest}
-                    runs = {name: calls(s.attend, inputs, direction) for name, s in sides.items()}
-                    for name, times in cpu_times(runs, rounds).items():
-                        key = (name, direction, length)
+                inputs, sides = draw_inputs(length, seed), contenders(seed)
+                for direction, call in (("forward", forward), ("both", forward_backward)):
+                    runs = {
+                        (name, direction, length): call(side.attend, inputs)
+                        for name, side in sides.items() if length <= side.longest
+                    }  # fmt: skip
+                    for key, times in cpu_times(runs, rounds).items():
                         taken.setdefault(key, []).append(float(times.median()))
         return report(taken, lengths)
 
@@ -118,25 +120,6 @@ def draw_inputs(length: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def calls(attend: Attention, inputs: Sequence[Tensor], direction: str) -> Callable[[], object]:
-    """A call to be timed: the forward pass without recording, or with all gradients."""
-    q, k, v = inputs
-    if direction == "forward":
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return attend(q, k, v)
-
-        return forward
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        y = attend(q, k, v)
-        return torch.autograd.grad(y.square().sum(), (q, k, v))
-
-    return both
-
-
 Times = Mapping[tuple[str, str, int], list[float]]
 RATIOS = (
     ("naive / ReLU", "naive softmax", "ReLU", "forward"),
@@ -176,10 +159,23 @@ def report(taken: Times, lengths: Sequence[int]) -> Result:
         "ms: causal, forward and backward; gates of gated_delta and titans_linear are of each token",
     ]
     columns = ["N", "claimed", *(heading for heading, *_ in RATIOS), *(f"{name} (ms)" for name in TIMED)]
-    data: dict[str, dict[int, list[float]]] = {f"{name}, {direction}": {} for name, direction, _ in taken}
+    data: dict[str, dict[int, list[float]]] = {}
     for (name, direction, length), times in taken.items():
-        data[f"{name}, {direction}"][length] = times
-    return Result(columns, rows, notes, lambda figure: draw(figure, taken), (13.0, 4.6), data)
+        data.setdefault(f"{name}, {direction}", {})[length] = times
+
+    def panel(ending: str, direction: str) -> dict[str, dict[int, float]]:
+        kinds = [name for name in contenders(0) if name.endswith(", causal") == bool(ending)]
+        times = {kind.removesuffix(ending): data[f"{kind}, {direction}"] for kind in kinds}
+        return {kind: {n: Spread.of(own).mean for n, own in by.items()} for kind, by in times.items()}
+
+    def draw(figure: Any) -> None:
+        panels = {
+            "every query sees all keys": panel("", "forward"), "causal": panel(", causal", "forward"),
+            "causal, with the backward pass": panel(", causal", "both"),
+        }  # fmt: skip
+        line_plot(figure, panels, "length N (tokens)", ["CPU time (ms)"] * 3)
+
+    return Result(columns, rows, notes, draw, (13.0, 4.6), data)
 
 
 def ratio(taken: Times, theirs: str, ours: str, direction: str, length: int) -> Spread | None:
@@ -201,26 +197,3 @@ def crossover(taken: Times, theirs: str, ours: str, direction: str, lengths: Seq
     (n0, r0), (n1, r1) = known[below[-1]], known[below[-1] + 1]
     share = -math.log(r0) / math.log(r1 / r0)
     return f"N = {n0 * (n1 / n0) ** share:.0f} on"
-
-
-def draw(figure: Any, taken: Times) -> None:
-    """Milliseconds against N on logarithmic axes."""
-    panels = {
-        "every query sees all keys": ("", "forward"), "causal": (", causal", "forward"),
-        "causal, with the backward pass": (", causal", "both"),
-    }  # fmt: skip
-    kinds = [name.removesuffix(", causal") for name, direction, _ in taken if direction == "forward"]
-    all_axes = figure.subplots(1, len(panels), sharey=True)
-    for axes, (title, (ending, direction)) in zip(all_axes, panels.items(), strict=True):
-        for index, kind in enumerate(dict.fromkeys(kinds)):
-            points = [
-                (n, Spread.of(times).mean)
-                for (name, d, n), times in taken.items()
-                if (name, d) == (kind + ending, direction)
-            ]
-            if points:
-                look = {"color": COLOURS[index], "marker": MARKERS[index], "label": kind}
-                axes.loglog(*zip(*sorted(points), strict=True), **look)
-        ticks(axes, sorted({length for *_, length in taken}))
-        finish(axes, title, "length N (tokens)", "" if ending else "CPU time (ms)", legend=False)
-    one_legend(figure, axes, len(set(kinds)))

@@ -37,6 +37,10 @@ class Spread(NamedTuple):
         error = statistics.stdev(given) / math.sqrt(len(given)) if several else math.nan
         return cls(statistics.fmean(given), error, len(given))
 
+    def facts(self) -> dict[str, float]:
+        """The same for a JSON file."""
+        return {"mean": self.mean, "standard_error": self.error, "seeds": self.seeds}
+
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + (f"+-{self.error:.3f}" if self.seeds > 1 else "")
 

@@ -140,9 +140,9 @@ def test_a_process_that_ends_costs_the_row_it_had_begun(how, measured, why, tmp_
     path, begun = tmp_path / "rows.jsonl", time.monotonic()
     add(path, facts={})
 
-    def start(order: Order) -> gpu.Child:
+    def start(order: Order) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", STANDIN, str(path), how]
-        return gpu.Child(subprocess.Popen(command, start_new_session=True), order)
+        return subprocess.Popen(command, start_new_session=True)
 
     monkeypatch.setattr(gpu, "LEAST", 1.0)
     limit = 1.0 if how == "slow" else 60

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from studies.associations import Outcome, Trained, draw_pairs
-from studies.overwrite import CONTENDERS, DELTA, RANDOM, SUM, WIDE, Overwrite, Remembering, claims, own_cells
+from studies.overwrite import CONTENDERS, DELTA, RANDOM, SUM, WIDE, Overwrite, Remembering, claims
 from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6
@@ -74,7 +74,7 @@ def test_claims_can_fail():
     bad = [outcome(SUM, 20, 0.1, 0.12), outcome(DELTA, 20, 0.001, 0.11), *good[2:]]
     assert "does NOT hold" in claims(bad)[0] and "at least 2 times" in claims(bad)[2]
     assert "does NOT hold" in claims([*good[:2], outcome(WIDE, 20, 0.02), good[3]])[1]
-    whole, lost = own_cells(good[3])
+    whole, lost = Overwrite().cells(good[3])
     # Student's t of one degree of freedom is 12.706 at 95 %: 300 +- 12.706 * 100
     assert good[3].cells()[2:] == [102.3, good[3].ours, "0 to 1.57e+03", 2, "100"]
     assert lost == "2 of 2" and good[3].ours.mean == pytest.approx(300) and whole.mean == pytest.approx(600)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from studies import Spread
+from studies.costs.harness import forward_backward
 from studies.decode import HEADS, WAYS, WIDTH, crossing
-from studies.speed import EPS, NAIVE_LIMIT, calls, contenders, crossover, draw_inputs, ratio
+from studies.speed import EPS, NAIVE_LIMIT, contenders, crossover, draw_inputs, ratio
 from studies.timing import cpu_times
 
 pytestmark = pytest.mark.usefixtures("float32")
@@ -74,7 +75,7 @@ def test_the_naive_form_stops_before_its_scores_fill_the_memory():
 
 def test_a_call_with_backward_returns_every_gradient():
     inputs = draw_inputs(16, 0)
-    got = calls(contenders(0)["ReLU"].attend, inputs, "both")()
+    _, *got = forward_backward(contenders(0)["ReLU"].attend, inputs)()
     assert [g.shape for g in got] == [x.shape for x in inputs]
     assert all(g.abs().sum() > 0 for g in got) and not any(x.requires_grad for x in inputs)
 

@@ -47,7 +47,7 @@ def study(monkeypatch):
 
             share = Spread.of(heads)
             rows = [("fair", 0.5, share, 3), ("bent, or so", None, 0.25, None)]
-            data = {"heads": torch.stack(heads), "none": math.nan}
+            data = {"heads": torch.stack(heads).tolist(), "none": math.nan}
             columns = ("coin", "claimed", "heads (share)", "tosses")
             return Result(columns, rows, ["a note"], draw, data=data)
 
