@@ -6,16 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from hecate.engine import memory_scan, memory_step
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
+from studies.costs.harness import HEADS, WIDTH, drawn
 from studies.pictures import line_plot
 from studies.study import Cell, Progress, Result, Spread, Study
 from studies.timing import cpu_times
 
-HEADS, WIDTH = 4, 64
 TOKENS = 8  # to a call that is timed
 
 Times = Mapping[tuple[str, int], list[float]]
@@ -63,12 +62,13 @@ def stepping(config: MemoryConfig) -> Way:
     fill = config.model_copy(update={"chunk": 64}) if deep else config
 
     def make(context: int, seed: int) -> tuple[Callable[[], object], int]:
-        g = torch.Generator().manual_seed(seed)
+        tokens = drawn(context + TOKENS, batch=1, seed=seed)
         with torch.no_grad():
-            _, state = memory_scan(fill, *draw_tokens(context, g), Gates(lr=0.01))
+            q, k, v = (x[:, :context] for x in tokens)
+            _, state = memory_scan(fill, q, k, v, Gates(lr=0.01))
             if deep:
                 state = state._replace(anchor={}, pending={}, position=torch.zeros_like(state.position))
-            singles = [[x[:, 0] for x in draw_tokens(1, g)] for _ in range(TOKENS)]
+        singles = [[x[:, at] for x in tokens] for at in range(context, context + TOKENS)]
 
         def run() -> None:
             carried = state
@@ -83,8 +83,7 @@ def stepping(config: MemoryConfig) -> Way:
 
 def attending(context: int, seed: int) -> tuple[Callable[[], object], int]:
     """Softmax attention over a cache of keys and values that has room for what comes."""
-    g = torch.Generator().manual_seed(seed)
-    q, k, v = (x.transpose(1, 2).contiguous() for x in draw_tokens(context + TOKENS, g))
+    q, k, v = (x.transpose(1, 2).contiguous() for x in drawn(context + TOKENS, batch=1, seed=seed))
 
     def run() -> None:
         for end in range(context + 1, context + TOKENS + 1):
@@ -93,12 +92,6 @@ def attending(context: int, seed: int) -> tuple[Callable[[], object], int]:
             F.scaled_dot_product_attention(q[:, :, -1:], k[:, :, :end], v[:, :, :end])
 
     return run, 2 * HEADS * WIDTH * context * k.element_size()
-
-
-def draw_tokens(length: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k of unit length and v, `[1, length, H, D]` in float32."""
-    q, k, v = (torch.randn(1, length, HEADS, WIDTH, generator=g) for _ in range(3))
-    return F.normalize(q, dim=-1), F.normalize(k, dim=-1), v
 
 
 WAYS: dict[str, Way] = {

@@ -158,10 +158,12 @@ def peak_mib(run: Run) -> float:
     return peak / 2**20
 
 
-def drawn(length: int, gates: int = 0, *, largest: float = 1.0, batch: int = BATCH) -> tuple[Tensor, ...]:
+def drawn(
+    length: int, gates: int = 0, *, largest: float = 1.0, batch: int = BATCH, seed: int = 0
+) -> tuple[Tensor, ...]:
     """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
     0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
-    of_tokens, of_gates = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+    of_tokens, of_gates = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
     lead, how = (batch, length, HEADS), {"dtype": torch.float32}
     q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, **how) for _ in range(3))
     lr, retain, momentum = (torch.rand(lead, generator=of_gates, **how) for _ in range(3))
