@@ -43,7 +43,7 @@ PLAIN: dict[str, Make] = {
 TORCH_MUON: dict[str, Make] = {"torch.optim.Muon": torch.optim.Muon}
 
 
-def optimisers(size: Size) -> Iterator[Row]:
+def optim(size: Size) -> Iterator[Row]:
     """Each optimiser against foreach SGD and AdamW; those that orthogonalise against torch's Muon.
 
     Parameters: two blocks of a transformer of width 256 with their vectors; matrices alone for
