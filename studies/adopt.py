@@ -76,7 +76,8 @@ class Adopt(Study):
 
         def draw(figure: Any) -> None:
             series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
-            bars(figure, list(ratios), series, "models of transformers, adopted", "CPU time, ours / theirs", line=1)
+            title, what = "models of transformers, adopted", "CPU time, ours / theirs"
+            bars(figure, list(ratios), series, title, what, line=1, xscale="linear")
 
         return Result(columns, rows, notes, draw, data=ratios)
 

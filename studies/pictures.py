@@ -62,10 +62,11 @@ def bars(
 
 
 def line_plot(figure: Any, panels: Mapping[str, Lines], xlabel: str, ylabels: Sequence[str]) -> None:
-    """A panel a quantity, both axes logarithmic; a line looks the same in all of them, and the last has every one."""
+    """A panel a quantity, both axes logarithmic; one without a label shares the y axis of the first. A line looks the
+    same in all of them, and the last has every one."""
     labels = dict.fromkeys(label for lines in panels.values() for label in lines)
     looks = {label: (COLOURS[at], MARKERS[at]) for at, label in enumerate(labels)}
-    all_axes = figure.subplots(1, len(panels), sharey=len(set(ylabels)) == 1)
+    all_axes = figure.subplots(1, len(panels), sharey=not all(ylabels))
     for axes, ylabel, (title, lines) in zip(all_axes, ylabels, panels.items(), strict=True):
         for label, points in lines.items():
             colour, marker = looks[label]
