@@ -29,7 +29,6 @@ import torch
 from hecate.engine.triton.parity import here
 from hecate.errors import ConfigError
 from hecate.files import make_folder, refusing, write_file
-from hecate.processes import interpreter
 from hecate.train.run import versions
 from studies.card import LOST, PARTS, Order, add, ended, key, rows_of
 from studies.pictures import bars
@@ -84,15 +83,16 @@ def begin(path: Path, facts: dict[str, Any]) -> None:
 
 
 def start(order: Order) -> subprocess.Popen[bytes]:
-    """A process of an order, in a group of its own; what it says goes to a log beside the rows. Without a card kernels
-    are interpreted."""
-    own = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    """A process of an order, in a group of its own, which takes this checkout ahead of others; what it says goes to a
+    log beside the rows. Without a card kernels are interpreted."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if order.dry and installed("triton"):
         own["TRITON_INTERPRET"] = "1"
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-        return subprocess.Popen(interpreter(CODE, json.dumps(order._asdict())), env=own, **how)
+        return subprocess.Popen([sys.executable, "-P", "-c", CODE, json.dumps(order._asdict())], env=own, **how)
 
 
 def run_part(
