@@ -364,7 +364,7 @@ def one_token(
 ) -> tuple[list[float], str]:
     """Milliseconds, and those of moving the state at the rate of a copy."""
     case = draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
-    q, k, v, gates = given({name: x[:, 0].detach() for name, x in case.items()})
+    q, k, v, gates = arguments({name: x[:, 0].detach() for name, x in case.items()})
     config = propagating(config)
     with torch.no_grad():
         _, state = memory_step(config, q, k, v, gates)
@@ -467,7 +467,7 @@ def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, 
     return {name: x.requires_grad_() for name, x in case.items()}
 
 
-def given(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
+def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
     """A case as a memory is given it."""
     vectors = ("q", "k", "v")
     q, k, v = (case[name] for name in vectors)
@@ -483,7 +483,7 @@ def propagating(config: MemoryConfig) -> MemoryConfig:
 
 def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
     """Those of a scan alone."""
-    return memory_scan(propagating(config), *given(case), engine=engine)[0]
+    return memory_scan(propagating(config), *arguments(case), engine=engine)[0]
 
 
 def both(call: Callable[[Case], Tensor], case: Case) -> None:
@@ -495,7 +495,7 @@ def both(call: Callable[[Case], Tensor], case: Case) -> None:
 def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | None = None) -> Case:
     """Outputs, the last weights and the gradients of all inputs."""
     own = {name: x.detach().requires_grad_() for name, x in case.items()}
-    y, state = memory_scan(propagating(config), *given(own), engine=engine, cu_seqlens=borders)
+    y, state = memory_scan(propagating(config), *arguments(own), engine=engine, cu_seqlens=borders)
     found = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
@@ -510,7 +510,7 @@ def peer(name: str, case: Case) -> Tensor:
     # On Hopper with Triton 3.4 to 3.7.0 it refuses a gated backward pass, whose numbers are wrong there. Its time can
     # be taken all the same, and no number of it is used.
     vars(import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True
-    q, k, v, _ = given(case)
+    q, k, v, _ = arguments(case)
     if name == "linear attention":
         y: Tensor = kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
     else:
