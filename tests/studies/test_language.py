@@ -20,8 +20,10 @@ def test_models_are_of_equal_size():
     cells = [fitted(name, model, sizes, DATA) for name, model in models().items()]
     counts = {cell.label: sizes_of(cell.config).parameters for cell in cells}
     step = 3 * sizes.width * sizes.layers  # one hidden unit of each MLP
+    hope = counts.pop("HOPE")  # it has no MLP to make it fit
     assert all(abs(count - counts[REFERENCE]) <= step for count in counts.values()), counts
-    assert max(counts.values()) <= 300_000 and sizes.tokens >= 5e6 and Language.count >= 3
+    assert abs(hope - counts[REFERENCE]) <= 0.02 * counts[REFERENCE]
+    assert max(hope, *counts.values()) <= 300_000 and sizes.tokens >= 5e6 and Language.count >= 3
 
 
 def test_attention_has_what_memories_have():
