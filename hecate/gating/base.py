@@ -12,6 +12,8 @@ from hecate.variant import Variant
 
 Shapes = dict[str, tuple[int, ...]]
 Named = Mapping[str, Tensor]  # parameters of a gating, or what it carries on
+Start = float | Callable[[tuple[int, ...], torch.Generator], Tensor]  # a number, or a draw in float64
+Parts = dict[str, tuple[tuple[int, ...], Start]]
 
 
 class Sizes(NamedTuple):
@@ -57,7 +59,8 @@ class Gating(Variant, family="gating"):
     state from token to token, `held`, which masks and resets treat as the memory does: an unwritten token leaves it, a
     reset restarts it.
 
-    A variant gives `forward`, the shapes of its parameters and how they start.
+    A variant gives `forward`, and the shapes of its parameters and how they start: as `parts`, or as `shapes` and
+    `start`.
 
     Shapes: x `[B, T, d_model]`; parameters as in `shapes`, state `[B, ...]` as in `state_shapes`, zero at the start.
     """
@@ -66,7 +69,7 @@ class Gating(Variant, family="gating"):
     one_key: ClassVar[bool] = False  # whether it looks at the one key of a token
     channels: ClassVar[tuple[str, ...]] = ()  # gates that it makes per key channel, of which phi then has as many
     _makes: ClassVar[tuple[str, ...]] = ()
-    _formulas = ("forward", "shapes", "start", "state_shapes")
+    _formulas = ("forward", "parts", "shapes", "start", "state_shapes")
 
     @property
     def gates(self) -> tuple[str, ...]:
@@ -91,9 +94,13 @@ class Gating(Variant, family="gating"):
         """Number of keys and values that the layer projects per token, for so many writes."""
         return writes
 
+    def parts(self, sizes: Sizes) -> Parts:
+        """Its parameters by name: a shape, and the value at the start."""
+        return {}
+
     def shapes(self, sizes: Sizes) -> Shapes:
         """Shapes of its parameters by name."""
-        return {}
+        return {name: shape for name, (shape, _) in self.parts(sizes).items()}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         """Shapes of what it carries on, of one sequence, by name."""
@@ -101,7 +108,10 @@ class Gating(Variant, family="gating"):
 
     def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
         """Starting values of a parameter, in float64."""
-        raise NotImplementedError(f"{type(self).__name__} has a parameter {name!r} and no start for it")
+        if name not in (parts := self.parts(sizes)):
+            raise NotImplementedError(f"{type(self).__name__} has a parameter {name!r} and no start for it")
+        start = parts[name][1]
+        return start(shape, source) if callable(start) else torch.full(shape, start, dtype=torch.float64)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         """Inputs to the memory, and the gating's state after the last token."""
@@ -129,7 +139,7 @@ GatingKind = Gating
 # For variants that look at the token before.
 
 
-def last_written(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def latest(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """The value `[B, T, ...]` of the last token written before each one in its document, and that after the last token
     `[B, ...]`; `held` before the first. After a reset it is zero."""
     batch, length = values.shape[:2]
@@ -145,8 +155,8 @@ def last_written(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Te
         marks[..., 0] = torch.where(masks.reset, 2 * steps + 1, 0)
     written = torch.ones(batch, length, dtype=torch.bool, device=values.device) if masks.write is None else masks.write
     marks[..., 1] = torch.where(written, 2 * steps + 2, 0)
-    latest = marks.flatten(1).cummax(1).values.unflatten(1, (length, 2))
-    places = torch.where(latest % 2 == 1, 1, torch.where(latest == 0, 0, latest // 2 + 1))
+    newest = marks.flatten(1).cummax(1).values.unflatten(1, (length, 2))
+    places = torch.where(newest % 2 == 1, 1, torch.where(newest == 0, 0, newest // 2 + 1))
     before, after = places[..., 0], places[:, -1, 1]
 
     start = torch.stack([held.to(values.dtype), torch.zeros_like(held, dtype=values.dtype)], 1)

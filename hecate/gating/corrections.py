@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad, silu
 
-from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, running
-from hecate.gating.heads import head, logit, rate_start, shrink, spread
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, running
+from hecate.gating.heads import head, logit, rate_start, rates, shrink
 from hecate.tape import can_inspect, is_traced
 from hecate.tape.ops import joined, unit
 from hecate.variant import Conflicts
@@ -41,11 +41,8 @@ class Comba(Gating):
             return "key_norm='sum' is for features without a sign, which a corrected query has; use 'l2'"
         return None
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {"a": (sizes.heads,), "d": (sizes.heads,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, self.feedback if name == "a" else self.correction, dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        return {"a": ((sizes.heads,), self.feedback), "d": ((sizes.heads,), self.correction)}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         c = torch.sigmoid(params["a"])
@@ -82,11 +79,9 @@ class Complement(Gating):
         alike = self.keys or config.retention.gate_form.channels
         return None if alike else "it makes a retain gate per channel; set retention.channels, or gating.keys"
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {} if self.keys else dict.fromkeys(("a", "b"), (sizes.heads, sizes.d_key))
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, 1.0 if name == "a" else logit(0.9), dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        keys = sizes.heads, sizes.d_key
+        return {} if self.keys else {"a": (keys, 1.0), "b": (keys, logit(0.9))}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         k, retain = made.k, made.gates.get("retain")
@@ -125,7 +120,6 @@ class Curvature(Gating):
     gate: Literal["sigmoid", "softplus"] = "sigmoid"
     decay: float = Field(0.99, gt=0, lt=1, description="at the start, of a sigmoid")
     rate: float = Field(0.5, gt=0, lt=1, description="at the start")
-    names: ClassVar[tuple[str, ...]] = ("decay", "rate")
 
     def conflicts(self) -> Conflicts:
         if self.gate == "softplus" and self.decay != type(self).model_fields["decay"].default:
@@ -145,20 +139,15 @@ class Curvature(Gating):
             )
         return None
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        heads: Shapes = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in self.names}
-        numbers = [*(f"{name}.bias" for name in self.names), "center"]
-        numbers += ["decay.rate"] if self.gate == "softplus" else []
-        return heads | dict.fromkeys(numbers, (sizes.heads,))
+    def parts(self, sizes: Sizes) -> Parts:
+        own, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
+        found: Parts = {"decay.weight": own, "rate.weight": own}
+        found["decay.bias"] = each, rate_start if soft else logit(self.decay)
+        found |= {"rate.bias": (each, logit(self.rate)), "center": (each, self.center)}
+        return found | ({"decay.rate": (each, rates)} if soft else {})
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"curvature": (sizes.heads, sizes.d_key)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if self.gate == "softplus" and name in ("decay.rate", "decay.bias"):
-            return spread(shape, source, 1.0, 16.0) if name == "decay.rate" else rate_start(shape, source)
-        value = {"center": self.center, "decay.bias": logit(self.decay), "rate.bias": logit(self.rate)}.get(name, 0.0)
-        return torch.full(shape, value, dtype=torch.float64)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         rate = torch.sigmoid(head(params, "rate", x)).unsqueeze(-1)
@@ -210,16 +199,15 @@ class Hypergradient(Gating):
             return f"high={self.high:g} has to lie above low={self.low:g}, and times lr={lr:g} within {limit:g}"
         return None
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        gate: Shapes = {"forget.weight": (sizes.heads, sizes.d_model), "forget.bias": (sizes.heads,)}
-        return {"start": (sizes.heads, sizes.d_key)} | ({} if self.forget is None else gate)
+    def parts(self, sizes: Sizes) -> Parts:
+        found: Parts = {"start": ((sizes.heads, sizes.d_key), self.begin)}
+        if self.forget is not None:
+            found["forget.weight"] = (sizes.heads, sizes.d_model), 0.0
+            found["forget.bias"] = (sizes.heads,), logit(self.forget)
+        return found
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"moved": (sizes.heads, sizes.d_key)}  # d less its start
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        value = {"start": self.begin, "forget.bias": logit(self.forget or 0.5)}.get(name, 0.0)
-        return torch.full(shape, value, dtype=torch.float64)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         s = unit(made.k.to(torch.promote_types(x.dtype, torch.float32))).square()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear, softplus
 
 from hecate.checks import Size
-from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Sizes, Start, Written
 from hecate.tape.ops import unit
 from hecate.variant import Config
 
@@ -94,21 +95,15 @@ class Heads(Gating):
                 found[name] = head, (*times, sizes.heads, *((width,) if head.channels else ()))
         return found
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        shapes: Shapes = {}
+    def parts(self, sizes: Sizes) -> Parts:
+        found, draw = Parts(), partial(normal, std=0.02)
         for name, (head, rows) in self._rows(sizes).items():
             if head.rank is not None:
-                shapes[f"{name}.down"] = (head.rank, sizes.d_model)
-            shapes[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank)
+                found[f"{name}.down"] = (head.rank, sizes.d_model), draw
+            found[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank), draw
             if head.bias:
-                shapes[f"{name}.bias"] = rows
-        return shapes
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if not name.endswith("bias"):
-            return normal(shape, source, 0.02)
-        start = getattr(self, name.removesuffix(".bias")).start
-        return torch.full(shape, logit(start), dtype=torch.float64)
+                found[f"{name}.bias"] = rows, logit(head.start)
+        return found
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         seen, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(made.gates)
@@ -167,6 +162,14 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
     """log A with A uniform in [low, high], kept off zero."""
     draw = torch.rand(shape, generator=source, dtype=torch.float64, device="cpu")
     return (low + (high - low) * draw).clamp(min=1e-4).log()
+
+
+def weights(sizes: Sizes) -> tuple[tuple[int, ...], Start]:
+    """Those of a linear map of x for each head, N(0, 1/d_model), in `Gating.parts`."""
+    return (sizes.heads, sizes.d_model), partial(normal, std=sizes.d_model**-0.5)
+
+
+rates = partial(spread, low=1.0, high=16.0)
 
 
 def shrink(params: Named, name: str, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,8 +13,8 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.checks import Size
 from hecate.errors import ConfigError
-from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running, running_max
-from hecate.gating.heads import head, logit, normal, rate_start, shrink, spread
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running, running_max
+from hecate.gating.heads import head, logit, rate_start, shrink, spread, weights
 
 _TOP = 32  # slots that a token of Raven goes to
 
@@ -42,11 +43,8 @@ class Mesa(Gating):
             return f"ridge={self.ridge:g} has to start above its least {self.least:g}"
         return _needed(config, "ridge", "ridge")
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {"r": (sizes.heads, sizes.d_key)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, math.log(math.expm1(self.ridge - self.least)), dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        return {"r": ((sizes.heads, sizes.d_key), math.log(math.expm1(self.ridge - self.least)))}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         r = params["r"].to(torch.promote_types(x.dtype, torch.float32))
@@ -71,11 +69,8 @@ class KalmaNet(Gating):
     def refusal(self, config: Any) -> str | None:
         return _needed(config, "mix", "ridge")
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {"mix.weight": (sizes.heads, sizes.d_model), "mix.bias": (sizes.heads,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, 0.0 if name == "mix.weight" else logit(self.mix), dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        return {"mix.weight": ((sizes.heads, sizes.d_model), 0.0), "mix.bias": ((sizes.heads,), logit(self.mix))}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         lr, mix = made.gates["lr"], torch.sigmoid(head(params, "mix", x))
@@ -93,11 +88,8 @@ class _Slotted(Gating):
     def refusal(self, config: Any) -> str | None:
         return _needed(config, "write", "slots")
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {"slots.weight": (sizes.heads, sizes.d_key, sizes.d_model)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return normal(shape, source, sizes.d_model**-0.5)
+    def parts(self, sizes: Sizes) -> Parts:
+        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), weights(sizes)[1])}
 
 
 def _scores(params: Named, x: Tensor) -> Tensor:
@@ -145,10 +137,10 @@ class ABC(_Slotted):
         s, since = _scores(params, x).clamp(-self.limit, self.limit), Masks(None, masks.reset)
         with torch.no_grad():
             m = running_max(torch.zeros_like(s), s, held["m"], masks)
-            before, last = last_written(m, held["m"], since)
+            before, last = latest(m, held["m"], since)
         fall, own = torch.exp(before - m), torch.exp((s - m).clamp(max=0))  # above 0 at unwritten tokens alone
         total = running(fall, own, held["sum"], masks)
-        earlier, final = last_written(total, held["sum"], since)
+        earlier, final = latest(total, held["sum"], since)
         some = total > 0  # an unwritten token may stand where nothing was written
         divisor = torch.where(some, total, 1.0)
         kept = torch.where(earlier > 0, earlier * fall / divisor, 1.0)
@@ -179,18 +171,13 @@ class Raven(_Slotted):
         None, ge=1, description="slots that a token goes to; None: 32, or all where there are fewer"
     )
 
-    def shapes(self, sizes: Sizes) -> Shapes:
+    def parts(self, sizes: Sizes) -> Parts:
         if self.top is not None and self.top > sizes.d_key:
             few = f"a token goes to {self.top} slots, and there are {sizes.d_key}, as many as a key is wide"
             raise ConfigError(f"{few}; lower top or widen keys", path=("gating", "top"))
-        share: Shapes = {"share.weight": (sizes.heads, sizes.d_model)}
-        return super().shapes(sizes) | share | dict.fromkeys(("share.bias", "share.rate"), (sizes.heads,))
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name == "share.bias":
-            return rate_start(shape, source)
-        rate = name == "share.rate"
-        return spread(shape, source, 0.0, 16.0) if rate else super().start(name, shape, sizes, source)
+        each, rate = (sizes.heads,), partial(spread, low=0.0, high=16.0)
+        share = {"share.weight": weights(sizes), "share.bias": (each, rate_start), "share.rate": (each, rate)}
+        return super().parts(sizes) | share
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         shares = _shares(_scores(params, x), _TOP if self.top is None else self.top)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear, logsigmoid, rms_norm, softplus
 
 from hecate.checks import Size
-from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running, running_max
-from hecate.gating.heads import head, normal, rate_start, shrink, spread
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running, running_max
+from hecate.gating.heads import head, normal, rate_start, rates, shrink, spread, weights
 from hecate.tape.ops import unit
 
 
@@ -35,16 +36,9 @@ class Mamba2(Gating):
     def refusal(self, config: Any) -> str | None:
         return None if config.retention.uses_retain else f"retention {config.retention.kind!r} has no retain gate"
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        own: Shapes = {"dt.weight": (sizes.heads, sizes.d_model)}
-        return own | dict.fromkeys(("dt.bias", "rate", "d"), (sizes.heads,))
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name == "dt.weight":
-            return normal(shape, source, sizes.d_model**-0.5)
-        if name == "dt.bias":
-            return rate_start(shape, source)
-        return spread(shape, source, 1.0, 16.0) if name == "rate" else torch.zeros(shape, dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        each = (sizes.heads,)
+        return {"dt.weight": weights(sizes), "dt.bias": (each, rate_start), "rate": (each, rates), "d": (each, 0.0)}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         dt = softplus(head(params, "dt", x))
@@ -88,28 +82,16 @@ class Mamba3(_TwoWrites):
     def _angles(self, sizes: Sizes) -> int:
         return int(self.turned * (sizes.d_key // 2))
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        heads, model, angles = sizes.heads, sizes.d_model, self._angles(sizes)
-        found: Shapes = {
-            "dt.weight": (heads, model),
-            "dt.bias": (heads,),
-            "a.weight": (heads, model),
-            "trapezoid.weight": (heads, model),
-        }
-        if angles:
-            found["angle.weight"] = (heads * angles, model)
-        return found | {"q_bias": (heads, sizes.d_key), "k_bias": (heads, sizes.d_key), "d": (heads,)}
+    def parts(self, sizes: Sizes) -> Parts:
+        heads, own, key = sizes.heads, weights(sizes), ((sizes.heads, sizes.d_key), 1.0)
+        found: Parts = {"dt.weight": own, "dt.bias": ((heads,), rate_start), "a.weight": own, "trapezoid.weight": own}
+        if angles := self._angles(sizes):
+            found["angle.weight"] = (heads * angles, sizes.d_model), own[1]
+        return found | {"q_bias": key, "k_bias": key, "d": ((heads,), 1.0)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         key: Shapes = {"key": (sizes.heads, sizes.d_key), "value": (sizes.heads, sizes.d_value)}
         return key | {"angle": (sizes.heads, self._angles(sizes))}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name.endswith("weight"):
-            return normal(shape, source, sizes.d_model**-0.5)
-        if name == "dt.bias":
-            return rate_start(shape, source)
-        return torch.ones(shape, dtype=torch.float64)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         dt = softplus(head(params, "dt", x))
@@ -125,8 +107,8 @@ class Mamba3(_TwoWrites):
             step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)
             angles = running(torch.ones_like(step), step, theta, masks)
             q, k, theta = turn(q, angles), turn(k, angles), angles[:, -1].remainder(2 * math.pi)
-        before, key = last_written(k, held["key"], masks)
-        earlier, value = last_written(made.v, held["value"], masks)
+        before, key = latest(k, held["key"], masks)
+        earlier, value = latest(made.v, held["value"], masks)
         both = {"lr": torch.stack(((1 - share) * dt * a, share * dt), 2), "retain": a, "erase": None, "write": None}
         pair = torch.stack((before, k), 2).to(made.k.dtype)
         values = torch.stack((earlier, made.v), 2)
@@ -169,23 +151,20 @@ class MLSTM(Gating):
             return "it makes lr, retain and the floor of the divisor; set normalizer='max' and retention 'decay'"
         return None
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        gates = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("i", "f")}
-        return gates | {f"{name}.bias": (sizes.heads,) for name in ("i", "f")}
+    def parts(self, sizes: Sizes) -> Parts:
+        own, each = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,)
+        rising = torch.linspace(3.0, 6.0, sizes.heads, dtype=torch.float64)
+        biases: Parts = {"i.bias": (each, partial(normal, std=0.1)), "f.bias": (each, lambda *_: rising)}
+        return {"i.weight": own, "f.weight": own, **biases}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"m": (sizes.heads,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name == "i.bias":
-            return normal(shape, source, 0.1)
-        return torch.linspace(3.0, 6.0, *shape, dtype=torch.float64) if name == "f.bias" else torch.zeros(shape)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         i, kept = head(params, "i", x), logsigmoid(head(params, "f", x))
         with torch.no_grad():
             m = running_max(kept, i, held["m"], masks)
-            before, last = last_written(m, held["m"], Masks(None, masks.reset))
+            before, last = latest(m, held["m"], Masks(None, masks.reset))
         left = kept + (before - m)
         left = left - left.detach().relu()  # above 0 by rounding alone
         gates = {"lr": torch.exp(i - m), "retain": torch.exp(left), "floor": torch.exp(-m)}
@@ -218,20 +197,14 @@ class RWKV7(_TwoWrites):
     def erases(self) -> float:
         return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        keys = sizes.heads, sizes.d_key
-        low: Shapes = {"down": (self.rank, sizes.d_model), "up": (math.prod(keys), self.rank), "bias": keys}
-        gates: Shapes = {f"{gate}.{name}": shape for gate in ("w", "alpha") for name, shape in low.items()}
-        return gates | {"xi": keys, "zeta": keys}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name.endswith("down"):
-            return normal(shape, source, 0.02)
-        if name.endswith("up"):
-            return normal(shape, source, 0.1 * self.rank**-0.5)
-        if name == "w.bias":  # from quick to slow along the channels
-            return torch.linspace(-6.0, -1.0, shape[-1], dtype=torch.float64).expand(shape)
-        return torch.full(shape, {"xi": 0.7, "zeta": 1.0}.get(name, 0.0), dtype=torch.float64)
+    def parts(self, sizes: Sizes) -> Parts:
+        keys, found = (sizes.heads, sizes.d_key), Parts()
+        slower = torch.linspace(-6.0, -1.0, sizes.d_key, dtype=torch.float64).expand(keys)  # along the channels
+        for gate in ("w", "alpha"):
+            found[f"{gate}.down"] = (self.rank, sizes.d_model), partial(normal, std=0.02)
+            found[f"{gate}.up"] = (math.prod(keys), self.rank), partial(normal, std=0.1 * self.rank**-0.5)
+            found[f"{gate}.bias"] = keys, (lambda *_: slower) if gate == "w" else 0.0
+        return found | {"xi": (keys, 0.7), "zeta": (keys, 1.0)}
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -298,20 +271,15 @@ class MomentumDeltaGates(Gating):
             return f"its gate may exceed 1, the top of algorithm {algorithm.kind!r}; use 'momentum' with bounded=False"
         return None
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        weights = {f"{name}.weight": (sizes.heads, sizes.d_model) for name in ("eta", "b", "alpha", "mu")}
-        numbers = ["f", "alpha.bias", "alpha.rate", "mu.bias", "mu.rate", *(["d"] if self.correction else [])]
-        return weights | dict.fromkeys(numbers, (sizes.heads,))
+    def parts(self, sizes: Sizes) -> Parts:
+        own = {f"{name}.weight": weights(sizes) for name in ("eta", "b", "alpha", "mu")}
+        tops = {"f": 4.0, "alpha.bias": None, "alpha.rate": 16.0, "mu.bias": None, "mu.rate": 16.0}
+        tops |= {"d": 1.0} if self.correction else {}
+        draws = {name: rate_start if top is None else partial(spread, low=0.0, high=top) for name, top in tops.items()}
+        return own | {name: ((sizes.heads,), draw) for name, draw in draws.items()}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"b": (sizes.heads,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        if name.endswith("weight"):
-            return normal(shape, source, sizes.d_model**-0.5)
-        if name.endswith("bias"):
-            return rate_start(shape, source)
-        return spread(shape, source, 0.0, {"f": 4.0, "d": 1.0}.get(name, 16.0))
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         eta = 1 + torch.tanh(head(params, "eta", x) * x.shape[-1] ** -0.5)
@@ -320,7 +288,7 @@ class MomentumDeltaGates(Gating):
         b = ((1 - cosine) * torch.sigmoid(head(params, "b", x))).clamp(min=LEAST)
         alpha = cosine * torch.exp(shrink(params, "alpha", x))
         mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
-        before, last = last_written(b, held["b"], masks)
+        before, last = latest(b, held["b"], masks)
         ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
         q = made.q
         if self.correction:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from hecate.gating.base import Gated, Gating, Masks, Named, Shapes, Sizes, Written, last_written, running
+from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running
 from hecate.gating.heads import head, inverse_softplus
 from hecate.variant import Conflicts
 
@@ -69,18 +69,18 @@ class TargetConv(Gating):
     def _behind(self) -> int:
         return self.taps - 1 - self.ahead
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        return {"conv": (self.taps, sizes.heads, sizes.d_value)}
+    def parts(self, sizes: Sizes) -> Parts:
+        def start(shape: tuple[int, ...], _: torch.Generator) -> Tensor:
+            taps = torch.zeros(shape, dtype=torch.float64)
+            taps[self._behind] = self.own
+            return taps
+
+        return {"conv": ((self.taps, sizes.heads, sizes.d_value), start)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         keys = {f"key{j}": (sizes.heads, sizes.d_key) for j in range(1, self.ahead + 1)}
         values = {f"value{j}": (sizes.heads, sizes.d_value) for j in range(1, self._behind + 1)}
         return {**keys, **values, "count": (1,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        taps = torch.zeros(shape, dtype=torch.float64)
-        taps[self._behind] = self.own
-        return taps
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         after: dict[str, Tensor] = {}
@@ -89,7 +89,7 @@ class TargetConv(Gating):
             """A token's own and those of the written tokens before it, the nearest first."""
             found = [now]
             for j in range(1, depth + 1):
-                before, after[f"{name}{j}"] = last_written(found[-1], held[f"{name}{j}"], masks)
+                before, after[f"{name}{j}"] = latest(found[-1], held[f"{name}{j}"], masks)
                 found.append(before.to(now.dtype))
             return found
 
@@ -130,16 +130,13 @@ class LargeChunk(Gating):
         reason = config.rates_refusal()
         return None if reason is None else f"it makes an lr for each weight, but {reason}"
 
-    def shapes(self, sizes: Sizes) -> Shapes:
-        rows = {"lr": (sizes.weights, sizes.heads), "momentum": (sizes.heads,)}
-        heads: Shapes = {f"{name}.weight": (*shape, sizes.d_model) for name, shape in rows.items()}
-        return heads | {f"{name}.bias": shape for name, shape in rows.items()}
+    def parts(self, sizes: Sizes) -> Parts:
+        each, own = (sizes.weights, sizes.heads), (sizes.heads,)
+        heads: Parts = {"lr.weight": ((*each, sizes.d_model), 0.0), "momentum.weight": ((*own, sizes.d_model), 0.0)}
+        return heads | {"lr.bias": (each, inverse_softplus(self.lr)), "momentum.bias": (own, 0.0)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"total": (sizes.heads,), "count": (1,)}
-
-    def start(self, name: str, shape: tuple[int, ...], sizes: Sizes, source: torch.Generator) -> Tensor:
-        return torch.full(shape, inverse_softplus(self.lr) if name == "lr.bias" else 0.0, dtype=torch.float64)
 
     def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
