@@ -401,7 +401,7 @@ class SelfReferential(MemoryLayer):
         return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
-        """Span by span; all tokens of one read the boxes in the same state. `tokens` are the arguments of `_span`."""
+        """Span by span; all tokens of one read the boxes in the same state. `tokens` are those of `_span`."""
         config, (batch, length), reset = self.config, tokens["x"].shape[:2], tokens["reset_mask"]
         fresh: Any = None if state is not None and reset is None else self.boxes.state(batch)
         if state is None:
@@ -425,25 +425,18 @@ class SelfReferential(MemoryLayer):
                 anchor = where_rows(opens[:, at], anchor, state.anchor)
             elif config.anchored:  # no token, so no chunk opens
                 anchor = state.anchor
-            y, state = self._span(state, anchor, how, **between(tokens, at, end))
+            y, state = self._span(state, anchor, how, between(tokens, at, end))
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=position.clone())
 
     def _span(
-        self,
-        state: SelfReferentialState,
-        anchor: Weights,
-        how: dict[str, Any],
-        *,
-        x: Tensor,
-        phi: Tensor,
-        answers: dict[str, Tensor],
-        **masks: Tensor | None,
+        self, state: SelfReferentialState, anchor: Weights, how: dict[str, Any], tokens: dict[str, Any]
     ) -> tuple[Tensor, SelfReferentialState]:
         """Reads the projections at the anchor, writes the boxes, reads the memory at q.
 
-        `phi` are the features of the layer's inputs x, `answers` those of the boxes that are not written."""
-        boxes, config = self.boxes, self.config
+        Of tokens: the layer's inputs x and their features phi, answers of the boxes that are not written, and masks."""
+        boxes, config, masks = self.boxes, self.config, dict(tokens)
+        x, phi, answers = (masks.pop(name) for name in ("x", "phi", "answers"))
         moving = len(config.moving) * self.heads
         if moving:
             carried = {name: weight[:, :moving] for name, weight in anchor.items()}

@@ -164,6 +164,9 @@ def latest(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     return table[rows.unsqueeze(1), before], table[rows, after]
 
 
+Join = Callable[..., Tensor]
+
+
 def running(decay: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:
     """s_t = decay_t s_{t-1} + added_t, `[B, T, ...]`, from `held`: an unwritten token leaves it, a reset takes it to 0.
 
@@ -182,14 +185,7 @@ def running_max(fall: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tens
 
 
 def _doubled(
-    gate: Tensor,
-    added: Tensor,
-    held: Tensor,
-    masks: Masks,
-    join: Callable[..., Tensor],
-    chain: Callable[..., Tensor],
-    one: float,
-    none: float,
+    gate: Tensor, added: Tensor, held: Tensor, masks: Masks, join: Join, chain: Join, one: float, none: float
 ) -> Tensor:
     wide = [1] * (added.dim() - 2)
     if masks.write is not None:

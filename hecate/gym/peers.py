@@ -190,17 +190,6 @@ class TitansPytorch:
         return torch.as_tensor(found)
 
 
-class _Of(nn.Module):
-    """A projection by a function of its input."""
-
-    def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.made = made
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.made(x)
-
-
 def _neural_memory(width: int, lr: float, momentum: float) -> Any:
     with warnings.catch_warnings(), torch.random.fork_rng():  # its own weights are drawn, and replaced
         warnings.simplefilter("ignore")
@@ -212,14 +201,16 @@ def _neural_memory(width: int, lr: float, momentum: float) -> Any:
             mem_model_norm_add_residual=False,
         )  # fmt: skip
     logit = math.log(momentum / (1 - momentum)) if momentum else -math.inf
-    for name, made in {
+    for name, function in {
         "to_keys": lambda x: x[..., :width],
         "to_values": lambda x: x[..., width:],
         "to_adaptive_step": lambda x: x.new_full(x.shape[:2], lr),
         "to_momentum": lambda x: x.new_full((1, *x.shape[:2], 1), logit),
         "to_decay_factor": lambda x: x.new_full((*x.shape[:2], 1), -math.inf),
     }.items():
-        setattr(module, name, _Of(made))
+        part: Any = nn.Module()
+        part.forward = function
+        setattr(module, name, part)
     return module.requires_grad_(False)
 
 

@@ -273,14 +273,15 @@ class _Teacher(_Predicted):
         keys = _units(rng, self.length, self.width)
         return Row(keys, self.taught(rng, keys))
 
-    def best_linear(self) -> float:
-        """Relative error of the best linear map, which sees each direction by itself: 1 - E[u f]^2 / (E[u^2] E[f^2]),
-        u / scale a coordinate of the unit sphere, of density (1 - u^2)^((D - 3) / 2)."""
+    def known(self) -> dict[str, float]:
+        """The best linear map, which sees each direction by itself: 1 - E[u f]^2 / (E[u^2] E[f^2]), u / scale a
+        coordinate of the unit sphere, of density (1 - u^2)^((D - 3) / 2)."""
         at, weight = np.polynomial.legendre.leggauss(400)
         weight = weight * (1 - at**2) ** ((self.width - 3) / 2)
         bent = self.bent(self.scale * at[:, None])[:, 0]
         bent = bent - (weight * bent).sum() / weight.sum()
-        return float(1 - (weight * at * bent).sum() ** 2 / (weight * at**2).sum() / (weight * bent**2).sum())
+        error = 1 - (weight * at * bent).sum() ** 2 / (weight * at**2).sum() / (weight * bent**2).sum()
+        return {"best linear map": float(error)}
 
 
 class OddTeacher(_Teacher):
@@ -295,10 +296,6 @@ class OddTeacher(_Teacher):
 
     kind: Literal["odd"] = "odd"
     about: ClassVar[str] = "a nonlinear map, V tanh(W k)"
-
-    def known(self) -> dict[str, float]:
-        """The best linear map."""
-        return {"best linear map": self.best_linear()}
 
 
 class EvenTeacher(_Teacher):
@@ -316,10 +313,6 @@ class EvenTeacher(_Teacher):
         found = np.abs(seen)
         half = math.lgamma(self.width / 2) - math.lgamma((self.width + 1) / 2)  # E|u| of a coordinate of the sphere
         return np.asarray(found - self.scale * math.exp(half) / math.sqrt(math.pi))
-
-    def known(self) -> dict[str, float]:
-        """The best linear map, which an even function gives nothing."""
-        return {"best linear map": self.best_linear()}
 
 
 class Recall(GymTask):

@@ -313,9 +313,14 @@ class HecateModel(HecatePreTrainedModel):
             past_key_values = Cache(layers=[StateLayer() for _ in self.lm.blocks])
         if past_key_values is not None:
             layers = state_layers(past_key_values, len(self.lm.blocks))
-        x, written, starts = self._read(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seq_lens_q, None if layers is None else layers[0]
-        )
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        past = None if layers is None else layers[0]
+        written = written_tokens(attention_mask, given.shape[1], past)
+        starts = document_starts(position_ids, cu_seq_lens_q, written, given.shape[:2], past)
+        if inputs_embeds is not None:
+            x = self.lm.scaled(inputs_embeds)
+        else:  # a tokenizer's padding may be no token of the model
+            x = self.lm.embedded(given if written is None else given.masked_fill(~written, 0))
         seen = []
         for index, block in enumerate(self.lm.blocks):
             seen.append(x)
@@ -326,24 +331,6 @@ class HecateModel(HecatePreTrainedModel):
         x = self.lm.norm(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return BaseModelOutputWithPast(x, past_key_values, (*seen, x) if wanted else None)
-
-    def _read(
-        self,
-        tokens: Tensor | None,
-        rows: Tensor | None,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        borders: Tensor | None,
-        past: StateLayer | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Inputs of the first block, the mask of those that are no padding, and the starts of documents."""
-        given: Any = tokens if rows is None else rows
-        written = written_tokens(mask, given.shape[1], past)
-        starts = document_starts(positions, borders, written, given.shape[:2], past)
-        if rows is not None:
-            return self.lm.scaled(rows), written, starts
-        # A tokenizer's padding may be no token of the model.
-        return self.lm.embedded(given if written is None else given.masked_fill(~written, 0)), written, starts
 
 
 def _check_known(kwargs: dict[str, Any]) -> None:

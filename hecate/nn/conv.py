@@ -110,9 +110,9 @@ def convolved(
     """
     if conv is None:
         return x, None, None
-    past, past_segment = (None, None) if state is None else (state.conv, state.conv_segment)
+    past, past_segment = held = Past(None, None) if state is None else Past(state.conv, state.conv_segment)
     if write_mask is not None and conv.inert:
-        return _without_masked(conv, x, past, past_segment, write_mask, reset_mask)
+        return _without_masked(conv, x, held, write_mask, reset_mask)
     if past_segment is None and reset_mask is None:
         return *conv(x, past, None, write_mask), None
     segment = _documents(conv, x, past_segment, reset_mask)
@@ -124,7 +124,7 @@ def convolved(
 class Past(NamedTuple):
     """The inputs of a convolution before a piece, in the form that a layer's state has."""
 
-    conv: Tensor
+    conv: Tensor | None
     conv_segment: Tensor | None
 
 
@@ -149,17 +149,12 @@ def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_ma
 
 
 def _without_masked(
-    conv: ShortConv,
-    x: Tensor,
-    past: Tensor | None,
-    past_segment: Tensor | None,
-    write_mask: Tensor,
-    reset_mask: Tensor | None,
+    conv: ShortConv, x: Tensor, held: Past, write_mask: Tensor, reset_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`convolved` of the written tokens, which stand together behind what came before them; a masked token sees itself
     alone, wherever a sequence is cut."""
     batch, length, channels = x.shape
-    kept = conv.kernel - 1
+    (past, past_segment), kept = held, conv.kernel - 1
     if past is None:
         past = x.new_zeros(batch, kept, channels)
     there = torch.cat([write_mask.new_ones(batch, kept), write_mask], 1)

@@ -17,7 +17,7 @@ from hecate.checks import expect_choice, named
 from hecate.distributed.context import Context, Shares, context_scan
 from hecate.engine import EngineName, memory_scan, short_way
 from hecate.errors import ConfigError
-from hecate.gating import Masks, Written
+from hecate.gating import Masks, Sizes, Written
 from hecate.nn.arguments import (
     Firing,
     check_engine,
@@ -44,7 +44,6 @@ from hecate.nn.rule import (
     project_queries,
 )
 from hecate.nn.token import form_of, layer_token, token_kernels
-from hecate.phi import Params
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
 from hecate.tape import Autodiff, is_traced, steady
@@ -271,7 +270,7 @@ class Memory(RuleParameters, MemoryLayer):
             inner = FeatureMemoryConfig.model_validate(feature_memory)
             check_engine(inner, engine, autodiff)
             seen = inner.width(d_key)
-        super().__init__(d_model, heads, config, d_key=seen, d_value=d_value, firing=firing == "learned", **how)
+        super().__init__(Sizes(d_model, heads, seen, d_value), config, firing=firing == "learned", **how)
         self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
         self.query_projection, self.name = query_projection, name
         options = check_options(config, heads, conv_kernel, qk_norm, output_gate)
@@ -391,15 +390,12 @@ class Memory(RuleParameters, MemoryLayer):
             own = None if state is None else state.gating
             made, gated = self._gated(self.gating, (x, q, k, v, gates), own, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = made, Gates(**made.gates)
-        params: Params | None = self.phi_params
-        memory, held = None if state is None else state.memory, None
+        memory, held = (None, None) if state is None else (state.memory, state.projection)
+        given: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
+        asked = ScanArguments(self.config, q, k, v, gates, *given)
         if self.query_projection != "none":
-            held = None if state is None else state.projection
-            how = (memory, held, write_mask, reset_mask)
-            q, k, held = project_queries(self.query_projection, self.config, q, k, self.phi_params, *how)
-            params = None
-        start = self.initial.tensors
-        asked = ScanArguments(self.projected, q, k, v, gates, params, start, memory, write_mask, reset_mask)
+            q, k, held = project_queries(self.query_projection, asked, held)
+            asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
         return asked, (conv, segment, features, held, gated or None), skip
 
     def _gated(

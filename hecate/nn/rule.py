@@ -135,22 +135,14 @@ class RuleParameters(HeldRule):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        config: MemoryConfig,
-        *,
-        d_key: int,
-        d_value: int,
-        learned_initial: bool,
-        firing: bool = False,
-        **place: Any,
+        self, sizes: Sizes, config: MemoryConfig, *, learned_initial: bool, firing: bool = False, **place: Any
     ) -> None:
         super().__init__()
+        d_model, heads, d_key, d_value, *_ = sizes
         self.config, self.rule, self.heads, self.d_value = config, config, heads, d_value
         self.gates = GateHeads(d_model, heads, config, d_key=d_key, firing=firing, **place)
         d_phi = config.feature_map.output_dim(d_key)
-        sizes = Sizes(d_model, heads, d_key, d_value, config.writes, len(config.structure.shapes(d_phi, d_value)))
+        sizes = sizes._replace(writes=config.writes, weights=len(config.structure.shapes(d_phi, d_value)))
         self.gating = None if config.gating.plain else GatingParameters(config, sizes, **place)
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
@@ -231,8 +223,8 @@ class FeatureMemory(RuleParameters):
     def __init__(
         self, d_model: int, heads: int, config: FeatureMemoryConfig, *, d_key: int, learned_initial: bool, **place: Any
     ) -> None:
-        own: dict[str, Any] = {"d_key": d_key, "d_value": config.width(d_key), "learned_initial": learned_initial}
-        super().__init__(d_model, heads, config, **own, **place)
+        sizes = Sizes(d_model, heads, d_key, config.width(d_key))
+        super().__init__(sizes, config, learned_initial=learned_initial, **place)
         self.target = None
         if not config.residual:
             self.target = nn.Parameter(torch.empty(heads, self.d_value, d_key, **place))
@@ -344,32 +336,24 @@ def check_projection(config: MemoryConfig, projection: Projection) -> None:
 
 
 def project_queries(
-    projection: Projection,
-    config: MemoryConfig,
-    q: Tensor,
-    k: Tensor,
-    params: Params,
-    memory: MemoryState | None,
-    held: MemoryState | None,
-    write: Tensor | None,
-    reset: Tensor | None,
+    projection: Projection, asked: ScanArguments, held: MemoryState | None
 ) -> tuple[Tensor, Tensor, MemoryState]:
-    """P_t phi(q_t), phi(k_t) and what P holds at the end. [CMS-TNT-D2]
+    """P_t phi(q_t), phi(k_t) of what a scan is asked, and what P holds at the end. [CMS-TNT-D2]
 
     P_t is made of the unit features of keys written in the memory's present chunk, the token's own among them: "sum"
-    adds up their projections k k^T, "orthogonal" projects onto their span. `memory` tells how far its chunk has come,
-    `held` is what P holds at the start.
+    adds up their projections k k^T, "orthogonal" projects onto their span. `held` is what P holds at the start.
 
-    Shapes: q, k `[B, T, H, D]`, features `[B, T, H, P]`, masks `[B, T]`.
+    Shapes: features `[B, T, H, P]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
     """
+    q, k, memory, write, reset = asked.q, asked.k, asked.state, asked.write_mask, asked.reset_mask
     if projection == "orthogonal":
         check_length(q, f"query_projection={projection!r}")
-    phi_q, phi_k, _ = features_of(config, q, k, params, write=write)
+    phi_q, phi_k, _ = features_of(asked.config, q, k, asked.phi_params or {"learned": {}, "frozen": {}}, write=write)
     position = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)  # `len` would fix an exported batch
     if memory is not None:
         position = memory.position[:, 0]
-    opens = written_before(position, write, reset, q.shape[1]) % config.chunk == 0
+    opens = written_before(position, write, reset, q.shape[1]) % asked.config.chunk == 0
     if write is not None:  # a chunk's directions stay until a token of the next one is written
         opens = opens & write
     if reset is not None:
