@@ -8,8 +8,6 @@ that transformers hands to every kernel are not looked at.
 from __future__ import annotations
 
 import math
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 from transformers.activations import ACT2FN
 
-from hecate.engine import memory_scan
+from hecate.engine import load_kernels, memory_scan
 from hecate.nn.blocks import LEAST, convolution
 from hecate.nn.sums import state_of_sums
 from hecate.rule import Gates, MemoryConfig, named_rule
@@ -57,8 +55,10 @@ def causal_conv_update(
 ) -> Tensor:
     """`causal_conv` of one token `[B, C, 1]` after those of conv_state `[B, C, K]`, which takes it in place."""
     x, given = hidden_states, (weight, *(() if bias is None else (bias,)))
-    if activation in ("silu", "swish") and _by_machine(x, *given, conv_state):
-        return _machine().convolved(x, conv_state, weight, bias)
+    if activation in ("silu", "swish") and (kernels := _compiled(x, *given, conv_state)):
+        none, rows, y = weight.new_empty(0) if bias is None else bias, x.shape[:2], x.new_empty(x.shape)
+        kernels.conv_update(*_arrays(x.reshape(rows), conv_state, weight, none, y.view(rows)))
+        return y
     conv_state.copy_(torch.cat([conv_state[..., 1:], x.to(conv_state.dtype)], -1))
     total = (conv_state.to(weight.dtype) * weight).sum(-1, keepdim=True)
     total = total if bias is None else total + bias[:, None]
@@ -80,9 +80,13 @@ def delta_rule(
     """
     kind, single = query.dtype, key.shape[1] == 1 and initial_state is not None and hecate_starts is None
     query, key, value, g, beta = [x if x.dtype in _EXACT else x.float() for x in (query, key, value, g, beta)]
-    if single and use_qk_l2norm_in_kernel and _by_machine(query, key, value, g, beta, initial_state):
-        y, state = _machine().stepped(query, key, value, g, beta, initial_state)
-        return y.to(kind), state  # in place: their cache copies the result onto the state that it gave
+    given = query, key, value, g, beta
+    if single and use_qk_l2norm_in_kernel and (kernels := _compiled(*given, initial_state)):
+        y, scratch = value.new_empty(value.shape), value.new_empty(4, key.shape[-1] + value.shape[-1])
+        q, k, v, decay, rate = (x.squeeze(1) for x in given)
+        decay = decay if decay.dim() == 3 else decay.unsqueeze(-1)
+        kernels.delta_update(*_arrays(q, k, v, decay, rate, initial_state, y.squeeze(1), scratch))
+        return y.to(kind), initial_state  # in place: their cache copies the result onto the state that it gave
     if use_qk_l2norm_in_kernel:
         query, key = [x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key)]
     if (several := value.shape[2] // key.shape[2]) > 1:
@@ -138,22 +142,17 @@ def state_space(
     return (y, after) if return_final_states else y
 
 
-@cache
-def _machine() -> Any:
-    """The steps of `token_kernels`, or None without numba."""
-    if find_spec("numba") is None:
-        return None
-    from hecate.hf import token_kernels
-
-    return token_kernels
-
-
-def _by_machine(*tensors: Tensor | None) -> bool:
-    """True where a token of these, the state last, takes a compiled step."""
+def _compiled(*tensors: Tensor | None) -> Any:
+    """The kernels where a token of these, the state last, takes a compiled step; else None."""
     for tensor in tensors:
         if tensor is None or tensor.dtype is not torch.float32 or not tensor.is_cpu:
-            return False
-    state = tensors[-1]
-    if is_traced(*tensors) or is_recorded(tensors) or state is None or not state.is_contiguous() or _machine() is None:
-        return False
-    return state.numel() <= _SMALL or torch.get_num_threads() == 1
+            return None
+    state: Any = tensors[-1]
+    few = state.numel() <= _SMALL or torch.get_num_threads() == 1
+    if not few or not state.is_contiguous() or is_traced(*tensors) or is_recorded(tensors):
+        return None
+    return load_kernels("token")
+
+
+def _arrays(*tensors: Any) -> list[Any]:
+    return [(x.detach() if x.requires_grad else x).contiguous().numpy() for x in tensors]

@@ -238,7 +238,8 @@ class PhiMomentum(PhiOptimizer):
             return updates
 
         if plain and len(keys) == 1 and bulk.foreach and (pieces := Pieces.of(*lists)) is not None:
-            pieces.move(_numbers(group, bulk), group["form"] == "hope", group["nesterov"])
+            *factors, decay, step, lr = _factors(group, bulk)
+            pieces.move((*factors, 1 - lr * decay, step, -lr), group["form"] == "hope", group["nesterov"])
             return
         temporaries = not plain or len(keys) > 1
         for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
@@ -325,12 +326,13 @@ class Rowwise:
         return updates
 
 
-def _numbers(group: Group, bulk: Bulk) -> tuple[float, ...]:
-    """The factors of `_step` in the order of `hecate.engine.cpu.momentum.move`."""
+def _factors(group: Group, bulk: Bulk) -> tuple[Any, ...]:
+    """Factors of a step: momentum, that of what is written into it, the decay in gradients, the decay of weights, that
+    of momentum in weights, lr."""
     lr, momentum, decay = (bulk.number(group[name]) for name in ("lr", "momentum", "weight_decay"))
-    gain, hope, coupled = 1 - group["dampening"], group["form"] == "hope", 0.0 if group["decoupled"] else decay
-    kept = 1 - lr * (decay - coupled)
-    return momentum, -lr * gain if hope else gain, coupled, kept, 1.0 if hope else -lr, -lr
+    gain, decays = 1 - group["dampening"], (0.0, decay) if group["decoupled"] else (decay, 0.0)
+    written, step = (-lr * gain, 1.0) if group["form"] == "hope" else (gain, -lr)
+    return momentum, written, *decays, step, lr
 
 
 def _step(
@@ -340,19 +342,17 @@ def _step(
 
     `enter` gives what gradients write into it, `leave` the updates of the weights from what it holds.
     """
-    lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
-    decay, gain = bulk.number(group["weight_decay"]), 1 - group["dampening"]
-    hope = group["form"] == "hope"
+    momentum, gain, coupled, decay, step, lr = _factors(group, bulk)
     if grads[0].dtype != held[0].dtype:
         grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
-    if decay and not group["decoupled"]:
-        grads, decay = bulk.sum(grads, params, decay), 0.0
+    if coupled:
+        grads = bulk.sum(grads, params, coupled)
     written = enter(grads)
-    held = bulk.add(bulk.decay(held, momentum), written, -lr * gain if hope else gain)
+    held = bulk.add(bulk.decay(held, momentum), written, gain)
     ahead = held
     if group["nesterov"]:
-        ahead = bulk.sum([-lr * x for x in written] if hope else written, held, momentum)
-    bulk.move(params, leave(ahead), lr, decay, step=-1 if hope else lr)
+        ahead = bulk.sum([-lr * x for x in written] if group["form"] == "hope" else written, held, momentum)
+    bulk.move(params, leave(ahead), lr, decay, step=-step)
     return held
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from numba.extending import intrinsic
 
 from hecate.engine.cpu.lanes import _called, first
-from hecate.engine.cpu.token import lying
-from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, store, sums
+from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
 
 
 @intrinsic
@@ -31,7 +30,7 @@ def finite(lo, hi, like, places, sizes):
     """0 if all numbers of the tensors from lo to hi are finite, else NaN."""
     step, told = per_vector(like), 0.0
     for i in range(lo, hi):
-        x, found = lying(like, places[i]), filled(like, 0.0)
+        x, found = raw(like, places[i]), filled(like, 0.0)
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
             found = mad(load(x, c, ONE), filled(like, 0.0), found)
@@ -64,7 +63,7 @@ def move(lo, hi, form, hope, nesterov, places, sizes):
     and, for `hope`, that of gradients ahead of it."""
     step = per_vector(form)
     for i in range(lo, hi):
-        w, g, m = lying(form, places[0, i]), lying(form, places[1, i]), lying(form, places[2, i])
+        w, g, m = raw(form, places[0, i]), raw(form, places[1, i]), raw(form, places[2, i])
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
             a, b = _moved(form, hope, nesterov, load(w, c, ONE), load(g, c, ONE), load(m, c, ONE))
@@ -75,4 +74,4 @@ def move(lo, hi, form, hope, nesterov, places, sizes):
             w[c], m[c] = first(a), first(b)
 
 
-finite, move = (kernel(function, digest("vectors", "lanes", "token", "momentum")) for function in (finite, move))
+finite, move = (kernel(function, digest("vectors", "lanes", "momentum")) for function in (finite, move))

@@ -9,11 +9,6 @@ sum. [NN-TOKEN-D1]
 from __future__ import annotations
 
 import math
-from typing import Any
-
-from numba import types
-from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 from hecate.engine.cpu.lanes import exp
 from hecate.engine.cpu.vectors import (
@@ -23,6 +18,7 @@ from hecate.engine.cpu.vectors import (
     inline,
     kernel,
     load,
+    raw,
     mad,
     mul,
     number,
@@ -30,20 +26,6 @@ from hecate.engine.cpu.vectors import (
     store,
     sums,
 )
-
-
-@intrinsic
-def lying(_: Any, like: Any, address: Any) -> Any:
-    """The array of the type of `like` that starts at an address."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        made, kind = context.make_array(like)(context, builder), context.get_value_type(like.dtype)
-        size, step = (context.get_constant(types.intp, x) for x in (1 << 40, like.dtype.bitwidth // 8))
-        data = builder.inttoptr(args[1], kind.as_pointer())
-        populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
-        return made._getvalue()
-
-    return like(like, types.intp), code
 
 
 @inline
@@ -184,14 +166,14 @@ def token(
     not finite is also the sum of a token that ends one.
     """
     IN, MIXED, PAST, W, PAST1 = (
-        lying(form, x), lying(form, mixed), lying(form, past), lying(form, w), lying(form, past_after)
+        raw(form, x), raw(form, mixed), raw(form, past), raw(form, w), raw(form, past_after)
     )  # fmt: skip
-    LR, RETAIN, MOMENTUM, ROWS = lying(form, lr), lying(form, retain), lying(form, momentum), lying(form, rows)
-    BIASES = lying(form, lr_bias), lying(form, retain_bias), lying(form, momentum_bias)
-    PENDING, PENDING1 = lying(form, pending), lying(form, pending_after)
-    POSITION, POSITION1 = lying(counts, position), lying(counts, position_after)
-    M, M1, S, S1 = lying(form, memory), lying(form, memory_after), lying(form, slot), lying(form, slot_after)
-    WEIGHT, GATE, Y = lying(form, weight), lying(form, gate), lying(form, y)
+    LR, RETAIN, MOMENTUM, ROWS = raw(form, lr), raw(form, retain), raw(form, momentum), raw(form, rows)
+    BIASES = raw(form, lr_bias), raw(form, retain_bias), raw(form, momentum_bias)
+    PENDING, PENDING1 = raw(form, pending), raw(form, pending_after)
+    POSITION, POSITION1 = raw(counts, position), raw(counts, position_after)
+    M, M1, S, S1 = raw(form, memory), raw(form, memory_after), raw(form, slot), raw(form, slot_after)
+    WEIGHT, GATE, Y = raw(form, weight), raw(form, gate), raw(form, y)
     C, told, step = H * (2 * P + V), 0.0, per_vector(form)
     for n in range(lo, hi):
         b, h, q = n // H, n % H, n * (3 * P + 2 * V)
@@ -236,8 +218,8 @@ def token(
 def add_norm(N, D, form, x, more, weight, total, y):
     """Rows y of x + more, which `total` keeps, at root mean square 1 times the weight; of x alone where `more` is 0.
     `form` has eps."""
-    X, MORE, WEIGHT = lying(form, x), lying(form, more), lying(form, weight)
-    TOTAL, Y = lying(form, total), lying(form, y)
+    X, MORE, WEIGHT = raw(form, x), raw(form, more), raw(form, weight)
+    TOTAL, Y = raw(form, total), raw(form, y)
     for at in range(0, N * D, D):
         found = filled(form, 0.0)
         for c in range(0, D, per_vector(form)):
@@ -254,13 +236,66 @@ def add_norm(N, D, form, x, more, weight, total, y):
 
 def swiglu(N, D, form, x, y):
     """Rows y `[D]` = silu(a) b of rows [a, b]."""
-    X, Y = lying(form, x), lying(form, y)
+    X, Y = raw(form, x), raw(form, y)
     for n in range(N):
         for c in range(0, D, per_vector(form)):
             z = load(X, 2 * n * D + c, ONE)
             store(Y, n * D + c, z / (exp(-z) + 1.0) * load(X, (2 * n + 1) * D + c, ONE))
 
 
-token, add_norm, swiglu = (
-    kernel(function, digest("vectors", "lanes", "token")) for function in (token, add_norm, swiglu)
-)
+# A token over states of transformers, which are written in place; that of the delta rule is read twice: once for what
+# it answers key and query, once to be decayed and written.
+
+
+def conv_update(x, state, weight, bias, y):
+    """y = silu(bias + sum_j weight_j x_(t-j)) of x `[B, C]` after the state `[B, C, K]`, which takes it."""
+    batch, channels, kernel = state.shape
+    for b in range(batch):
+        for c in range(channels):
+            total = bias[c] if bias.size else x[b, c] * 0
+            for j in range(kernel - 1):
+                state[b, c, j] = state[b, c, j + 1]
+                total += weight[c, j] * state[b, c, j]
+            state[b, c, kernel - 1] = x[b, c]
+            total += weight[c, kernel - 1] * x[b, c]
+            y[b, c] = total / (1 + math.exp(-total))
+
+
+def delta_update(q, k, v, g, beta, state, y, scratch):
+    """q, k `[B, H', K]`, v and y `[B, H, V]`, g `[B, H, 1 or K]`, beta `[B, H]`, state `[B, H, K, V]`."""
+    batch, heads, width, values = state.shape
+    several = heads // k.shape[1]
+    unit_q, unit_k, decay, held = scratch[0], scratch[1], scratch[2], scratch[3]
+    for b in range(batch):
+        for h in range(heads):
+            row_q, row_k, gate = q[b, h // several], k[b, h // several], g[b, h]
+            size_q, size_k, both = row_q[0] * 0, row_q[0] * 0, row_q[0] * 0
+            for i in range(width):
+                size_q += row_q[i] * row_q[i]
+                size_k += row_k[i] * row_k[i]
+            size_q, size_k = 1 / math.sqrt((size_q + 1e-6) * width), 1 / math.sqrt(size_k + 1e-6)
+            first = math.exp(gate[0])
+            for i in range(width):
+                unit_q[i], unit_k[i] = row_q[i] * size_q, row_k[i] * size_k
+                decay[i] = first if gate.size == 1 else math.exp(gate[i])
+                both += unit_q[i] * unit_k[i]
+            cells, out = state[b, h], y[b, h]
+            for j in range(values):
+                held[j], out[j] = 0, 0
+            for i in range(width):
+                read_k, read_q = decay[i] * unit_k[i], decay[i] * unit_q[i]
+                for j in range(values):
+                    held[j] += read_k * cells[i, j]
+                    out[j] += read_q * cells[i, j]
+            for j in range(values):
+                held[j] = (v[b, h, j] - held[j]) * beta[b, h]
+                out[j] += both * held[j]
+            for i in range(width):
+                kept, write = decay[i], unit_k[i]
+                for j in range(values):
+                    cells[i, j] = kept * cells[i, j] + write * held[j]
+
+
+_OF = digest("vectors", "lanes", "token")
+token, add_norm, swiglu = (kernel(function, _OF) for function in (token, add_norm, swiglu))
+conv_update, delta_update = (kernel(function, _OF, fastmath={"contract"}) for function in (conv_update, delta_update))

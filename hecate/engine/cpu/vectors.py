@@ -35,10 +35,10 @@ helper = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython
 inline = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
 
 
-def kernel(function: Callable[..., Any], made_of: str = digest("vectors", "wide", "registers")) -> Any:
+def kernel(function: Callable[..., Any], made_of: str = digest("vectors", "wide", "registers"), **more: Any) -> Any:
     """Compiled when first called; kept on disk where there is a place for it."""
     function.__qualname__ = f"{function.__name__}_{made_of}"
-    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True}
+    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True, **more}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # no folder to write to
@@ -81,19 +81,34 @@ def _pointer(context: Any, builder: Any, array: Any, vector: Vector, value: Any,
     return builder.bitcast(builder.gep(data, [at]), context.get_value_type(vector).as_pointer())
 
 
+def _array_at(context: Any, builder: Any, kind: Any, data: Any, size: Any) -> Any:
+    """The array of a type of so many numbers from a pointer on."""
+    made, step = context.make_array(kind)(context, builder), context.get_constant(types.intp, kind.dtype.bitwidth // 8)
+    populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
+    return made._getvalue()
+
+
 @intrinsic
 def part(_: Any, array: Any, index: Any, count: Any) -> Any:
     """The index-th so many numbers of an array, which has to outlive them."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value, place, size = args
-        made = context.make_array(array)(context, builder)
         data = builder.gep(context.make_array(array)(context, builder, value).data, [builder.mul(place, size)])
-        step = context.get_constant(types.intp, array.dtype.bitwidth // 8)
-        populate_array(made, data=data, shape=[size], strides=[step], itemsize=step, meminfo=None)
-        return made._getvalue()
+        return _array_at(context, builder, array, data, size)
 
     return array(array, types.intp, types.intp), code
+
+
+@intrinsic
+def raw(_: Any, like: Any, address: Any) -> Any:
+    """The array of the type of `like` that starts at an address."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = builder.inttoptr(args[1], context.get_value_type(like.dtype).as_pointer())
+        return _array_at(context, builder, like, data, context.get_constant(types.intp, 1 << 40))
+
+    return like(like, types.intp), code
 
 
 @intrinsic
