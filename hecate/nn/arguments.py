@@ -26,6 +26,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
         if size is not None or name in ("d_model", "heads"):
             expect_count(size, name)
             check_size(size, name, "lower it")
+    # Where both are given the heads need not divide d_model.
     if (d_key is None or d_value is None) and d_model % heads:
         raise ConfigError(
             f"d_model={d_model} is not divisible by heads={heads}; change one of them or give d_key and d_value"

@@ -101,11 +101,13 @@ class LinearAttention(FeatureParameters):
         self._check_options()
         place: dict[str, Any] = {"device": device, "dtype": dtype, "bias": bias}
         self.query = blank(nn.Linear, d_model, heads * self.d_key, **place)
+        # Keys and values are one product: in cross-attention they have another source than queries.
         self.splits = [self.kv_heads * self.d_key, self.kv_heads * self.d_value]
         source = d_model if d_context is None else d_context
         self.key_value = blank(nn.Linear, source, sum(self.splits), **place)
         self.out = blank(nn.Linear, heads * self.d_value, d_model, **place)
         self.hold_features(self.feature_map, self.kv_heads, self.d_key, device=device, dtype=dtype)
+        # Shapes alone: the values come in `reset_parameters`, on a device that has numbers.
         start = self._start_of_positions(device="meta", dtype=self.out.weight.dtype)
         self.position_params = TensorDict(start, learned=True, device=device, dtype=dtype)
         if self.out.weight.device.type != "meta":
@@ -141,6 +143,7 @@ class LinearAttention(FeatureParameters):
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "cu_seqlens": cu_seqlens}
         self._check_inputs(x, state, context, masks)
         q, k, v = self.projected(x, context, write_mask)
+        # y [B, T, heads, V], one row a head, side by side to W_out.
         y, after = self.attend(q, k, v, state, **masks)
         return self.out(F.dropout(y.flatten(-2), self.dropout, self.training)), after
 
@@ -154,6 +157,7 @@ class LinearAttention(FeatureParameters):
         if write_mask is not None:  # a masked token may hold garbage
             source = torch.where(write_mask.unsqueeze(-1), source, 0.0)
         k, v = self.key_value(source).split(self.splits, -1)
+        # [B, S, G V] to [B, S, G, V].
         k, v = (item.unflatten(-1, (self.kv_heads, -1)) for item in (k, v))
         return self.query(x).unflatten(-1, (self.heads, -1)), k, v
 
@@ -184,10 +188,12 @@ class LinearAttention(FeatureParameters):
         q, k, v = self.projected(x, context, write_mask)
         going_on = state is not None
         reset_mask = document_starts(masks.get("reset_mask"), masks.get("cu_seqlens"), k, going_on=going_on)
+        # A memory per query head: the scan knows no shared heads.
         k, v = (item.repeat_interleave(group, 2) for item in (k, v))
         phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
+        # Turned ahead of phi, as `linear_attention` does; what turns features is no memory.
         q, k = weights.turned(q, place), weights.turned(k, place)
         own = {"feature_map": self.feature_map, "normalizer": self.normalizer}
         config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=own)
@@ -197,6 +203,7 @@ class LinearAttention(FeatureParameters):
 
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
+        # `seen` has a row a sequence and no heads to repeat.
         held: MemoryState = _repeated(state._replace(seen=None), self.heads // self.kv_heads, 1)
         return held._replace(seen=state.seen if self.feature_map.needs_position else None)
 

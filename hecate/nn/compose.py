@@ -230,6 +230,7 @@ class Composed(nn.Module):
         if self.memory is None:
             y, attention = self.attention(x, attention, **masks)
             return y, ComposedState(attention)
+        # mal puts the memory ahead of the attention, mag beside it.
         answer, memory = self.memory(x, memory, **masks)
         if self.config.memory_first:
             y, attention = self.attention(self.gate(x, answer), attention, **masks)
@@ -255,8 +256,10 @@ class Composed(nn.Module):
             own, write = x[:, span], None if write_mask is None else write_mask[:, span]
             if restarts and reset_mask is not None:
                 state = where_rows(reset_mask[:, span.start], fresh, state)
+            # h: masked everywhere, so that the memory answers and is not written.
             read, _ = self.memory(own, state.start, write_mask=nowhere[:, span])
             a, attention = self.attention(own, None if aligned else state.attention, write_mask=write, beside=read)
+            # M(a) writes what attention made of the segment, and reads it.
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))
             place = state.place + (a.shape[1] if write is None else write.sum(1))
@@ -266,6 +269,7 @@ class Composed(nn.Module):
                 if self.reach:  # what convolutions hold would reach into reads, and where x is cut into others of them
                     none = x.new_zeros(x.shape[0], self.reach, self.d_model)
                     _, start = self.memory(none, memory, write_mask=torch.zeros_like(none[..., 0], dtype=torch.bool))
+                # Attention ends with its segment: the next one sees none of its cache.
                 begun = fresh._replace(memory=memory, start=start)
                 state = where_rows(place == size, begun, state)
         return torch.cat(ys, 1), state
@@ -320,10 +324,12 @@ def spans_of(
         return
     if length == 0:
         return
+    # Place of each token in its segment, [B, T], masked tokens at that of the next one written.
     within = written_before(place, write, reset, length) % size
     closing = within == size - 1 if write is None else write & (within == size - 1)
     flags = [torch.zeros_like(closing) if reset is None else reset, closing]
     restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
+    # A span ends wherever any sequence of the batch begins anew: rows go on together.
     cuts = {0, length} | {t for t, found in enumerate(restarts) if found}
     cuts |= {t + 1 for t, found in enumerate(closes) if found}
     for at, end in pairwise(sorted(cuts)):

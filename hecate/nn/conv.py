@@ -88,6 +88,7 @@ class ShortConv(nn.Module):
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:
         """`forward` for x `[B, 1, C]`: the same sum in the same order, of products that are taken at once."""
         past = past if past.dtype == x.dtype else past.to(x.dtype)
+        # The state is [B, K - 1, C], the oldest first; weights begin with the token's own.
         taps = split(past, (1,) * (self.kernel - 1), 1)
         terms = self.weight * torch.cat((x, *taps[::-1]), 1)
         if self.kernel <= IN_ORDER and terms.is_cpu and terms.dtype in EXACT:
@@ -118,6 +119,7 @@ def convolved(
     segment = _documents(conv, x, past_segment, reset_mask)
     mixed, after = conv(x, past, segment, write_mask)
     kept = segment[:, x.shape[1] :]
+    # Documents are numbered from the last one's, so that numbers do not grow from call to call.
     return mixed, after, kept - kept[:, -1:]
 
 

@@ -71,6 +71,7 @@ class Hopfield(nn.Module):
         values = patterns if values is None else values
         dtype, (query, patterns) = query.dtype, _prepared(query, patterns, mask, values)
         values = _present(values, mask).to(query.dtype)
+        # A query for every set of patterns: each comes to rest by itself.
         lead = torch.broadcast_shapes(query.shape[:-2], patterns.shape[:-2])
         query = query.expand(*lead, *query.shape[-2:])
         taken = torch.ones(query.shape[:-1], dtype=torch.int64, device=query.device)
@@ -119,6 +120,7 @@ class Hopfield(nn.Module):
         none = (count == 0).unsqueeze(-1)
         with without_autocast(query.device.type):
             scores = self.sharpness * (query @ patterns.mT)
+        # Where no pattern is present all scores stay: the sum over none has no gradient, and is thrown away below.
         lse = scores.masked_fill(~(here.unsqueeze(-2) | none), -math.inf).logsumexp(-1)
         attracted = (count.clamp(min=1).log() - lse) / self.sharpness + longest / 2
         return torch.where(none.squeeze(-1), 0.0, attracted) + query.square().sum(-1) / 2

@@ -360,17 +360,20 @@ class Memory(RuleParameters, MemoryLayer):
         """The scan that `forward` asks of the memory, unchecked, the layer's other state, and what is added to the
         answer."""
         write_mask, reset_mask = masks.get("write_mask"), masks.get("reset_mask")
+        # [B, T, d_model] to queries, keys and values of all heads side by side.
         mixed, parts = self.qkv(x), self.splits
         past: Any = state
         beside: list[Tensor] = []
         if self.conv_on_qk:
             parts = self.splits[:2]
+            # Values go past the convolution.
             mixed, *beside = mixed.split([sum(parts), self.splits[2]], -1)
         if self.context is not None and self.conv is not None:
             past = past_inputs(self.context, self.conv, mixed, state, write_mask, reset_mask)
         mixed, conv, segment = convolved(self.conv, mixed, past, write_mask, reset_mask)
         mixed = silu(mixed) if self.activation else mixed
         q, k, v = list(mixed.split(parts, dim=-1)) + beside
+        # [B, T, n H D] to [B, T, n, H, D] where a token writes n pairs.
         several = (self.pairs, self.heads, -1) if self.pairs > 1 else (self.heads, -1)
         q, k = q.unflatten(-1, (self.key_heads, -1)), k.unflatten(-1, (*several[:-2], self.key_heads, -1))
         if self.qk_norm != "none":
@@ -384,6 +387,7 @@ class Memory(RuleParameters, MemoryLayer):
         v, gates, skip, gated = v.unflatten(-1, several), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)
+        # After the convolution, which such a restart leaves alone.
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
@@ -431,6 +435,7 @@ class Memory(RuleParameters, MemoryLayer):
         fits = fits and state.conv_segment is None is state.features is state.projection
         if not fits or (None if past is None else past.shape) != kept:
             return None
+        # Looks are those that the layer was made with: from here on products alone, and no checks.
         near, casts = device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():
             mixed = linear(x, weight, own["bias"])
@@ -475,6 +480,7 @@ class Memory(RuleParameters, MemoryLayer):
             return None
         if token_kernels(x, self.d_key, self.d_value, x.shape[-1]) is None:
             return None
+        # Each answer from the state that the one before it left, as the sequence would have it.
         outputs = []
         for token in x.split(1, 1):
             if (found := self._one_token(token, state)) is None:

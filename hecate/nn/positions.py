@@ -111,6 +111,7 @@ def turn_pairs(x: Tensor, position: Tensor, pairs: int, base: float) -> Tensor:
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     steps = torch.arange(pairs, dtype=torch.float64, device=x.device)
+    # In float64: at position 10^5 an angle in float32 has lost two digits of its turn.
     angle = position.unsqueeze(-1) * base ** (-steps / pairs)
     cos, sin = angle.cos().to(wide), angle.sin().to(wide)
     a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
@@ -200,6 +201,7 @@ class CirculantString(Rotation):
         place: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         pairs = (width - 1) // 2
         speed = torch.zeros(width // 2 + 1, **place)
+        # Frequency 0 of a real transform, and the middle one of an even width, have no phase to turn.
         speed[1 : 1 + pairs] = BASE ** (-torch.arange(pairs, **place) / pairs)
         column = torch.fft.irfft(torch.complex(torch.zeros_like(speed), speed / 2), n=width)
         return {"circulant": column.repeat(heads, 1)}
@@ -211,6 +213,7 @@ class CirculantString(Rotation):
         speed = 2 * torch.fft.rfft(params["circulant"].double()).imag
         angle = position[..., None, None] * speed
         turn = torch.complex(angle.cos().to(wide), angle.sin().to(wide))
+        # n: an inverse transform could not tell an odd width from the even one below.
         return torch.fft.irfft(torch.fft.rfft(x.to(wide)) * turn, n=x.shape[-1]).to(x.dtype)
 
 
@@ -256,6 +259,7 @@ class Polar(Position):
 
     def _cartesian(self, x: Tensor, angle: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
+        # [., P] to [., 2 P]: cosines of all channels, then sines.
         return torch.cat([x * angle.cos().to(wide), x * angle.sin().to(wide)], -1).to(x.dtype)
 
 

@@ -147,6 +147,7 @@ class RuleParameters(HeldRule):
         start = config.structure.init(d_phi, d_value, heads=heads, **without_numbers(place["dtype"]))
         weights = {name: tuple(weight.shape[1:]) for name, weight in start.items()}
         slots = slot_shapes(config, weights, d_phi, d_value)
+        # Ahead of any tensor: an algorithm may keep more than the memory does.
         check_shapes(slots, f"narrow the state of algorithm {config.algorithm.kind!r}", heads)
         self.hold_features(config.feature_map, heads, d_key, **place)
         self.initial = TensorDict(start, learned=learned_initial, **place)

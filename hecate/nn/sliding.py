@@ -231,10 +231,12 @@ class SlidingAttention(nn.Module):
         state = self._entered(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
         if self.window is not None and write is reset is None:
+            # Every token has entries of its own here, window times the memory: as many at once as MOST allows.
             size = max(1, MOST // (len(x) * self.window * self.d_model))
         for at in range(0, x.shape[1], size):
             given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
             given = between(given, at, at + size)
+            # [B, T, ...] to [B T, 1, ...]: each token a sequence of one, with the entries that it would have met.
             rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), given)
             present = torch.ones_like(given["k"][:, :, 0, 0, 0], dtype=torch.bool)
             pairs = zip(state[:3], (given["k"], given["v"], present), strict=True)
@@ -273,6 +275,7 @@ class SlidingAttention(nn.Module):
         if state is not None:
             k = torch.cat([state.keys.to(k.dtype), k], 1)
             v = torch.cat([state.values.to(v.dtype), v], 1)
+        # [B, N, R, G, D], N entries, each of R inputs.
         k, v = entries.in_order(k), entries.in_order(v)
         if state is not None and not x.shape[1]:
             present = state.present.clone()
@@ -377,6 +380,7 @@ def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -
     count = write.cumsum(1)
     hidden = length - count[:, -1:]
     stays = torch.cat([write.new_ones(batch, kept), write], 1)
+    # Masked tokens move to the front, where no window reaches them; the others keep their order.
     order = stays.int().argsort(dim=1, stable=True)
     end = kept + hidden + count
     rank = end - write.long()

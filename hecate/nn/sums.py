@@ -70,6 +70,7 @@ class Weights(NamedTuple):
         """phi(x) of queries or keys as it enters the sum of values and that of weights, with its own derivative."""
         params = self.params
         if self.feature_map.needs_position and place is not None:
+            # [B, T] to [B, T, 1]: heads share their tokens' places.
             params = {**params, "position": place.unsqueeze(-1)}
         block, tensors = self.feature_map.block(params)
         if block.hand_written:
@@ -142,6 +143,7 @@ def linear_attention(
     group = q.shape[2] // k.shape[2]
     dtype = reduce(torch.promote_types, (q.dtype, k.dtype, v.dtype), torch.float32)
     with without_autocast(k.device.type):
+        # [B, T, G r, D] to [B, T r, G, D]: the queries of a group ask as r tokens of their key head would.
         queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
         keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
         place, seen = weights.places(state, write_mask, reset_mask, k)
@@ -176,6 +178,7 @@ def _mean(
         q, weight_q = q * units[0], weight_q * units[0]
     ones = torch.ones_like(v[..., :1])
     if alike:  # one pass for both sums: that of weights has 1 for a value
+        # [B, G, V, P] and [B, G, 1, P] as one state of V + 1 rows.
         start = None if held is None or total is None else torch.cat([held, total], 2)
         y, after = sums(q, k, torch.cat([v, ones], -1), start)
         y, weight = y[..., :-1], y[..., -1:]
