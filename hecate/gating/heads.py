@@ -165,7 +165,7 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
 
 
 def weights(sizes: Sizes) -> tuple[tuple[int, ...], Start]:
-    """Those of a linear map of x for each head, N(0, 1/d_model), in `Gating.parts`."""
+    """Parts of a linear map of x for each head, N(0, 1/d_model), as `Gating.parts` gives them."""
     return (sizes.heads, sizes.d_model), partial(normal, std=sizes.d_model**-0.5)
 
 
