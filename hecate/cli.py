@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from hecate import commands, terminal
-from hecate.commands import Command, importing
+from hecate.commands import command, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
 
@@ -80,7 +80,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-_command = partial(app.command, cls=Command)
+_command = partial(command, app)
 app.add_typer(commands.data, name="data")
 
 
@@ -110,35 +110,20 @@ _Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_
 _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or newest.")]
 
 
-_command(
-    "list",
-    short_help="The variants of a family, or all about one of them.",
-    epilog="Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets",
-)(commands.list_)
-
-_command(
-    short_help="The text of a bias or retention that kernels are made of.",
-    epilog="Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention",
-)(commands.formula)
-
-_command(
-    short_help="A commented file with every setting, to start from.",
-    epilog="Examples: hecate init my.yaml | hecate init levels.yaml --from hope, then hecate train my.yaml",
-)(commands.init)
+_command("list", short="The variants of a family, or all about one of them.")(commands.list_)
+_command(short="The text of a bias or retention that kernels are made of.")(commands.formula)
+_command(short="A commented file with every setting, to start from.")(commands.init)
 
 
-@_command(
-    short_help="The resolved YAML of an experiment, or its engines.",
-    epilog="Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine",
-)
-def show(
-    source: _Source,
-    overrides: _Set = None,
-    engine: Annotated[bool, typer.Option(
-        "--engine", help="Say which engine runs the memory here, how parallel.context shares it, and why.",
-    )] = False,
-) -> None:  # fmt: skip
-    """Print the resolved YAML of an experiment, every default written out."""
+@_command(short="The resolved YAML of an experiment, or its engines.")
+def show(source: _Source, overrides: _Set = None, engine: bool = False) -> None:
+    """Print the resolved YAML of an experiment, every default written out.
+
+    Args:
+        engine: Say which engine runs the memory here, how parallel.context shares it, and why.
+
+    Examples: hecate show mqar --set data.num_pairs=16 | hecate show quickstart --engine
+    """
     from hecate.train.compose import dump_experiment, load_experiment
     from hecate.train.estimate import ways_of
 
@@ -154,25 +139,23 @@ def show(
             echo(f"# model.{path}: {kind} makes {width:,} features of keys of width {d_key}")
 
 
-_command(
-    short_help="The JSON schema of an experiment, for editors.",
-    epilog="Example: hecate schema > experiment.schema.json",
-)(commands.schema)
+_command(short="The JSON schema of an experiment, for editors.")(commands.schema)
 
 
-@_command(
-    short_help="Parameters, state, memory and work, before a run.",
-    epilog="Examples: hecate estimate hope | hecate estimate mine.yaml --world 64 --mem-limit 80GiB",
-)
+@_command(short="Parameters, state, memory and work, before a run.")
 def estimate(
     source: _Source,
     overrides: _Set = None,
     limit: _Limit = None,
-    processes: Annotated[int, typer.Option(
-        "--world", min=1, max=1 << 20, help="How many processes train it: what one of them holds.",
-    )] = 1,
-) -> None:  # fmt: skip
-    """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none."""
+    processes: Annotated[int, typer.Option("--world", min=1, max=1 << 20)] = 1,
+) -> None:
+    """Sizes of an experiment before it is run: parameters, state, memory, work; allocates none.
+
+    Args:
+        processes: How many processes train it: what one of them holds.
+
+    Examples: hecate estimate hope | hecate estimate mine.yaml --world 64 --mem-limit 80GiB
+    """
     from hecate.train.compose import load_experiment
     from hecate.train.display import print_table
     from hecate.train.estimate import check_memory, estimate_rows, parse_bytes
@@ -183,17 +166,16 @@ def estimate(
     print_table(("size", "value"), estimate_rows(config, processes))
 
 
-@_command(
-    short_help="The tape of each memory over a few random tokens.",
-    epilog="Examples: hecate tape mqar | hecate tape cms --tokens 4",
-)
-def tape(
-    source: _Source,
-    overrides: _Set = None,
-    tokens: Annotated[int, typer.Option(min=1, max=4096, help="How many to scan.")] = 4,
-) -> None:
+@_command(short="The tape of each memory over a few random tokens.")
+def tape(source: _Source, overrides: _Set = None, tokens: Annotated[int, typer.Option(min=1, max=4096)] = 4) -> None:
     """Scan a few random tokens with each memory of a model and print the tape: every block call, then the norm of the
-    cotangents that came back through it."""
+    cotangents that came back through it.
+
+    Args:
+        tokens: How many to scan.
+
+    Examples: hecate tape mqar | hecate tape cms --tokens 4
+    """
     from hecate.train.compose import load_experiment
     from hecate.train.estimate import taped
 
@@ -204,26 +186,31 @@ def tape(
         echo("")
 
 
-@_command(
-    short_help="Train a model and write a run folder with a report.",
-    epilog="Examples: hecate train | hecate train mqar --set bias=dot | "
-    "hecate train my.yaml --out runs/mine | hecate train --out runs/mine --resume --steps 2000 | "
-    "hecate train --out runs/mine --resume --set optim.lr=1e-4 --allow optim.lr",
-)
+_Maybe = typer.Argument(metavar="[PRESET|FILE]", show_default=False, autocompletion=_presets)
+
+
+@_command(short="Train a model and write a run folder with a report.")
 def train(
-    source: Annotated[str | None, typer.Argument(
-        metavar="[PRESET|FILE]", help="A preset or a YAML file; 'quickstart' when left out.",
-        show_default=False, autocompletion=_presets,
-    )] = None,
+    source: Annotated[str | None, _Maybe] = None,
     overrides: _Set = None,
-    out: Annotated[Path | None, typer.Option(help="Run folder; a fresh runs/NAME when left out.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run from its newest sound checkpoint.")] = False,
+    out: Path | None = None,
+    resume: bool = False,
     allow: _Allow = None,
     steps: _Steps = None,
     limit: _Limit = None,
     quiet: _Quiet = False,
-) -> None:  # fmt: skip
-    """Train a model and write a run folder with checkpoints, figures and a report."""
+) -> None:
+    """Train a model and write a run folder with checkpoints, figures and a report.
+
+    Args:
+        source: A preset or a YAML file; 'quickstart' when left out.
+        out: Run folder; a fresh runs/NAME when left out.
+        resume: Continue a run from its newest sound checkpoint.
+
+    Examples: hecate train | hecate train mqar --set bias=dot | hecate train my.yaml --out runs/mine |
+    hecate train --out runs/mine --resume --steps 2000 |
+    hecate train --out runs/mine --resume --set optim.lr=1e-4 --allow optim.lr
+    """
     with importing(quiet):
         import torch
 
@@ -258,16 +245,16 @@ def train(
         raise typer.Exit(128 + result.signal)
 
 
-@_command(
-    short_help="Continue a run that was stopped, or train it longer.",
-    epilog="Examples: hecate resume runs/mine | hecate resume runs/mine --steps 2000 | "
-    "hecate resume runs/mine --set optim.lr=1e-4 --allow optim.lr",
-)
+@_command(short="Continue a run that was stopped, or train it longer.")
 def resume(
     run: _Run, overrides: _Set = None, allow: _Allow = None, steps: _Steps = None, limit: _Limit = None,
     quiet: _Quiet = False,
 ) -> None:  # fmt: skip
-    """Continue a run from its newest sound checkpoint: train --out RUN --resume."""
+    """Continue a run from its newest sound checkpoint: train --out RUN --resume.
+
+    Examples: hecate resume runs/mine | hecate resume runs/mine --steps 2000 |
+    hecate resume runs/mine --set optim.lr=1e-4 --allow optim.lr
+    """
     train(None, overrides, run, True, allow, steps, limit, quiet)
 
 
@@ -284,45 +271,54 @@ def _print_result(name: str, result: Any) -> None:
     echo(f"{result.status} at step {result.step}{where}")
 
 
-@_command(
-    short_help="Several experiments under one budget, with intervals and verdicts.",
-    epilog="Examples: hecate compare quickstart --over memory=titans,gated_delta --over feature_map=elu,dpfp --seeds 3 "
-    "--out runs/which | hecate compare a.yaml b.yaml --flops 1e13 --lr 1e-3,3e-3,1e-2 --out runs/ab --jobs 2",
-)
+_Several = typer.Argument(metavar="PRESET|FILE...", show_default=False, autocompletion=_presets)
+
+
+@_command(short="Several experiments under one budget, with intervals and verdicts.")
 def compare(
     ctx: typer.Context,
-    sources: Annotated[list[str], typer.Argument(
-        metavar="PRESET|FILE...", help="Presets or YAML files.", show_default=False, autocompletion=_presets,
-    )],
-    out: Annotated[Path | None, typer.Option(
-        help="Folder of the runs, where the same line again goes on; a fresh runs/compare-NAME when left out.",
-    )] = None,
-    over: Annotated[list[str] | None, typer.Option(
-        metavar="PATH=VALUE,VALUE", help="Values of a setting, each a cell; several make a grid. May be repeated.",
-    )] = None,
+    sources: Annotated[list[str], _Several],
+    out: Path | None = None,
+    over: Annotated[list[str] | None, typer.Option(metavar="PATH=VALUE,VALUE")] = None,
     overrides: _Set = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each cell that are reported, with seeds 0 and on.")] = 3,
-    steps: Annotated[float | None, typer.Option(help="Budget of a run: steps; else those of the configs.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Budget of a run: tokens.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Budget of a run: seconds, by each cell's own speed.")] = None,
-    flops: Annotated[float | None, typer.Option(help="Budget of a run: operations, those of memories too.")] = None,
-    lr: Annotated[str | None, typer.Option(
-        metavar="LR[,LR]", help="Rates of which each cell takes its best, chosen on other seeds than are reported.",
-    )] = None,
-    tuning: Annotated[int, typer.Option("--tuning-seeds", help="Seeds that rates are chosen on.")] = 1,
-    part: Annotated[float, typer.Option("--tuning-part", help="Of the budget, what rates are chosen with.")] = 1.0,
-    keep: Annotated[int | None, typer.Option(
-        metavar="N", help="Successive halving: the better half of the cells gets twice the budget, until N are left.",
-    )] = None,
-    jobs: Annotated[int, typer.Option(help="Processes at once.")] = 1,
-    positions: Annotated[int, typer.Option(
-        metavar="N", help="The loss by position, too, in sequences of N times the length that is trained on.",
-    )] = 0,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Stop then; the same line again goes on.")] = None,
-    planned: Annotated[bool, typer.Option("--plan", help="Measure a few steps and say how long it takes.")] = False,
-) -> None:  # fmt: skip
+    seeds: int = 3,
+    steps: float | None = None,
+    tokens: float | None = None,
+    seconds: float | None = None,
+    flops: float | None = None,
+    lr: Annotated[str | None, typer.Option(metavar="LR[,LR]")] = None,
+    tuning: Annotated[int, typer.Option("--tuning-seeds")] = 1,
+    part: Annotated[float, typer.Option("--tuning-part")] = 1.0,
+    keep: Annotated[int | None, typer.Option(metavar="N")] = None,
+    jobs: int = 1,
+    positions: Annotated[int, typer.Option(metavar="N")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0)] = None,
+    planned: Annotated[bool, typer.Option("--plan")] = False,
+) -> None:
     """Train every cell of a grid on the same data in the same order, over seeds, under one budget; print 95 % intervals
-    and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from."""
+    and, for every pair, whether one is better. What is finished is kept: results.jsonl is enough to go on from.
+
+    Args:
+        sources: Presets or YAML files.
+        out: Folder of the runs, where the same line again goes on; a fresh runs/compare-NAME when left out.
+        over: Values of a setting, each a cell; several make a grid. May be repeated.
+        seeds: Runs of each cell that are reported, with seeds 0 and on.
+        steps: Budget of a run: steps; else those of the configs.
+        tokens: Budget of a run: tokens.
+        seconds: Budget of a run: seconds, by each cell's own speed.
+        flops: Budget of a run: operations, those of memories too.
+        lr: Rates of which each cell takes its best, chosen on other seeds than are reported.
+        tuning: Seeds that rates are chosen on.
+        part: Of the budget, what rates are chosen with.
+        keep: Successive halving: the better half of the cells gets twice the budget, until N are left.
+        jobs: Processes at once.
+        positions: The loss by position, too, in sequences of N times the length that is trained on.
+        minutes: Stop then; the same line again goes on.
+        planned: Measure a few steps and say how long it takes.
+
+    Examples: hecate compare quickstart --over memory=titans,gated_delta --over feature_map=elu,dpfp --seeds 3
+    --out runs/which | hecate compare a.yaml b.yaml --flops 1e13 --lr 1e-3,3e-3,1e-2 --out runs/ab --jobs 2
+    """
     from hecate.compare import Budget, cells_of, report, run
     from hecate.compare.cells import rates_of
     from hecate.train.display import Interrupted, print_table, print_tables
@@ -351,31 +347,32 @@ def compare(
             echo(text)
 
 
-@_command(
-    "eval",
-    short_help="Score a checkpoint: baselines, other data, longer sequences.",
-    epilog="Examples: hecate eval runs/quickstart | hecate eval runs/mine --data book.txt --lengths 1k,4k,16k | "
-    "hecate eval runs/mine --tasks niah,variable_tracking --lengths 1k,4k",
-)
+@_command("eval", short="Score a checkpoint: baselines, other data, longer sequences.")
 def evaluate(
     run: _Run,
     checkpoint: _Which = "best",
-    data: Annotated[Path | None, typer.Option(
-        help="Other data: a text or a folder of them, for a run on bytes; token shards for one on tokens.",
-    )] = None,
-    lengths: Annotated[str | None, typer.Option(
-        help="Lengths of sequences, such as 1k,4k,16k: the loss of each, by position; may be beyond those of training.",
-    )] = None,
-    tasks: Annotated[str | None, typer.Option(
-        help="Tasks instead, such as niah,variable_tracking,loss_by_position in text (of --data, or the run's own), or "
-        "the synthetic one that the run was trained on; the results go into RUN/evals. RUN may be a folder of "
-        "transformers' here.",
-    )] = None,
-    samples: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Rows of each length, with --tasks.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results of --tasks; RUN/evals if left out.")] = None,
-) -> None:  # fmt: skip
+    data: Path | None = None,
+    lengths: str | None = None,
+    tasks: str | None = None,
+    samples: Annotated[int | None, typer.Option(min=1, max=1 << 20)] = None,
+    out: Path | None = None,
+) -> None:
     """Score a run's checkpoint on its validation data, beside the baselines; on other data and other lengths; or in
-    tasks."""
+    tasks.
+
+    Args:
+        data: Other data: a text or a folder of them, for a run on bytes; token shards for one on tokens.
+        lengths: Lengths of sequences, such as 1k,4k,16k: the loss of each, by position; may be beyond those of
+            training.
+        tasks: Tasks instead, such as niah,variable_tracking,loss_by_position in text (of --data, or the run's own), or
+            the synthetic one that the run was trained on; the results go into RUN/evals. RUN may be a folder of
+            transformers' here.
+        samples: Rows of each length, with --tasks.
+        out: Folder for the results of --tasks; RUN/evals if left out.
+
+    Examples: hecate eval runs/quickstart | hecate eval runs/mine --data book.txt --lengths 1k,4k,16k |
+    hecate eval runs/mine --tasks niah,variable_tracking --lengths 1k,4k
+    """
     from hecate.train.display import print_table, print_tables
     from hecate.train.run import open_run
     from hecate.train.trained import by_length, open_model, parse_lengths, source_of, tables
@@ -408,31 +405,37 @@ def evaluate(
     print_table(("predictor", metric.replace("_", " ")), rows)
 
 
-@_command(
-    short_help="Continue a text, token by token.",
-    epilog="Examples: hecate generate runs/quickstart --prompt 'class ' --tokens 300 | "
-    "hecate generate runs/mine --top-p 0.9 --stop '\\n\\n' --batch 4",
-)
+@_command(short="Continue a text, token by token.")
 def generate(
-    run: Annotated[Path, typer.Argument(
-        metavar="RUN", help="A run folder, or that of a checkpoint; the data are not needed.", show_default=False,
-    )],
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue. May be repeated.")] = None,
-    tokens: Annotated[
-        int, typer.Option(min=0, max=1 << 20, help="Tokens to generate; bytes, where those are the tokens.")
-    ] = 200,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draw from that many likeliest tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(
-        min=0, max=1, help="Draw from the fewest tokens that hold this share.",
-    )] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End ahead of this text. May be repeated.")] = None,
-    batch: Annotated[int, typer.Option(min=1, max=1 << 12, help="Continuations of each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the draws.")] = 0,
-    exact: Annotated[bool, typer.Option("--exact", help="The same bits in any company; slower.")] = False,
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False)],
+    prompt: list[str] | None = None,
+    tokens: Annotated[int, typer.Option(min=0, max=1 << 20)] = 200,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1)] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    stop: list[str] | None = None,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 12)] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1)] = 0,
+    exact: bool = False,
     checkpoint: _Which = "best",
-) -> None:  # fmt: skip
-    """Continue texts, one token at a time on a state of constant size."""
+) -> None:
+    r"""Continue texts, one token at a time on a state of constant size.
+
+    Args:
+        run: A run folder, or that of a checkpoint; the data are not needed.
+        prompt: Text to continue. May be repeated.
+        tokens: Tokens to generate; bytes, where those are the tokens.
+        temperature: 0 takes the likeliest token.
+        top_k: Draw from that many likeliest tokens.
+        top_p: Draw from the fewest tokens that hold this share.
+        stop: End ahead of this text. May be repeated.
+        batch: Continuations of each prompt.
+        seed: Seed of the draws.
+        exact: The same bits in any company; slower.
+
+    Examples: hecate generate runs/quickstart --prompt 'class ' --tokens 300 |
+    hecate generate runs/mine --top-p 0.9 --stop '\n\n' --batch 4
+    """
     from contextlib import nullcontext
 
     import torch
@@ -458,22 +461,22 @@ def generate(
             echo("")
 
 
-@_command(
-    "export",
-    short_help="A run's weights or model for other programs.",
-    epilog="Examples: hecate export runs/quickstart --to safetensors --out weights | hecate export runs/mine --to hf | "
-    "hecate export runs/mine --to onnx",
-)
+@_command("export", short="A run's weights or model for other programs.")
 def export_(
-    run: _Run,
-    to: Annotated[str, typer.Option(help="safetensors, torch, dcp, hf (transformers) or onnx.")] = "safetensors",
-    out: Annotated[Path | None, typer.Option(help="New folder; RUN-FORMAT when left out.")] = None,
-    checkpoint: _Which = "best",
-    dtype: Annotated[str | None, typer.Option(help="Of weights with --to onnx: float32 or float16.")] = None,
+    run: _Run, to: str = "safetensors", out: Path | None = None, checkpoint: _Which = "best", dtype: str | None = None
 ) -> None:
     """Write the weights of a run, or of a checkpoint folder, and its config into a new folder; with --to hf the model
     and its tokenizer as transformers loads them once hecate.hf is imported; with --to onnx the model of a run, or of a
-    folder of --to hf, as files of ONNX: a sequence, and one token from a state."""
+    folder of --to hf, as files of ONNX: a sequence, and one token from a state.
+
+    Args:
+        to: safetensors, torch, dcp, hf (transformers) or onnx.
+        out: New folder; RUN-FORMAT when left out.
+        dtype: Of weights with --to onnx: float32 or float16.
+
+    Examples: hecate export runs/quickstart --to safetensors --out weights | hecate export runs/mine --to hf |
+    hecate export runs/mine --to onnx
+    """
     if out is None:
         named = run if run.name not in ("", "..") else run.resolve()  # `.` has no name
         if not named.name:
@@ -516,22 +519,22 @@ def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
         echo("it has no tokenizer: the run was not trained on text", err=True)
 
 
-@_command(
-    "import",
-    short_help="A run at step 0 from weights.",
-    epilog="Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume",
-)
+@_command("import", short="A run at step 0 from weights.")
 def import_(
-    source: Annotated[Path, typer.Argument(
-        metavar="FILE|DIR", show_default=False, help="A safetensors file, a folder with some, a run or a checkpoint.",
-    )],
-    out: Annotated[Path, typer.Option(help="Run folder to make.", show_default=False)],
-    config: Annotated[str | None, typer.Option(
-        metavar="PRESET|FILE", help="The experiment; the config.yaml beside the weights when left out.",
-    )] = None,
+    source: Annotated[Path, typer.Argument(metavar="FILE|DIR", show_default=False)],
+    out: Annotated[Path, typer.Option(show_default=False)],
+    config: Annotated[str | None, typer.Option(metavar="PRESET|FILE")] = None,
     overrides: _Set = None,
-) -> None:  # fmt: skip
-    """Make a run folder whose model has given weights, to train on with train --out RUN --resume."""
+) -> None:
+    """Make a run folder whose model has given weights, to train on with train --out RUN --resume.
+
+    Args:
+        source: A safetensors file, a folder with some, a run or a checkpoint.
+        out: Run folder to make.
+        config: The experiment; the config.yaml beside the weights when left out.
+
+    Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume
+    """
     from hecate.train.compose import load_experiment
     from hecate.train.export import import_weights
 
@@ -543,21 +546,19 @@ def import_(
         echo(str(made))
 
 
-@_command(
-    short_help="What a run's memories hold, attend to and forget.",
-    epilog="Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64",
-)
+@_command(short="What a run's memories hold, attend to and forget.")
 def report(
-    run: _Run,
-    tokens: Annotated[int | None, typer.Option(
-        min=1, max=1 << 20, help="How many to read; the run's own length, at most 256, if left out.",
-    )] = None,
-    out: Annotated[Path | None, typer.Option(
-        help="Folder of figures/ and report.md; the run folder if left out.",
-    )] = None,
-) -> None:  # fmt: skip
+    run: _Run, tokens: Annotated[int | None, typer.Option(min=1, max=1 << 20)] = None, out: Path | None = None
+) -> None:
     """Look at a run's memories under the microscope: implicit attention, norms, ranks, gates, and what they recall
-    against age; a figure each, and a section of report.md."""
+    against age; a figure each, and a section of report.md.
+
+    Args:
+        tokens: How many to read; the run's own length, at most 256, if left out.
+        out: Folder of figures/ and report.md; the run folder if left out.
+
+    Examples: hecate report runs/mqar | hecate report runs/cms --tokens 64
+    """
     from hecate.microscope.report import report_run
 
     found = report_run(run, tokens=tokens, out=out)
@@ -567,18 +568,6 @@ def report(
         echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
 
 
-_command(
-    short_help="What memories remember, learn and follow, against peers.",
-    epilog="Examples: hecate gym --quick | hecate gym titans 'titans + gated_delta' attention --tasks odd,two_paces | "
-    "hecate gym gated_delta mine:memory --out runs/mine",
-)(commands.gym)
-
-_command(
-    short_help="What this machine has and lacks, and which engines run.",
-    epilog="Examples: hecate doctor | hecate doctor --warm titans delta",
-)(commands.doctor)
-
-_command(
-    short_help="Answer OpenAI's clients with a model.",
-    epilog="Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users",
-)(commands.serve)
+_command(short="What memories remember, learn and follow, against peers.")(commands.gym)
+_command(short="What this machine has and lacks, and which engines run.")(commands.doctor)
+_command(short="Answer OpenAI's clients with a model.")(commands.serve)

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -21,6 +23,7 @@ from hecate.errors import MESSAGE, ConfigError, install_line, printable, shorten
 from hecate.processes import import_modules
 from hecate.terminal import afterwards, echo
 
+Run = TypeVar("Run", bound=Callable[..., None])
 LONG = 1.0
 """Seconds of imports after which a command says what it waits for."""
 
@@ -51,6 +54,29 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
 
+_PARTS = re.compile(r"\n\n(?=Args:|Examples?: )")
+_ENTRY = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+
+
+def command(app: typer.Typer, name: str | None = None, *, short: str) -> Callable[[Run], Run]:
+    """Decorator that makes a function a command: its docstring has the help, that of parameters in a section `Args:`,
+    and examples. A truth value is a flag that has no opposite."""
+
+    def added(function: Run) -> Run:
+        about, *parts = _PARTS.split(inspect.cleandoc(function.__doc__ or ""))
+        hints: dict[str, Any] = get_type_hints(function, include_extras=True)
+        for word, text in _ENTRY.findall("\n".join(parts)):
+            option: Any = typer.Option(*([f"--{word.replace('_', '-')}"] if hints[word] is bool else []))
+            kind, option = get_args(hints[word]) if get_origin(hints[word]) is Annotated else (hints[word], option)
+            option.help = " ".join(text.split())
+            hints[word] = Annotated[kind, option]
+        function.__annotations__ = hints
+        examples = next((" ".join(part.split()) for part in parts if part.startswith("Example")), None)
+        return app.command(name, cls=Command, help=about, short_help=short, epilog=examples)(function)
+
+    return added
+
+
 def _families(incomplete: str) -> list[str]:
     """Families that begin so."""
     from hecate.train.catalogue import FAMILIES
@@ -58,17 +84,22 @@ def _families(incomplete: str) -> list[str]:
     return [name for name in FAMILIES if name.startswith(incomplete)]
 
 
+_Family = typer.Argument(metavar="[FAMILY]", show_default=False, autocompletion=_families)
+
+
 def list_(
-    family: Annotated[str | None, typer.Argument(
-        metavar="[FAMILY]", show_default=False, autocompletion=_families,
-        help="phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines, "
-        "rules or presets.",
-    )] = None,
-    name: Annotated[str | None, typer.Argument(
-        metavar="[NAME]", show_default=False, help="One of them: its text, its settings and an example.",
-    )] = None,
-) -> None:  # fmt: skip
-    """List the variants of a family with formula, traits, gradient and paper; of one, all there is to know."""
+    family: Annotated[str | None, _Family] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", show_default=False)] = None,
+) -> None:
+    """List the variants of a family with formula, traits, gradient and paper; of one, all there is to know.
+
+    Args:
+        family: phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines,
+            rules or presets.
+        name: One of them: its text, its settings and an example.
+
+    Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets
+    """
     from hecate.train import catalogue, display
 
     if family is None or name is None:
@@ -83,31 +114,44 @@ def list_(
 
 
 def formula(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="A kind, or a mapping as in YAML.")],
-    family: Annotated[str, typer.Option(metavar="FAMILY", help="bias or retention.")] = "bias",
+    kind: Annotated[str, typer.Argument(metavar="KIND")],
+    family: Annotated[str, typer.Option(metavar="FAMILY")] = "bias",
 ) -> None:
-    """Print the functions that kernels are made of: traced from the variant's own methods in torch."""
+    """Print the functions that kernels are made of: traced from the variant's own methods in torch.
+
+    Args:
+        kind: A kind, or a mapping as in YAML.
+        family: bias or retention.
+
+    Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention
+    """
     from hecate.train.catalogue import formula_text
 
     echo(formula_text(kind, family), end="")
 
 
 def schema() -> None:
-    """Print the JSON schema of an experiment, for editors that complete YAML."""
+    """Print the JSON schema of an experiment, for editors that complete YAML.
+
+    Example: hecate schema > experiment.schema.json
+    """
     from hecate.train.compose import experiment_schema
 
     echo(json.dumps(experiment_schema(), indent=1))
 
 
 def init(
-    path: Annotated[Path, typer.Argument(metavar="[FILE]", help="The file to write; none may be there.")] = Path(
-        "my.yaml"
-    ),
-    source: Annotated[str, typer.Option(
-        "--from", metavar="PRESET|FILE", help="Whose settings it begins with; `hecate list presets` names them.",
-    )] = "quickstart",
-) -> None:  # fmt: skip
-    """Write a commented YAML file with every setting and its default, to change and train."""
+    path: Annotated[Path, typer.Argument(metavar="[FILE]")] = Path("my.yaml"),
+    source: Annotated[str, typer.Option("--from", metavar="PRESET|FILE")] = "quickstart",
+) -> None:
+    """Write a commented YAML file with every setting and its default, to change and train.
+
+    Args:
+        path: The file to write; none may be there.
+        source: Whose settings it begins with; `hecate list presets` names them.
+
+    Examples: hecate init my.yaml | hecate init levels.yaml --from hope, then hecate train my.yaml
+    """
     from hecate.files import refusing, write_file
     from hecate.train.catalogue import starter
 
@@ -128,14 +172,20 @@ def init(
 
 
 def doctor(
-    rules: Annotated[list[str] | None, typer.Argument(
-        metavar="[RULE]...", help="Rules to warm; all of them if left out.", show_default=False,
-    )] = None,
-    warm: Annotated[bool, typer.Option("--warm", help="Compile the kernels of rules and keep them on disk.")] = False,
-    width: Annotated[int, typer.Option(min=1, max=1024, help="Width of a head, to warm for.")] = 64,
-) -> None:  # fmt: skip
+    rules: Annotated[list[str] | None, typer.Argument(metavar="[RULE]...", show_default=False)] = None,
+    warm: bool = False,
+    width: Annotated[int, typer.Option(min=1, max=1024)] = 64,
+) -> None:
     """Say what this machine has, what is missing and the line that installs it, and which engines run here; or compile
-    kernels before their first use."""
+    kernels before their first use.
+
+    Args:
+        rules: Rules to warm; all of them if left out.
+        warm: Compile the kernels of rules and keep them on disk.
+        width: Width of a head, to warm for.
+
+    Examples: hecate doctor | hecate doctor --warm titans delta
+    """
     from hecate.train import catalogue as found
     from hecate.train.display import print_table
 
@@ -154,9 +204,9 @@ _Inputs = Annotated[list[str], typer.Argument(
     metavar="INPUT...", show_default=False,
     help="Files, folders or globs: text, .jsonl (both also .gz, .zst), .parquet.",
 )]  # fmt: skip
-_Field = Annotated[str, typer.Option("--field", help="Where records of JSON and Parquet have their text.")]
+_Field = Annotated[str, typer.Option(help="Where records of JSON and Parquet have their text.")]
 _Separator = Annotated[str | None, typer.Option(
-    "--separator", help="Line that parts the documents of a text; a file is one document if left out.",
+    help="Line that parts the documents of a text; a file is one document if left out.",
 )]  # fmt: skip
 _Document = Annotated[int, typer.Option(
     "--max-document", metavar="MIB", min=1, max=1 << 20, help="Longest document, unpacked; a longer one is refused.",
@@ -168,26 +218,32 @@ _Line = Annotated[int, typer.Option(
 data = typer.Typer(
     help="Make token shards and tokenizers, and look into them.", no_args_is_help=True, rich_markup_mode=None
 )
-_command = partial(data.command, cls=Command)
 
 
-@_command(
-    short_help="Turn a corpus into token shards.",
-    epilog="Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens",
-)
+@command(data, short="Turn a corpus into token shards.")
 def tokenize(
     inputs: _Inputs,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the shards.", show_default=False)],
-    tokenizer: Annotated[str, typer.Option("--tokenizer", help="A tokenizer.json, or bytes.")] = "bytes",
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if left out.")] = None,
+    out: Annotated[Path, typer.Option(show_default=False)],
+    tokenizer: str = "bytes",
+    workers: Annotated[int | None, typer.Option(min=1)] = None,
     field: _Field = "text",
     separator: _Separator = None,
-    validation: Annotated[float, typer.Option(min=0, help="Share of the documents that is held out.")] = 0.01,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens after which a shard is full.")] = 1 << 27,
+    validation: Annotated[float, typer.Option(min=0)] = 0.01,
+    shard_tokens: Annotated[int, typer.Option(min=1)] = 1 << 27,
     document: _Document = 128,
     line: _Line = 16,
 ) -> None:
-    """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped."""
+    """Turn a corpus into token shards for `data.kind=tokens`. The same command goes on where a killed one stopped.
+
+    Args:
+        out: Folder of the shards.
+        tokenizer: A tokenizer.json, or bytes.
+        workers: Processes; one for each core if left out.
+        validation: Share of the documents that is held out.
+        shard_tokens: Tokens after which a shard is full.
+
+    Example: hecate data tokenize corpus/*.jsonl.zst --tokenizer tokenizer.json --out tokens
+    """
     from hecate.data.corpus import Limits
     from hecate.data.tokenize import Progress
     from hecate.data.tokenize import tokenize as make
@@ -219,21 +275,24 @@ def tokenize(
         echo(f"train with: --set data.kind=tokens --set data.path={out}{end}")
 
 
-@_command(
-    "train-tokenizer",
-    short_help="Train a byte-level BPE on a corpus.",
-    epilog="Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json",
-)
+@command(data, "train-tokenizer", short="Train a byte-level BPE on a corpus.")
 def train_tokenizer(
     inputs: _Inputs,
-    vocab: Annotated[int, typer.Option("--vocab", help="Tokens, at most.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", help="The tokenizer.json to write.", show_default=False)],
+    vocab: Annotated[int, typer.Option(show_default=False)],
+    out: Annotated[Path, typer.Option(show_default=False)],
     field: _Field = "text",
     separator: _Separator = None,
     document: _Document = 128,
     line: _Line = 16,
 ) -> None:
-    """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it."""
+    """Train a byte-level BPE: it has a token for every byte, so that any text can be written with it.
+
+    Args:
+        vocab: Tokens, at most.
+        out: The tokenizer.json to write.
+
+    Example: hecate data train-tokenizer corpus --vocab 32000 --out tokenizer.json
+    """
     from hecate.data.corpus import Limits, documents, find
     from hecate.data.tokenizer import FileTokenizer, train_tokenizer
     from hecate.errors import DataError
@@ -250,15 +309,21 @@ def train_tokenizer(
         echo(f"{FileTokenizer(text, str(out)).size:,} tokens: {out}")
 
 
-@_command(
-    short_help="What token shards hold, and whether they are whole.", epilog="Example: hecate data inspect tokens"
-)
-def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of token shards.", show_default=False)],
-    show: Annotated[int, typer.Option("--documents", min=0, help="How many documents to print.")] = 3,
-    hashes: Annotated[bool, typer.Option("--hashes/--no-hashes", help="Whether to read and hash every file.")] = True,
+@command(data, "inspect", short="What token shards hold, and whether they are whole.")
+def inspect_(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    show: Annotated[int, typer.Option("--documents", min=0)] = 3,
+    hashes: Annotated[bool, typer.Option("--hashes/--no-hashes")] = True,
 ) -> None:
-    """Count what a folder of shards holds, print its first documents, and verify every file."""
+    """Count what a folder of shards holds, print its first documents, and verify every file.
+
+    Args:
+        folder: A folder of token shards.
+        show: How many documents to print.
+        hashes: Whether to read and hash every file.
+
+    Example: hecate data inspect tokens
+    """
     from hecate.data.shards import file_sha256, first_documents, hashes_of, read_sidecar
     from hecate.errors import DataError
 
@@ -293,25 +358,31 @@ def _table(folder: Path) -> None:
 
 
 def gym(
-    named: Annotated[list[str] | None, typer.Argument(
-        metavar="CONTENDER", show_default=False,
-        help="Of --list, a rule, YAML of one or a file, several joined by + (levels) or | (heads), or your "
-        "module:function; all of --list if left out.",
-    )] = None,
-    tasks: Annotated[str | None, typer.Option(metavar="TASK[,TASK]", help="Some of --list; all if left out.")] = None,
-    seeds: Annotated[int, typer.Option(help="Streams that are reported, with seeds 0 and on.")] = 5,
-    out: Annotated[Path, typer.Option(help="Folder of the results, where the same line again goes on.")] = Path(
-        "runs/gym"
-    ),
-    reference: Annotated[str | None, typer.Option(
-        metavar="NAME", help="The contender that others are compared with; gated_delta, or the first.",
-    )] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small tasks, two seeds and settings: a look.")] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Show tasks and contenders, and run none.")] = False,
-) -> None:  # fmt: skip
+    named: Annotated[list[str] | None, typer.Argument(metavar="CONTENDER", show_default=False)] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="TASK[,TASK]")] = None,
+    seeds: int = 5,
+    out: Path = Path("runs/gym"),
+    reference: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    quick: bool = False,
+    listed: Annotated[bool, typer.Option("--list")] = False,
+) -> None:
     """Ask memories what they remember, learn and follow: streams with known levels, one table, gym.json, gym.csv and a
     figure. Settings are chosen on another seed; differences to the reference are corrected by Dunnett; a contender that
-    sees what it may not, or is no better than chance, is told as such."""
+    sees what it may not, or is no better than chance, is told as such.
+
+    Args:
+        named: Of --list, a rule, YAML of one or a file, several joined by + (levels) or | (heads), or your
+            module:function; all of --list if left out.
+        tasks: Some of --list; all if left out.
+        seeds: Streams that are reported, with seeds 0 and on.
+        out: Folder of the results, where the same line again goes on.
+        reference: The contender that others are compared with; gated_delta, or the first.
+        quick: Small tasks, two seeds and settings: a look.
+        listed: Show tasks and contenders, and run none.
+
+    Examples: hecate gym --quick | hecate gym titans 'titans + gated_delta' attention --tasks odd,two_paces |
+    hecate gym gated_delta mine:memory --out runs/mine
+    """
     from hecate.gym import contenders, report, run
     from hecate.train.display import print_table, print_tables
 
@@ -343,28 +414,38 @@ KEY = "HECATE_API_KEY"
 
 
 def serve(
-    folder: Annotated[Path, typer.Argument(
-        metavar="FOLDER", show_default=False, help="A run, a checkpoint, or a folder of export --to hf.",
-    )],
-    host: Annotated[str, typer.Option(help=f"Address; one beyond this machine needs a key in {KEY}.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8000,
-    memories: Annotated[Path | None, typer.Option(help="Folder with a memory for each `user` of requests.")] = None,
-    prefixes: Annotated[Path | None, typer.Option(
-        help="Folder that states of shared beginnings are read from and, at the end, written to.",
-    )] = None,
-    prefix_mib: Annotated[int, typer.Option(min=0, max=1 << 20, help="Room for these states, in MiB.")] = 256,
-    parked_dtype: Annotated[str | None, typer.Option(
-        help="float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear it.",
-    )] = None,
-    exact: Annotated[bool, typer.Option(
-        "--exact", help="Answers have the same bits in any company; a token alone takes up to four times as long.",
-    )] = False,
-    max_batch: Annotated[int, typer.Option(min=1, max=256, help="Requests at once, a power of two.")] = 16,
-    max_queue: Annotated[int, typer.Option(min=1, max=1 << 16, help="Requests that may wait.")] = 64,
-    name: Annotated[str | None, typer.Option(help="The model's for clients; that of the folder if left out.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="best or newest, of a run.")] = "best",
-) -> None:  # fmt: skip
-    """Answer OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models, /v1/memories, /health, /metrics."""
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False)],
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    memories: Path | None = None,
+    prefixes: Path | None = None,
+    prefix_mib: Annotated[int, typer.Option(min=0, max=1 << 20)] = 256,
+    parked_dtype: str | None = None,
+    exact: bool = False,
+    max_batch: Annotated[int, typer.Option(min=1, max=256)] = 16,
+    max_queue: Annotated[int, typer.Option(min=1, max=1 << 16)] = 64,
+    name: str | None = None,
+    checkpoint: str = "best",
+) -> None:
+    """Answer OpenAI's clients: /v1/completions, /v1/chat/completions, /v1/models, /v1/memories, /health, /metrics.
+
+    Args:
+        folder: A run, a checkpoint, or a folder of export --to hf.
+        host: Address; one beyond this machine needs a key in HECATE_API_KEY.
+        port: Port.
+        memories: Folder with a memory for each `user` of requests.
+        prefixes: Folder that states of shared beginnings are read from and, at the end, written to.
+        prefix_mib: Room for these states, in MiB.
+        parked_dtype: float16: memories and beginnings are kept in half the bytes; refused where a rule does not bear
+            it.
+        exact: Answers have the same bits in any company; a token alone takes up to four times as long.
+        max_batch: Requests at once, a power of two.
+        max_queue: Requests that may wait.
+        name: The model's for clients; that of the folder if left out.
+        checkpoint: best or newest, of a run.
+
+    Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users
+    """
     try:
         from hecate.serve import server
     except ImportError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from hecate.variant import Variant
 IGNORED = -100
 """Target of a position that has no label: the loss and every metric leave it out."""
 
+Rows = NDArray[np.int64]
 Split = Literal["train", "validation"]
 Metric = Literal["bits_per_byte", "perplexity", "accuracy"]
 
@@ -61,13 +62,6 @@ def as_batch(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> Batch:
     return Batch(torch.tensor(tokens), torch.tensor(targets))
 
 
-def spread_windows(tokens: int, seq_len: int, most: int) -> NDArray[np.int64]:
-    """Starts of windows of a stream that share no label, `most` of them at most, spread evenly over it."""
-    available = (tokens - 1) // seq_len
-    count = min(most, available)
-    return np.arange(count, dtype=np.int64) * available // count * seq_len
-
-
 class Source(ABC):
     """Loaded data: training batches at any cursor and a fixed set of validation batches."""
 
@@ -101,6 +95,39 @@ class Source(ABC):
         return {}
 
 
+class WindowSource(Source):
+    """Windows of a stream of tokens, such as text: `train`, and `validation` after it, are of so many `unit`s."""
+
+    train: Any
+    validation: Any
+    unit: ClassVar[str]
+
+    @abstractmethod
+    def windows(self, part: Any, starts: Rows, seq_len: int) -> Batch:
+        """Windows of `seq_len` tokens, with the token behind each as its last label."""
+
+    def windows_of(self, split: str, seq_len: int) -> int:
+        """Number of windows of a split side by side; the one token more is the last label."""
+        size = len(self.train if split == "training" else self.validation)
+        if size <= seq_len:
+            raise DataError(
+                f"the {split} split has {size} {self.unit}, a window of seq_len={seq_len} needs {seq_len + 1}; use "
+                "more text, another data.validation or a smaller budget.seq_len"
+            )
+        return (size - 1) // seq_len
+
+    def held_out_starts(self, batch_size: int, seq_len: int, batches: int) -> Rows:
+        """Starts of validation windows that share no label, spread evenly."""
+        available = self.windows_of("validation", seq_len)
+        count = min(batch_size * batches, available)
+        return np.arange(count, dtype=np.int64) * available // count * seq_len
+
+    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
+        starts = self.held_out_starts(batch_size, seq_len, batches)
+        for first in range(0, len(starts), batch_size):
+            yield self.windows(self.validation, starts[first : first + batch_size], seq_len)
+
+
 class DataConfig(Variant, family="data"):
     """A data set: a text corpus or a synthetic task, loaded by `load()`."""
 
@@ -126,7 +153,6 @@ class DataConfig(Variant, family="data"):
         raise NotImplementedError(f"{type(self).__name__} does not define load")
 
 
-Rows = NDArray[np.int64]
 VALIDATION_SEED = 0
 
 

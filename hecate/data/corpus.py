@@ -12,7 +12,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from hecate.errors import DataError, install_line, shorten
+from hecate.data.tokenizer import library
+from hecate.errors import DataError, shorten
 from hecate.files import reading
 
 TEXT, LINES, TABLE = (".txt", ".md", ".rst", ".py", ".text"), (".jsonl", ".ndjson"), (".parquet",)
@@ -21,8 +22,6 @@ MAX_DOCUMENT, MAX_LINE = 1 << 27, 1 << 24
 """Bytes of the longest document, and of the longest line of JSON, whose values may take 24 times as much memory."""
 _ROWS, _AT_ONCE = 1024, 1 << 26
 """Rows of Parquet that are read at once, and bytes that they may take unless one row alone takes more."""
-_PIECE = 1 << 10
-"""Bytes of zstandard that are unpacked at once: to 32 MiB at most, as 4 bytes may stand for a block of 128 KiB."""
 GLOB, _SHOWN = frozenset("*?["), 8
 
 
@@ -113,42 +112,15 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
             with gzip.open(raw) as file:
                 yield cast(BinaryIO, file)
         elif path.suffix == ".zst":
-            with io.BufferedReader(_Frames(raw), 1 << 17) as file:
-                yield file
+            arrow = library("pyarrow")
+            frames = arrow.CompressedInputStream(arrow.PythonFile(raw, "r"), "zstd")
+            try:
+                with io.BufferedReader(frames, 1 << 17) as file:
+                    yield file
+            except OSError as error:
+                raise OSError("it is cut off" if "Truncated" in str(error) else str(error)) from None
         else:
             yield raw
-
-
-class _Frames(io.RawIOBase):
-    """Frames of zstandard, one after the other; the library's own reader takes one that is cut off for a whole one."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw, self._library = raw, _library("zstandard")
-        self._frame: Any = None
-        self._packed = self._plain = b""
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills a part of the buffer; 0 at the end."""
-        while not self._plain:
-            self._packed = self._packed or self._raw.read(_PIECE)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("it is cut off")
-                return 0
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
-            try:
-                self._plain = self._frame.decompress(self._packed)
-            except self._library.ZstdError as error:
-                raise OSError(str(error)) from None
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        count = min(len(buffer), len(self._plain))
-        buffer[:count], self._plain = self._plain[:count], self._plain[count:]
-        return count
 
 
 def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
@@ -242,7 +214,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
-    parquet, arrow = _library("pyarrow.parquet"), _library("pyarrow")
+    parquet, arrow = library("pyarrow.parquet"), library("pyarrow")
     try:
         # without `pre_buffer`, which would hold a whole row group
         with path.open("rb") as file, parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
@@ -286,16 +258,6 @@ def _largest(path: Path, file: BinaryIO, group: Any, field: str, limits: Limits)
     if size > most:
         raise _too_long(f"{path} has in column {shorten(field)} a page", most, "write smaller ones", "--max-document")
     return size
-
-
-def _library(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        package = name.split(".")[0]
-        raise DataError(f"this needs the library {package}: {install_line('data')}") from None
 
 
 # Sizes of the pages of a Parquet column, before a reader allocates them: the footer of a file says what a column

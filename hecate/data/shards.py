@@ -11,7 +11,7 @@ import json
 import os
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -174,22 +174,6 @@ def nanogpt_file(path: Path) -> TokenFile:
     return TokenFile(path, "uint16", size // 2)
 
 
-class Starts(Sequence[int]):
-    """Places of a file of uint64, of which each is read when it is asked for."""
-
-    def __init__(self, read: Callable[[int, int], bytes], count: int) -> None:
-        self._read, self._count = read, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            first, last, _ = index.indices(self._count)
-            return np.frombuffer(self._read(8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
-        return int(np.frombuffer(self._read(8 * index, 8), dtype="<u8")[0])
-
-
 class TokenStream:
     """Files of tokens as one stream, or the part `begin .. end` of it; nothing of it is held. [DATA-SHARD-D3]"""
 
@@ -225,23 +209,20 @@ class TokenStream:
         """Where documents start among the tokens `at .. end`."""
         found = [np.zeros(0, dtype=np.int64)]
         for file, first, last, before in self._parts(at, end):
-            places = self._starts(file)
-            low, high = bisect_left(places, first), bisect_left(places, last)
+            low, high = self._first_at(file, first), self._first_at(file, last)
             if high - low > last - first + _MOST_STARTS:
                 raise DataError(
                     f"{file.starts} has {high - low:,} documents in {last - first:,} tokens; is it damaged?"
                 )
-            own = places[low:high]
-            found.append(own + (before - self.begin))
+            found.append(self._places(file, low, high) + (before - self.begin))
         return np.concatenate(found)
 
     def next_start(self, at: int) -> int | None:
         """The first document that starts at or after a token; None where there is none."""
         for file, first, _, before in self._parts(at, len(self)):
-            places = self._starts(file)
-            index = bisect_left(places, first)
-            if index < len(places):
-                return int(places[index]) + before - self.begin
+            index = self._first_at(file, first)
+            if index < file.documents:
+                return int(self._places(file, index, index + 1)[0]) + before - self.begin
         return None
 
     def part(self, begin: int, end: int) -> TokenStream:
@@ -259,7 +240,12 @@ class TokenStream:
                 yield file, at - before, last - before, before
             at, index = last, index + 1
 
-    def _starts(self, file: TokenFile) -> Starts:
+    def _first_at(self, file: TokenFile, place: int) -> int:
+        """The number of the first document that starts at or after a place; only starts that are compared are read."""
+        return bisect_left(range(file.documents), place, key=lambda n: int(self._places(file, n, n + 1)[0]))
+
+    def _places(self, file: TokenFile, first: int, last: int) -> NDArray[np.int64]:
+        """Where some documents start in their file."""
         path = file.starts
         if path is None:
             raise DataError(f"nothing says where documents start in {file.path}")
@@ -268,7 +254,7 @@ class TokenStream:
             if file_sha256(path) != file.starts_sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not what its folder says; put it back")
             self._checked.add(path)
-        return Starts(lambda at, count: self._read(path, at, count), file.documents)
+        return np.frombuffer(self._read(path, 8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
 
     def _read(self, path: Path, at: int, count: int) -> bytes:
         with reading(path):

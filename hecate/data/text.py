@@ -7,18 +7,18 @@ import importlib
 import importlib.util
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from hecate.checks import Count
-from hecate.data.base import Batch, DataConfig, Source, as_batch, spread_windows, stream
+from hecate.data.base import Batch, DataConfig, WindowSource, as_batch, stream
 from hecate.data.corpus import GLOB, files_of
 from hecate.data.tokenizer import BYTES, Bytes, Tokenizer
 from hecate.errors import DataError
@@ -78,33 +78,31 @@ class Text(DataConfig):
         return sorted(found)
 
 
-class TextSource(Source):
+class TextSource(WindowSource):
     """A corpus of bytes with its contiguous validation tail."""
 
     metric = "bits_per_byte"
+    unit = "bytes"
 
     def __init__(self, documents: Sequence[bytes], validation: float, facts: dict[str, str | int | float]) -> None:
         corpus = np.frombuffer(SEPARATOR.join(documents), dtype=np.uint8)
         cut = len(corpus) - max(int(len(corpus) * validation), 1)
-        self.train: NDArray[np.uint8] = corpus[: max(cut, 0)]
-        self.validation: NDArray[np.uint8] = corpus[max(cut, 0) :]
+        self.train, self.validation = corpus[: max(cut, 0)], corpus[max(cut, 0) :]
         self._facts = facts
         self.fingerprint = hashlib.sha256(corpus.tobytes() + f"/{cut}".encode()).hexdigest()
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
-        self._check(seq_len)
+        for split in ("training", "validation"):
+            self.windows_of(split, seq_len)
         starts = stream(seed, "train", step).integers(0, len(self.train) - seq_len, size=batch_size)
-        return _windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
+        return self.windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
 
-    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        self._check(seq_len)
-        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
-        for first in range(0, len(starts), batch_size):
-            yield _windows(self.validation, starts[first : first + batch_size], seq_len)
+    def windows(self, part: Any, starts: NDArray[np.int64], seq_len: int) -> Batch:
+        found = part[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
+        return as_batch(found[:, :-1], found[:, 1:])
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
-        self._check(seq_len)
-        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
+        starts = self.held_out_starts(batch_size, seq_len, batches)
         windows = self.validation[starts[:, None] + np.arange(seq_len + 1)]
         unigram, bigram = fit_ngrams(self.train).bits(windows[:, :-1].ravel(), windows[:, 1:].ravel())
         return {"uniform": 8.0, "unigram": unigram, "bigram": bigram}
@@ -118,19 +116,6 @@ class TextSource(Source):
     def describe(self) -> dict[str, str | int | float]:
         sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}
         return {**self._facts, **sizes, "sha256": self.fingerprint}
-
-    def _check(self, seq_len: int) -> None:
-        for name, part in (("training", self.train), ("validation", self.validation)):
-            if len(part) <= seq_len:
-                raise DataError(
-                    f"the {name} split has {len(part)} bytes, a window of seq_len={seq_len} needs {seq_len + 1}; use "
-                    "more text, another data.validation or a smaller budget.seq_len"
-                )
-
-
-def _windows(text: NDArray[np.uint8], starts: NDArray[np.int64], seq_len: int) -> Batch:
-    windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
-    return as_batch(windows[:, :-1], windows[:, 1:])
 
 
 class Bundled(DataConfig):

@@ -270,13 +270,8 @@ def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encode
 def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) -> Iterator[Callable[..., Any]]:
     """A function from batches to encoded batches, in order; never more of them wait than there is work for, by their
     number or by their letters."""
-
-    def here(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
-        for texts, place in batches:
-            yield encoded(texts, tokenizer, validation), place
-
     if workers <= 1:
-        yield here
+        yield lambda batches: ((encoded(texts, tokenizer, validation), place) for texts, place in batches)
         return
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])

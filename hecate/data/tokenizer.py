@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -105,7 +106,7 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, text: str, where: str, *, tried: bool = False) -> None:
         self.text, self.where = text, where
-        content, made = raw(text), library()
+        content, made = raw(text), library("tokenizers")
         self.sha256 = hashlib.sha256(content).hexdigest()
         if not tried and self.sha256 not in _tried:
             _try(content, where)
@@ -254,7 +255,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:
     first = next(filter(None, texts), None)
     if first is None:
         raise DataError("there is no text to train a tokenizer on; name more files")
-    own = library()
+    own = library("tokenizers")
     found = own.Tokenizer(own.models.BPE())
     found.pre_tokenizer = own.pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = own.decoders.ByteLevel()
@@ -266,10 +267,10 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:
     return str(found.to_str(pretty=True)) + "\n"
 
 
-def library() -> Any:
-    """The `tokenizers` library, which the extra `data` brings."""
+def library(name: str) -> Any:
+    """A module of a library that the extra `data` brings."""
     try:
-        import tokenizers
+        return importlib.import_module(name)
     except ImportError:
-        raise DataError(f"this needs the library tokenizers: {install_line('data')}; or use tokenizer bytes") from None
-    return tokenizers
+        package, instead = name.split(".")[0], "; or use tokenizer bytes" if name == "tokenizers" else ""
+        raise DataError(f"this needs the library {package}: {install_line('data')}{instead}") from None

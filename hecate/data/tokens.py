@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -13,19 +13,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from hecate.checks import Size
-from hecate.data.base import IGNORED, Batch, DataConfig, Source, Split, spread_windows
-from hecate.data.shards import (
-    SIDECAR,
-    Sidecar,
-    TokenFile,
-    TokenStream,
-    digest_of,
-    files_of,
-    lengths_of,
-    nanogpt_file,
-    read_sidecar,
-    tokenizer_of,
-)
+from hecate.data import shards
+from hecate.data.base import IGNORED, Batch, DataConfig, Split, WindowSource
+from hecate.data.shards import SIDECAR, Sidecar, TokenFile, TokenStream, digest_of, files_of, nanogpt_file, read_sidecar
 from hecate.data.tokenizer import Bytes, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.variant import Conflicts
@@ -172,7 +162,7 @@ class Tokens(DataConfig):
         if self.tokenizer_file is not None:
             return open_tokenizer(self.tokenizer_file)
         folder = Path(self.path)
-        return tokenizer_of(folder) if (folder / SIDECAR).is_file() else None
+        return shards.tokenizer_of(folder) if (folder / SIDECAR).is_file() else None
 
     def load(self) -> TokenSource:
         """Opens the files and checks their sizes; hashes are for `hecate data inspect`."""
@@ -217,7 +207,11 @@ def _opened(path: Path, wanted: Split) -> Opened:
             files[wanted] = files["train"]
         maker = sidecar.tokenizer or Bytes.sha256
         return Opened(
-            files, digest_of(sidecar.model_dump(mode="json")), sidecar.vocabulary, maker, lengths_of(path, sidecar)
+            files,
+            digest_of(sidecar.model_dump(mode="json")),
+            sidecar.vocabulary,
+            maker,
+            shards.lengths_of(path, sidecar),
         )
     paths = sorted(path.glob("*.bin"))
     named = {"train": [p for p in paths if "train" in p.name], "validation": [p for p in paths if "val" in p.name]}
@@ -241,10 +235,11 @@ def _print_of(files: list[TokenFile]) -> str:
     return found.hexdigest()
 
 
-class TokenSource(Source):
+class TokenSource(WindowSource):
     """Batches of token shards; bits per byte where the tokens tell how many bytes they stand for, else perplexity."""
 
     ordered = True
+    unit = "tokens"
 
     def __init__(self, config: Tokens, train: Opened, validation: Opened | None) -> None:
         self.config, self._vocabulary = config, config.vocabulary()
@@ -273,26 +268,20 @@ class TokenSource(Source):
         self.fingerprint = digest_of(facts)
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
-        windows = self._windows("training", self.train, seq_len)
+        windows = self.windows_of("training", seq_len)
         if not self.carries:
             chosen = shuffled(numbers_of(step, batch_size, rows), windows, seed)
-            return self._batch(self.train, chosen * seq_len, seq_len)
+            return self.windows(self.train, chosen * seq_len, seq_len)
         if windows < batch_size:
             raise DataError(
                 f"the training tokens have {windows} windows of {seq_len}, fewer than the {batch_size} rows that go on "
                 "from batch to batch; lower budget.batch_size or budget.seq_len, or write data.state=fresh"
             )
         chosen, anew = in_lanes(step, batch_size, windows, seed, rows)
-        batch = self._batch(self.train, chosen * seq_len, seq_len)
+        batch = self.windows(self.train, chosen * seq_len, seq_len)
         resets = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.resets is None else batch.resets
         resets[:, 0] |= torch.from_numpy(anew)
         return batch._replace(resets=resets)
-
-    def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
-        self._windows("validation", self.validation, seq_len)  # or refused
-        starts = spread_windows(len(self.validation), seq_len, batch_size * batches)
-        for first in range(0, len(starts), batch_size):
-            yield self._batch(self.validation, starts[first : first + batch_size], seq_len)
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
         """Of equal chances, and of the frequencies among a sample of the training tokens. [DATA-TOKENS-D5]"""
@@ -315,15 +304,15 @@ class TokenSource(Source):
         known = {"vocabulary": self._vocabulary, "documents": self.config.documents, "state": self.config.state}
         return {"path": self.config.path, **sizes, **known, "sha256": self.fingerprint}
 
-    def _batch(self, stream: TokenStream, starts: NDArray[np.int64], seq_len: int) -> Batch:
+    def windows(self, part: TokenStream, starts: NDArray[np.int64], seq_len: int) -> Batch:
         tokens = np.empty((len(starts), seq_len + 1), dtype=np.int64)
         targets = np.empty((len(starts), seq_len), dtype=np.int64)
         resets = np.zeros((len(starts), seq_len), dtype=bool)
         for row, at in enumerate(starts.tolist()):
-            tokens[row] = self._ids(stream, at, seq_len + 1)
+            tokens[row] = self._ids(part, at, seq_len + 1)
             targets[row] = tokens[row, 1:]
             if self.config.documents != "ignore":
-                places = stream.starts(at, at + seq_len + 1) - at
+                places = part.starts(at, at + seq_len + 1) - at
                 targets[row, places[places > 0] - 1] = IGNORED
                 resets[row, places[places < seq_len]] = True
         kept = torch.from_numpy(resets) if self.config.documents == "reset" else None
@@ -335,15 +324,5 @@ class TokenSource(Source):
             raise DataError(
                 f"{self.config.path} has token {int(found.max())} near place {at:,}, and data has a vocabulary of "
                 f"{self._vocabulary}: the shards are of another tokenizer, or damaged (`hecate data inspect` tells)"
-            )
-        return found
-
-    def _windows(self, name: str, stream: TokenStream, seq_len: int) -> int:
-        """Number of windows side by side; the one token more is the last label."""
-        found = (len(stream) - 1) // seq_len
-        if found < 1:
-            raise DataError(
-                f"the {name} split has {len(stream)} tokens, a window of seq_len={seq_len} needs {seq_len + 1}; use "
-                "more text, another data.validation or a smaller budget.seq_len"
             )
         return found

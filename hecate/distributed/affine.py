@@ -187,7 +187,7 @@ def _combined(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
         piece = _matrix_piece(scan)
     sent = [*piece.ends, *(move for row in piece.moves for move in row)]
     sent += [] if piece.rows is None else [piece.rows]
-    every = gather(torch.cat([item.flatten() for item in sent]), ranks, "operators")
+    every = gather(torch.cat([item.flatten() for item in sent]), ranks)
     states, mine = scan.slots, scan.slots
     count = len(piece.ends)
     for rank, flat in enumerate(every):

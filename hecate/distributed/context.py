@@ -25,18 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from hecate.distributed import exchange
 from hecate.distributed.affine import Scan, affine_scan, not_affine, spreading
-from hecate.distributed.exchange import (
-    Ranks,
-    anchor_of,
-    from_last,
-    gather,
-    joined,
-    lengths_of,
-    receive,
-    send,
-    swap,
-)  # fmt: skip
 from hecate.engine import written_before
 from hecate.errors import ConfigError
 from hecate.late import HELD
@@ -85,7 +75,7 @@ def ways(model: nn.Module, ranks: int) -> dict[str, Way]:
     return found
 
 
-class Context(Ranks):
+class Context(exchange.Ranks):
     """The ranks over which sequences are spread, as layers see them."""
 
     def relay(
@@ -98,16 +88,16 @@ class Context(Ranks):
         if self.rank:
             with torch.no_grad():
                 template = like()
-            state, anchor = receive(template, self)
+            state, anchor = exchange.receive(template, self)
         found, after = run(state)
         if not self.last:
-            anchor = anchor + send(after, self)
+            anchor = anchor + exchange.send(after, self)
         return found, after, anchor
 
     def final(self, state: Tree, *, alike: bool = True) -> Tree:
         """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the
         last rank's alone."""
-        return from_last(state, self, alike=alike)
+        return exchange.from_last(state, self, alike=alike)
 
     def counted(self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Tokens written since the start or the last reset `[B]`, before this piece and after the last, of `seen`
@@ -118,7 +108,7 @@ class Context(Ranks):
             mine = written_before(mine, ones, reset, length)[:, -1] + ones[:, -1]
         fresh = torch.zeros_like(seen) if reset is None else reset.any(1).long()
         before = count = seen
-        for rank, (own, restarts) in enumerate(gather(torch.stack([mine, fresh]), self, "counts")):
+        for rank, (own, restarts) in enumerate(exchange.gather(torch.stack([mine, fresh]), self)):
             before = count if rank == self.rank else before
             count = torch.where(restarts.bool(), own, count + own)
         return before, count
@@ -139,12 +129,12 @@ class Context(Ranks):
         left = x if write is None else torch.where(write.unsqueeze(-1), x, 0.0)
         short = max(0, kept - length)
         tail = torch.cat([x.new_zeros(batch, short, x.shape[2]), left[:, max(0, length - kept) :]], 1)
-        every = gather(tail, self, "halo")
+        every = exchange.gather(tail, self)
         known = torch.arange(kept, device=x.device) >= short
         own = torch.zeros(batch, length, dtype=torch.int64, device=x.device) if reset is None else reset.cumsum(1)
         total = own[:, -1:] if length else own.new_zeros(batch, 1)
         places = torch.cat([own.new_zeros(batch, short), own[:, max(0, length - kept) :]], 1)
-        facts = gather(torch.cat([known.long().expand(batch, -1), places, total], 1), self, "counts")
+        facts = exchange.gather(torch.cat([known.long().expand(batch, -1), places, total], 1), self)
         first = x.new_zeros(batch, kept, x.shape[2]) if past is None else past.to(x.dtype)
         origin = own.new_zeros(batch, kept) if segment is None else segment
         tokens, documents, valid, borders = [first], [origin], [known.new_ones(kept)], own.new_zeros(batch, 1)
@@ -227,7 +217,7 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
         retains, wide = config.retention.default_retains(heads), torch.promote_types(k.dtype, torch.float32)
         retain = torch.tensor(retains, dtype=wide, device=k.device).expand(batch, length, heads)
         gates = gates._replace(retain=retain)
-    lengths = lengths_of(length, context, q.device)
+    lengths = exchange.lengths_of(length, context, q.device)
     some = slice(context.rank * heads // context.size, (context.rank + 1) * heads // context.size)
 
     def there(x: Any, name: str = "") -> Any:
@@ -236,11 +226,13 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
             return x
         axis = 3 if config.writes > 1 and name in _EACH_WRITE else 2
         x = x.movedim(axis, 2)
-        found = swap(x.reshape(*x.shape[:3], -1), context, lengths, there=True)
+        found = exchange.swap(x.reshape(*x.shape[:3], -1), context, lengths, there=True)
         return found.reshape(*found.shape[:3], *x.shape[3:]).movedim(2, axis)
 
     own = Gates(**{name: there(gate, name) for name, gate in gates._asdict().items()})
-    write, reset = (None if x is None else joined(x, lengths, context) for x in (scan.write_mask, scan.reset_mask))
+    write, reset = (
+        None if x is None else exchange.joined(x, lengths, context) for x in (scan.write_mask, scan.reset_mask)
+    )
     if initial is not None or state is None or reset is not None:
         initial = _starts(config, initial, some, q, v)
     if state is not None:
@@ -248,7 +240,7 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
     inputs = there(q), there(k, "k"), there(v, "v")
     params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)  # some may serve all
     y, after = Scan(config, *inputs, own, state, params, initial, write, reset, scan.how).run()
-    y = swap(y, context, lengths, there=False)
+    y = exchange.swap(y, context, lengths, there=False)
     after, anchor = _all_heads(after, context)
     return y + anchor, after
 
@@ -277,8 +269,8 @@ def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tenso
     found: list[Any] = []
     for item in leaves:
         if isinstance(item, Tensor) and item.dim() > 1:  # the count of tokens `[B]` is alike on all ranks
-            every = gather(item, context, "heads")
-            anchor = anchor + anchor_of(every)
+            every = exchange.gather(item, context)
+            anchor = anchor + exchange.anchor_of(every)
             whole = torch.cat(list(every), 1)
             found.append(whole if context.last else whole.detach())
         else:
@@ -381,7 +373,7 @@ class _Relayed:
             }
             with torch.no_grad():
                 _, like = layer.forward(x[:, :0], None, **none)
-            given["state"], anchor = receive(like, self.context)  # type: ignore[assignment]
+            given["state"], anchor = exchange.receive(like, self.context)  # type: ignore[assignment]
         self.anchors.append(anchor)
         return args[:1], given
 
@@ -389,7 +381,7 @@ class _Relayed:
         """Hands the state on, and returns the last one."""
         (y, state), anchor = found, self.anchors.pop()
         if not self.context.last:
-            anchor = anchor + send(state, self.context)
+            anchor = anchor + exchange.send(state, self.context)
         return y + anchor, self.context.final(state, alike=False)
 
 
@@ -404,7 +396,7 @@ def piece(batch: Tree, rank: int, ranks: int) -> Tree:
 
 
 @torch.no_grad()
-def sum_gradients(model: nn.Module, context: Ranks) -> None:
+def sum_gradients(model: nn.Module, context: exchange.Ranks) -> None:
     """Sums the gradients of parameters over the ranks of a context, each of which has seen a piece: not their mean.
 
     Of sharded parameters every rank's own shard. A parameter that has a gradient on one rank has one on all; those that
@@ -425,7 +417,6 @@ def sum_gradients(model: nn.Module, context: Ranks) -> None:
             found.setdefault((local.dtype, local.device), []).append(local)
     for grads in found.values():
         flat = torch.cat([grad.flatten() for grad in grads])
-        context.count("gradients", flat)
         dist.all_reduce(flat, group=context.group)
         for grad, own in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(own.view_as(grad))

@@ -7,9 +7,8 @@ So each result here comes with an anchor, a zero that depends on it, which the c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -23,12 +22,11 @@ AXES = 8  # most axes of a tensor that is handed on
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a process group in order; `sent` counts bytes that this one has sent, by what for."""
+    """The ranks of a process group in order."""
 
     group: Any
     rank: int
     size: int
-    sent: Counter[str] = field(default_factory=Counter, repr=False)
 
     @classmethod
     def of(cls, group: Any) -> Self:
@@ -47,10 +45,6 @@ class Ranks:
     def last(self) -> bool:
         """True if this rank holds the last piece."""
         return self.rank == self.size - 1
-
-    def count(self, what: str, tensor: Tensor) -> None:
-        """Notes that a tensor is sent."""
-        self.sent[what] += tensor.nbytes
 
 
 def anchor_of(*tensors: Any) -> Tensor | float:
@@ -87,23 +81,21 @@ def _named(now: str, before: str) -> Any:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks, what: str) -> Tensor:
-        ctx.ranks, ctx.what = ranks, what
+    def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
         ctx.save_for_backward(handle)
-        ranks.count(what, mine)
         return _gathered(mine, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _begin(ctx)
         grad = grads[0].contiguous()
-        ctx.ranks.count(ctx.what, grad[0])
         mine = torch.empty_like(grad[0])
         if mine.numel():
             _named("reduce_scatter_single", "reduce_scatter_tensor")(
                 mine.view(-1), grad.view(-1), group=ctx.ranks.group
             )
-        return mine, None, None, None
+        return mine, None, None
 
 
 def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
@@ -115,12 +107,11 @@ def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-def gather(mine: Tensor, ranks: Ranks, what: str) -> Tensor:
+def gather(mine: Tensor, ranks: Ranks) -> Tensor:
     """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and brought back."""
     if not mine.is_floating_point():
-        ranks.count(what, mine)
         return _gathered(mine, ranks)
-    return _Gather.apply(mine, _handle(mine), ranks, what)  # type: ignore[no-untyped-call]
+    return _Gather.apply(mine, _handle(mine), ranks)  # type: ignore[no-untyped-call]
 
 
 def lengths_of(length: int, ranks: Ranks, device: torch.device) -> list[int]:
@@ -165,7 +156,6 @@ def _swapped(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     got = x.new_empty(sum(sizes))
-    ranks.count("heads", sent)
     dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=ranks.group)
     found = [part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)]
     return torch.cat(found, 1 if there else 2)
@@ -219,7 +209,6 @@ def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None
     if shaped and tensors:
         dist.send(_sizes(tensors), group=ranks.group, group_dst=to)
     for item in tensors:
-        ranks.count("state", item)
         if item.numel():
             dist.send(item.detach().contiguous(), group=ranks.group, group_dst=to)
 

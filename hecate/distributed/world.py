@@ -164,10 +164,6 @@ class World:
         """True if a flag is up on any rank: the same answer on every rank."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
 
-    def barrier(self) -> None:
-        """Waits until every rank is here."""
-        self.any(False)
-
     def agree(self, facts: Mapping[str, Any]) -> None:
         """`ParallelError` on every rank where plain facts, trees of JSON, differ between ranks: it names the first
         that does, with both values. [DIST-WORLD-D2]"""

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
+from uuid import UUID
 
 import numpy as np
 from pydantic import Field
@@ -259,10 +260,7 @@ def _values(rng: np.random.Generator, count: int) -> list[str]:
 
 def _uuid(rng: np.random.Generator) -> str:
     """A random uuid of version 4."""
-    digits = rng.integers(16, size=32)
-    digits[12], digits[16] = 4, 8 + digits[16] % 4
-    text = "".join(f"{digit:x}" for digit in digits)
-    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+    return str(UUID("".join(f"{digit:x}" for digit in rng.integers(16, size=32)), version=4))
 
 
 def _absent(text: str, draw: Callable[[], Drawn]) -> Drawn:

@@ -9,7 +9,7 @@ import platform
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,18 +27,8 @@ from hecate.models import LanguageModel
 from hecate.nn.positions import Position
 from hecate.optim import OptimizerKind
 from hecate.rule import RULES, MemoryConfig, MemoryRule, named_rule
-from hecate.train.compose import (
-    BACKBONES,
-    BY_RULE,
-    dump_experiment,
-    experiment_schema,
-    folded_presets,
-    load_experiment,
-    preset_about,
-    presets,
-    raw_settings,
-    shipped_presets,
-)
+from hecate.train import compose
+from hecate.train.compose import dump_experiment, load_experiment, preset_about, shipped_presets
 from hecate.train.config import ExperimentConfig
 from hecate.train.document import dump_yaml, flow, parse_value, short
 from hecate.train.loggers import LoggerKind
@@ -50,7 +40,7 @@ PACKAGES = ("torch", "numpy", "pydantic", "numba", "flash-linear-attention", "tr
 EXTRAS = {
     "cpu": ("exact kernels on a CPU", ("numba",)), "gpu": ("kernels on a GPU", ("triton",)),
     "plot": ("figures of runs and reports", ("matplotlib",)),
-    "data": ("token shards and tokenizers", ("tokenizers", "pyarrow", "zstandard")),
+    "data": ("token shards and tokenizers", ("tokenizers", "pyarrow")),
     "hf": ("models in transformers: adopt, graft, export", ("transformers", "tokenizers", "accelerate")),
     "serve": ("hecate serve", ("starlette", "uvicorn")),
     "track": ("loggers beside metrics.jsonl", ("tensorboard", "wandb", "trackio")),
@@ -87,11 +77,15 @@ def catalogue(family: str | None = None) -> Table:
     """Header and rows of one family, or the families themselves. [TRAIN-LIST-D1]"""
     if family is None:
         kinds = {name: list(root.variants()) for name, root in VARIANTS.items()}
-        named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": folded_presets()}
+        named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": compose.folded_presets()}
         return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
-    if family not in FAMILIES:
-        raise ConfigError(f"no family {family!r}{not_known(family, FAMILIES)}")
+    _check_known("family", family, FAMILIES)
     return FAMILIES[family]()
+
+
+def _check_known(what: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        raise ConfigError(f"no {what} {name!r}{not_known(name, names)}")
 
 
 def variant_rows(root: type[Variant]) -> Table:
@@ -187,8 +181,8 @@ def _engines() -> Table:
 def _presets() -> Table:
     shipped = {name: load_experiment(name) for name in shipped_presets()}
     rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
-    rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in BY_RULE]
-    rows += [["lm-SIZE-" + name, "", preset_about(name, BACKBONES), ""] for name in BACKBONES]
+    rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in compose.BY_RULE]
+    rows += [["lm-SIZE-" + name, "", preset_about(name, compose.BACKBONES), ""] for name in compose.BACKBONES]
     return ["preset", "data", "what it is", "steps"], rows
 
 
@@ -328,22 +322,21 @@ def accepts(schema: Mapping[str, Any]) -> str:
 
 def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     """All about one variant: its text, a table of its settings if it has some, and an example. [TRAIN-LIST-D2]"""
-    if family not in FAMILIES:
-        raise ConfigError(f"no family {family!r}{not_known(family, FAMILIES)}")
+    _check_known("family", family, FAMILIES)
     if family == "presets":
-        _known(family, name, presets())
+        _check_known("preset", name, compose.presets())
         about = f"{preset_about(name)}\n\n" if name in shipped_presets() else ""
         return f"{name}: {about}{dump_experiment(load_experiment(name))}".rstrip(), None, f"hecate train {name}"
     if family == "rules":
-        _known(family, name, RULES)
+        _check_known("rule", name, RULES)
         config = dump_yaml({"memory": short(RULES[name].config)})
         text = textwrap.fill(f"{name}: {RULES[name].text}", 100)
         return f"{text}\n\n{RULES[name].equation}\n\n{config}".rstrip(), None, f"hecate train mqar-{name}"
     if family == "engines":
-        _known(family, name, Engine.registry)
+        _check_known("engine", name, Engine.registry)
         return inspect.getdoc(type(Engine.registry[name])) or name, None, "hecate show quickstart --engine"
     own = VARIANTS[family].variants()
-    _known(family, name, own)
+    _check_known(family, name, own)
     schema = own[name].model_json_schema()
     rows = field_rows(schema)
     path = PATHS.get(family, family)
@@ -353,16 +346,10 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     return text, (HEADER, rows) if rows else None, example
 
 
-def _known(family: str, name: str, names: Any) -> None:
-    if name not in names:
-        one = family.removesuffix("s") if family in ("rules", "presets", "engines") else family
-        raise ConfigError(f"no {one} {name!r}{not_known(name, names)}")
-
-
 def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:
     """A commented YAML file with every setting: those of a preset or file as it writes them, the others behind a #,
     with the value that they have there. [TRAIN-START-D1]"""
-    config, written = load_experiment(source), raw_settings(source)
+    config, written = load_experiment(source), compose.raw_settings(source)
     source, target = (printable(str(name), MESSAGE) for name in (source, target))  # on one line
     lines = [
         f"# An experiment, begun from {source}. A setting right behind a # has that value without it, too:",
@@ -401,5 +388,5 @@ def _entry(
 
 @cache
 def _descriptions(owner: type[BaseModel]) -> dict[str, str]:
-    schema = experiment_schema() if owner is ExperimentConfig else owner.model_json_schema()
+    schema = compose.experiment_schema() if owner is ExperimentConfig else owner.model_json_schema()
     return {name: own.get("description", "") for name, own in schema["properties"].items()}

@@ -27,19 +27,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hecate import files
 from hecate.checks import MAX_COUNT, Count, check_room
 from hecate.errors import CheckpointError, ConfigError
-from hecate.files import (
-    by_library,
-    make_folder,
-    new_folder,
-    read_file,
-    refusing,
-    remove_folder,
-    sweep,
-    sync,
-    write_file,
-)  # fmt: skip
 from hecate.optim.tensors import local
 from hecate.variant import Config, Conflicts, read_json
 
@@ -68,6 +58,15 @@ class Checkpoint(NamedTuple):
 
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
+
+
+class Staged(NamedTuple):
+    """A checkpoint as it is to be written: tensors on the CPU that share no storage, and names that are one of them."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    facts: Mapping[str, Any]
 
 
 class Skipped(NamedTuple):
@@ -196,19 +195,22 @@ def save_checkpoint(folder: Path, step: int, checkpoint: Checkpoint) -> Path:
     A step that is there already is written beside it, as `step_XXXXXXXX-2`, which takes the name once the older one is
     deleted. Tensors that share storage (tied weights) are stored once and listed as aliases.
     """
+    return write_checkpoint(folder, staged(step, checkpoint))
+
+
+def staged(step: int, checkpoint: Checkpoint) -> Staged:
+    """A checkpoint whose tensors are copied as they stand now."""
     aliases = aliases_of(checkpoint.tensors)
-    return write_checkpoint(folder, step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
+    return Staged(step, copies(checkpoint.tensors, aliases), aliases, checkpoint.facts)
 
 
-def write_checkpoint(
-    folder: Path, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
-) -> Path:
-    """Writes the checkpoint of `save_checkpoint`: tensors on the CPU that share no storage, and their aliases."""
-    summaries = {name: summary(tensor) for name, tensor in stored.items()}
-    manifest = manifest_text(VERSION, step=step, facts=facts, aliases=aliases, tensors=summaries)
-    with publishing(folder, step) as (temporary, target):
-        write_tensors(stored, temporary / TENSORS)
-        write_file(temporary / MANIFEST, manifest)
+def write_checkpoint(folder: Path, checkpoint: Staged) -> Path:
+    """Writes the checkpoint of `save_checkpoint`."""
+    summaries = {name: summary(tensor) for name, tensor in checkpoint.tensors.items()}
+    manifest = manifest_text(VERSION, **checkpoint._asdict() | {"tensors": summaries})
+    with publishing(folder, checkpoint.step) as (temporary, target):
+        write_tensors(checkpoint.tensors, temporary / TENSORS)
+        files.write_file(temporary / MANIFEST, manifest)
     return target
 
 
@@ -216,25 +218,25 @@ def write_checkpoint(
 def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
     """A temporary folder to fill with the checkpoint of a step, which is published as the second path."""
     target = folder / f"step_{step:08d}"
-    with refusing(f"write checkpoint {target}", "choose another --out (earlier checkpoints are intact)"):
-        make_folder(folder)
+    with files.refusing(f"write checkpoint {target}", "choose another --out (earlier checkpoints are intact)"):
+        files.make_folder(folder)
         older = [path for path in checkpoints(folder) if _age(path)[0] == step]
         last = max((edition for _, published, edition in map(_age, older) if published), default=0)
         fresh = folder / f"{target.name}-{last + 1}" if last else target
-        with new_folder(fresh) as temporary:
+        with files.new_folder(fresh) as temporary:
             yield temporary, target
         for path in older:
-            remove_folder(path)
+            files.remove_folder(path)
         if fresh != target:
             fresh.rename(target)
-            sync(folder)
+            files.sync(folder)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     """A new safetensors file, with the mode of any other; safetensors itself makes them private. Raises OSError."""
     file.touch()
     mode = file.stat().st_mode
-    with by_library():
+    with files.by_library():
         save_file(dict(tensors), file)
     file.chmod(mode)
 
@@ -359,7 +361,7 @@ def named(dtype: torch.dtype) -> str:
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first; unfinished ones are not among them."""
     refuse_link(folder)
-    with refusing(f"read the checkpoints in {folder}", "see what is there"):
+    with files.refusing(f"read the checkpoints in {folder}", "see what is there"):
         paths = list(folder.iterdir()) if folder.exists() else []
     return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_age)
 
@@ -402,11 +404,11 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
     sound = [path for path in _readable(folder) if upto is None or _age(path)[0] <= upto]
     last = {_age(path)[0]: path for path in sound}
     kept = {*list(last.values())[-keep:], best_checkpoint(folder, better)}
-    with refusing(f"delete checkpoints in {folder}", "make the folder writable"):
+    with files.refusing(f"delete checkpoints in {folder}", "make the folder writable"):
         for path in sound:
             if path not in kept:
-                remove_folder(path)
-        sweep(folder)
+                files.remove_folder(path)
+        files.sweep(folder)
 
 
 def best_checkpoint(folder: Path, better: str = "validation_loss") -> Path | None:
@@ -424,7 +426,7 @@ def read_manifest(folder: Path) -> Content | ShardedContent:
             raise bad(path, "is not a regular file")  # reading a pipe would wait for ever
     file = folder / MANIFEST
     try:
-        text = read_file(file, MAX_BYTES + 1)
+        text = files.read_file(file, MAX_BYTES + 1)
     except FileNotFoundError:
         raise bad(file, "is missing") from None
     except OSError as error:

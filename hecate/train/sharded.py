@@ -26,42 +26,13 @@ from torch import Tensor
 from hecate.distributed import World, gathered, is_sharded
 from hecate.errors import CheckpointError, HecateError
 from hecate.files import cure, write_file
-from hecate.train.checkpoint import (
-    MANIFEST,
-    SHARDED,
-    TENSORS,
-    Checkpoint,
-    Content,
-    LeftAloneError,
-    Piece,
-    ShardedContent,
-    Skipped,
-    Spread,
-    aliases_of,
-    bad,
-    check_files,
-    check_listed,
-    check_name,
-    checkpoints,
-    copies,
-    describe_file,
-    dtype_of,
-    manifest_text,
-    named,
-    newest_checkpoint,
-    newest_of,
-    prune_checkpoints,
-    publishing,
-    read_manifest,
-    whole,
-    write_checkpoint,
-)
+from hecate.train import checkpoint as store
+from hecate.train.checkpoint import Checkpoint, Content, Piece, ShardedContent, Skipped, Spread, Staged, bad, named
 from hecate.train.state import Restorable, blank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
-
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 """Tensor, file, offset, shape and dtype."""
@@ -116,10 +87,10 @@ class Team:
         return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(texts, lengths, strict=True)]
 
 
-def lost(what: str, error: BaseException) -> LeftAloneError:
+def lost(what: str, error: BaseException) -> store.LeftAloneError:
     """The error of a process that the others have left alone."""
     first = str(error).strip().partition("\n")[0]
-    return LeftAloneError(
+    return store.LeftAloneError(
         f"cannot {what}: another process of the run has ended or does not answer ({first}); start the run again with "
         "--resume (earlier checkpoints are intact)"
     )
@@ -134,15 +105,15 @@ def group_of(world: World) -> ProcessGroup | None:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
-def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Copies on the CPU of what is to be stored, as it stands now, and aliases; together.
+def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
+    """A checkpoint whose tensors are copied as they stand now; together.
 
     Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
     are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
-    tensors = {name: _summed(tensor) for name, tensor in sorted(tensors.items())}
+    tensors = {name: _summed(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
 
     def known() -> list[Any]:
-        return [aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
+        return [store.aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
 
     every = team.all("save a checkpoint", known)
     for rank, (_, shapes) in enumerate(every):
@@ -154,7 +125,7 @@ def staged(tensors: Mapping[str, Tensor], team: Team) -> tuple[dict[str, Tensor]
                     "ranks must have the same model and optimiser"
                 )
     aliases: dict[str, str] = every[0][0]
-    return copies(tensors, aliases), aliases
+    return Staged(step, store.copies(tensors, aliases), aliases, checkpoint.facts)
 
 
 def _summed(tensor: Tensor) -> Tensor:
@@ -164,24 +135,19 @@ def _summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def write_sharded(
-    folder: Path,
-    step: int,
-    stored: Mapping[str, Tensor],
-    aliases: Mapping[str, str],
-    facts: Mapping[str, Any],
-    team: Team,
-) -> Path:
+def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
     """Writes `folder/step_XXXXXXXX`, of what is `staged`, together; the folder is one that all processes share.
     [CKPT-SHARD-D1]
 
     Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
     """
-    what, first = f"write checkpoint {folder / f'step_{step:08d}'}", team.rank == 0
+    what, first = f"write checkpoint {folder / f'step_{checkpoint.step:08d}'}", team.rank == 0
     with ExitStack() as held:
 
         def begin() -> list[str] | None:
-            return [str(path) for path in held.enter_context(publishing(folder, step))] if first else None
+            return (
+                [str(path) for path in held.enter_context(store.publishing(folder, checkpoint.step))] if first else None
+            )
 
         temporary, target = map(Path, team.all(what, begin)[0])
 
@@ -193,12 +159,12 @@ def write_sharded(
                 )
 
         team.all(what, seen)
-        _write_blocks(what, temporary, stored, team)
+        _write_blocks(what, temporary, checkpoint.tensors, team)
         parts = team.all(what, lambda: _blocks(temporary, team.rank))
 
         def conclude() -> None:
             if first:
-                write_file(temporary / MANIFEST, _manifest(step, facts, aliases, stored, temporary, parts))
+                write_file(temporary / store.MANIFEST, _manifest(checkpoint, temporary, parts))
 
         team.all(what, conclude)
         team.all(what, held.close)  # here rank 0 publishes it
@@ -240,12 +206,12 @@ def _blocks(folder: Path, rank: int) -> dict[str, Any]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
-    found: dict[str, Any] = {"files": {file.name: describe_file(file).model_dump() for file in files}, "pieces": []}
+    described, pieces = {file.name: store.describe_file(file).model_dump() for file in files}, []
     if files:
         for name, file, offset, shape, _ in _stored(HuggingFaceStorageReader(str(folder)).read_metadata()):
-            if file in found["files"]:
-                found["pieces"].append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
-    return found
+            if file in described:
+                pieces.append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
+    return {"files": described, "pieces": pieces}
 
 
 def _stored(metadata: Metadata) -> list[Block]:
@@ -256,14 +222,7 @@ def _stored(metadata: Metadata) -> list[Block]:
     ]
 
 
-def _manifest(
-    step: int,
-    facts: Mapping[str, Any],
-    aliases: Mapping[str, str],
-    stored: Mapping[str, Tensor],
-    folder: Path,
-    parts: list[Any],
-) -> str:
+def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
     """The text of a manifest; refused where a file that a rank has written is not here."""
     files = {name: described for part in parts for name, described in part["files"].items()}
     for name, described in files.items():
@@ -273,11 +232,11 @@ def _manifest(
                 "on a disk that all machines share"
             )
     tensors: dict[str, dict[str, Any]] = {
-        name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in stored.items()
+        name: {"dtype": named(t.dtype), "shape": list(t.shape), "pieces": []} for name, t in checkpoint.tensors.items()
     }
     for name, piece in sorted((pair for part in parts for pair in part["pieces"]), key=lambda pair: pair[1]["file"]):
         tensors[name]["pieces"].append(piece)
-    return manifest_text(SHARDED, step=step, facts=facts, aliases=aliases, files=files, tensors=tensors)
+    return store.manifest_text(store.SHARDED, **checkpoint._asdict() | {"files": files, "tensors": tensors})
 
 
 def verified(path: Path, team: Team) -> Content | ShardedContent:
@@ -285,13 +244,13 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
     read: list[Content | ShardedContent] = []
 
     def own() -> str:
-        content = read_manifest(path)
-        check_name(path, content.step)
-        check_listed(path, content)
+        content = store.read_manifest(path)
+        store.check_name(path, content.step)
+        store.check_listed(path, content)
         if isinstance(content, ShardedContent):
-            check_files(path, content, sorted(content.files)[team.rank :: team.size])
+            store.check_files(path, content, sorted(content.files)[team.rank :: team.size])
         else:
-            for _ in whole(path, content, slice(team.rank, None, team.size)):
+            for _ in store.whole(path, content, slice(team.rank, None, team.size)):
                 pass  # each is verified as it is read
         read.append(content)
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
@@ -339,35 +298,11 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
     """The blocks that DCP would read are those of the manifest."""
     expected: set[Block] = set()
     for name, item in content.tensors.items():
-        pieces = (
-            item.pieces
-            if isinstance(item, Spread)
-            else (Piece(file=TENSORS, offset=(0,) * len(item.shape), shape=item.shape),)
-        )
+        whole = Piece(file=store.TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
+        pieces = item.pieces if isinstance(item, Spread) else (whole,)
         expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
     for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
-
-
-def newest_for(trainer: Restorable, folder: Path, group: ProcessGroup) -> tuple[Path, Checkpoint, list[Skipped]] | None:
-    """As `newest_checkpoint`, together: its tensors are placed as the trainer's and fit its `restore`. [CKPT-SHARD-D2]
-
-    A rank reads no more than its parts, whatever world has written the checkpoint."""
-    team = Team(group)
-
-    def listed() -> list[Path]:
-        names = team.all(f"read {folder}", lambda: [path.name for path in checkpoints(folder)])[0]
-        return [folder / name for name in names]
-
-    def load(path: Path) -> Checkpoint:
-        content = verified(path, team)
-        shapes = {name: (item.shape, dtype_of(path, name, item)) for name, item in content.tensors.items()}
-        shapes |= {name: shapes[base] for name, base in content.aliases.items()}
-        tensors = blank(trainer.model, trainer.optimizers.values(), shapes)
-        fill(path, content, tensors, team)
-        return Checkpoint(tensors, content.facts)
-
-    return newest_of(folder, listed, load)
 
 
 class Saver:
@@ -388,20 +323,35 @@ class Saver:
     def save(self, step: int, checkpoint: Checkpoint) -> None:
         """Saves what the tensors and facts are now. Raises `CheckpointError`, of the former save as well."""
         self.wait()
-        if self._team is None:
-            aliases = aliases_of(checkpoint.tensors)
-            stored = copies(checkpoint.tensors, aliases)
-        else:
-            stored, aliases = staged(checkpoint.tensors, self._team)
-        given = step, stored, aliases, copy.deepcopy(checkpoint.facts)
+        checkpoint = Checkpoint(checkpoint.tensors, copy.deepcopy(checkpoint.facts))
+        image = store.staged(step, checkpoint) if self._team is None else staged(step, checkpoint, self._team)
         if self._thread is None:
-            self._write(*given)
+            self._write(image)
         else:
-            self._pending = self._thread.submit(self._write, *given)
+            self._pending = self._thread.submit(self._write, image)
 
     def newest(self, run: Restorable) -> tuple[Path, Checkpoint, list[Skipped]] | None:
-        """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's."""
-        return newest_checkpoint(self.folder) if self._team is None else newest_for(run, self.folder, self._team.group)
+        """As `newest_checkpoint`; many processes find the same one together, its tensors placed as the run's.
+        [CKPT-SHARD-D2]
+
+        A rank reads no more than its parts, whatever world has written the checkpoint."""
+        folder, team = self.folder, self._team
+        if team is None:
+            return store.newest_checkpoint(folder)
+
+        def listed() -> list[Path]:
+            names = team.all(f"read {folder}", lambda: [path.name for path in store.checkpoints(folder)])[0]
+            return [folder / name for name in names]
+
+        def load(path: Path) -> Checkpoint:
+            content = verified(path, team)
+            shapes = {name: (item.shape, store.dtype_of(path, name, item)) for name, item in content.tensors.items()}
+            shapes |= {name: shapes[base] for name, base in content.aliases.items()}
+            tensors = blank(run.model, run.optimizers.values(), shapes)
+            fill(path, content, tensors, team)
+            return Checkpoint(tensors, content.facts)
+
+        return store.newest_of(folder, listed, load)
 
     def wait(self) -> None:
         """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""
@@ -409,15 +359,13 @@ class Saver:
         if pending is not None:
             pending.result()
 
-    def _write(
-        self, step: int, stored: Mapping[str, Tensor], aliases: Mapping[str, str], facts: Mapping[str, Any]
-    ) -> None:
+    def _write(self, checkpoint: Staged) -> None:
         if self._team is None:
-            write_checkpoint(self.folder, step, stored, aliases, facts)
+            store.write_checkpoint(self.folder, checkpoint)
         else:
-            write_sharded(self.folder, step, stored, aliases, facts, self._team)
+            write_sharded(self.folder, checkpoint, self._team)
         if self._team is None or self._team.rank == 0:
-            prune_checkpoints(self.folder, self.keep, upto=step)
+            store.prune_checkpoints(self.folder, self.keep, upto=checkpoint.step)
 
     def __enter__(self) -> Self:
         return self

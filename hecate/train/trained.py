@@ -17,14 +17,7 @@ from hecate.data import Bytes, Source, Text, Tokenizer, Tokens
 from hecate.data.shards import SIDECAR, TOKENIZER
 from hecate.data.tokenizer import open_tokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, shorten
-from hecate.train.checkpoint import (
-    MANIFEST,
-    Checkpoint,
-    best_checkpoint,
-    load_checkpoint,
-    newest_checkpoint,
-    refuse_link,
-)
+from hecate.train import checkpoint as store
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import check_opening
 from hecate.train.evaluate import Positions, loss_by_position
@@ -63,7 +56,7 @@ def check_entries(folder: Path) -> None:
     """Refuses a folder in which a link, a pipe or a device stands where a run has a file or a folder.
     [TRAIN-FOLDER-D1]"""
     for path in map(folder.joinpath, NAMES):
-        refuse_link(path)
+        store.refuse_link(path)
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise CheckpointError(f"{path} is a pipe or a device; put a run's own file in its place")
 
@@ -96,8 +89,8 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     """
     path = Path(folder)
     expect_choice(which, "checkpoint", ("best", "newest"))
-    if (path / MANIFEST).is_file():
-        checkpoint = load_checkpoint(path)
+    if (path / store.MANIFEST).is_file():
+        checkpoint = store.load_checkpoint(path)
     else:
         expect_run(path)
         path, checkpoint = chosen_checkpoint(path, which)
@@ -117,11 +110,11 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     return Trained(model.to(place).eval(), config, facts.step, tokenizer, place)
 
 
-def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
+def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, store.Checkpoint]:
     """The `best` verified checkpoint of a run folder, or the newest where it is asked for or none was evaluated."""
     check_entries(folder)
-    path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
+    path = store.best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
+    found = store.newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, store.load_checkpoint(path))
     if found is None and (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
     if found is None:

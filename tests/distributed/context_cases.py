@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -362,13 +363,25 @@ def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompu
 
 def border_bytes(context: Context, fields: dict[str, Any], length: int) -> int:
     """What a rank sends in a scan of the whole length, forward and backward."""
-    one = case((0, length // 2, length), fields)
-    context.sent.clear()
+    one, sent = case((0, length // 2, length), fields), list[int]()
+
+    def counted(name: str) -> Any:
+        act = getattr(dist, name)
+
+        def noted(whole: Tensor, part: Tensor, **how: Any) -> Any:
+            sent.append(min(whole.nbytes, part.nbytes))
+            return act(whole, part, **how)
+
+        return patch.object(dist, name, noted)
+
+    now, before = ("all_gather_single", "reduce_scatter_single"), ("all_gather_into_tensor", "reduce_scatter_tensor")
+    gathers, scatters = now if hasattr(dist, now[0]) else before
     a, b = one.cuts[context.rank], one.cuts[context.rank + 1]
     tensors, _ = tensors_of(one, length, 0)
-    y, _ = scanned(context_scan, one, {name: item[:, a:b] for name, item in tensors.items()}, context=context)
-    y.sum().backward()
-    return sum(context.sent.values())
+    with counted(gathers), counted(scatters):
+        y, _ = scanned(context_scan, one, {name: item[:, a:b] for name, item in tensors.items()}, context=context)
+        y.sum().backward()
+    return sum(sent)
 
 
 def refusals(context: Context) -> Iterator[tuple[str, str]]:

@@ -133,7 +133,7 @@ def gone_on(folder: str, parallel: dict[str, Any], steps: int) -> dict[str, Any]
     config = chained(steps, parallel)
     with start(config.parallel, timeout=60.0) as world:
         resume = (Path(folder) / "config.yaml").exists()
-        world.barrier()  # rank 0 writes it
+        world.any(False)  # rank 0 writes it
         run_experiment(config, Path(folder), resume=resume, world=world, display=Display(quiet=True))
         run = Trainer(config, world=world)
         path = Path(folder) / "checkpoints" / f"step_{steps:08d}"

@@ -28,8 +28,8 @@ from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.optim import PhiMomentum
 from hecate.train import Checkpoint, checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from hecate.train import sharded as module
-from hecate.train.checkpoint import best_checkpoint, prune_checkpoints, tiles
-from hecate.train.sharded import LeftAloneError, Saver, Team, fill, newest_for, staged, verified, write_sharded
+from hecate.train.checkpoint import LeftAloneError, best_checkpoint, prune_checkpoints, tiles
+from hecate.train.sharded import Saver, Team, fill, staged, verified, write_sharded
 from hecate.train.state import OptimizerFacts, pack, unpack
 from tests.ranks import run_ranks
 
@@ -45,7 +45,7 @@ SECONDS = 20.0
 def save_sharded(folder, step, tensors, facts, group):
     """Writes a checkpoint together."""
     team = Team(group)
-    return write_sharded(folder, step, *staged(tensors, team), facts, team)
+    return write_sharded(folder, staged(step, Checkpoint(tensors, facts), team), team)
 
 
 def load_sharded(path, tensors, group):
@@ -178,7 +178,7 @@ def other_placements(path: Path, mesh, reference, group) -> bool:
 def resumed(folder: Path, reference, group) -> list[bool]:
     """What one process wrote, on two."""
     other = Training(seed=1)
-    path, found, skipped = newest_for(other, folder, group)
+    path, found, skipped = Saver(folder, 1, group=group).newest(other)
     other.restore(found, str(path))
     placed = all(isinstance(p, DTensor) for p in other.model.parameters())
     after = whole(other.checkpoint().tensors)
@@ -293,28 +293,28 @@ def failures(folder: Path, training: Training, group) -> list[str]:
     """A rank that cannot write, has another model, or does not see the folder: all ranks say so, nothing is lost."""
     given, second = training.checkpoint(), dist.get_rank() == 1
     save_sharded(folder, 1, given.tensors, given.facts, group)
-    real, found = module.describe_file, []
+    real, found = module.store.describe_file, []
 
     def full(file: Path):
         raise OSError(28, "No space left on device") if second else OSError("never")
 
-    module.describe_file = full if second else real
+    module.store.describe_file = full if second else real
     found.append(message(lambda: save_sharded(folder, 2, given.tensors, given.facts, group)))
-    module.describe_file = real
+    module.store.describe_file = real
     other = {**given.tensors, "x": torch.zeros(2 + second)}
     found.append(message(lambda: save_sharded(folder, 2, other, given.facts, group)))
     found.append(message(lambda: save_sharded(folder, 2, given.tensors, {"bad": float("nan")}, group)))
     with Saver(folder, 1, behind=True, group=group) as saver:
-        module.describe_file = full if second else real
+        module.store.describe_file = full if second else real
         saver.save(2, given)
         found.append(message(saver.wait))
-        module.describe_file = real
+        module.store.describe_file = real
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step_00000001"]
     dist.barrier()
     shutil.copytree(folder / "step_00000001", folder / "step_00000009") if not second else None
     dist.barrier()
-    found.append(str([(p.name, s.path.name) for p, _, (s,) in [newest_for(training, folder, group)]]))
+    found.append(str([(p.name, s.path.name) for p, _, (s,) in [Saver(folder, 1, group=group).newest(training)]]))
     return found
 
 
@@ -393,7 +393,7 @@ def sums(tensors) -> dict[str, float]:
 def moved(start: str, out: str) -> dict[str, float]:
     """Reads what another world has written, and writes it again."""
     group, training = gloo(), Training(seed=dist.get_world_size())
-    path, found, _ = newest_for(training, Path(start), group)
+    path, found, _ = Saver(Path(start), 1, group=group).newest(training)
     training.restore(found, str(path))
     save_sharded(Path(out), 3, training.checkpoint().tensors, found.facts, group)
     training.train(range(3, 5))
