@@ -92,6 +92,7 @@ def variant_rows(root: type[Variant]) -> Table:
     """Kind, formula, traits, gradient status and paper of every variant."""
     rows = []
     for kind, variant in root.variants().items():
+        # Families without derivatives of their own have no such columns.
         derivative = "hand-written" if variant.hand_written() else "torch.func"
         own = [_traits(variant), derivative] if root._derivatives else []
         own += [_kernel(variant)] if root in _PRINTED else []
@@ -119,6 +120,7 @@ def formula_text(text: str, family: str = "bias") -> str:
 def _kernel(variant: Any) -> str:
     """Where a variant runs at its default settings: in printed kernels, or in the token loop and why."""
     try:
+        # At its defaults: whether a formula prints may hang on settings.
         found: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
@@ -209,6 +211,7 @@ def missing() -> Table:
     """Extras of which a package is not installed here: what each is for, and the line that installs it."""
     rows = []
     for extra, (purpose, modules) in EXTRAS.items():
+        # Looked for and not imported: some take seconds, or a device.
         absent = [name for name in modules if find_spec(name) is None]
         if absent:
             rows.append([extra, purpose, ", ".join(absent), install_line(extra)])
@@ -222,6 +225,7 @@ def engines() -> Table:
     chosen = {on: [choose(call).name for call in asked] for on, asked in calls.items()}
 
     def of(engine: Engine, on: str) -> str:
+        # Of a sketch, without tensors: nothing is allocated to find out.
         said = [engine.unable(call) for call in calls[on] if engine.excludes(call.config) is None]
         if None in said:
             return f"runs {said.count(None)} of {len(RULES)} rules, auto takes it for {chosen[on].count(engine.name)}"
@@ -260,6 +264,7 @@ def warm(rules: Iterable[str], width: int) -> Iterator[tuple[str, float]]:
     for name in names:
         start = time.perf_counter()
         config = MemoryConfig.model_validate(name)
+        # The least model that takes the layer's own way to the kernels, forward, backward and for a token.
         model = LanguageModel({"vocab_size": 2, "d_model": width, "layers": 1, "heads": 1, "memory": name})
         tokens = torch.randint(2, (16, 64), generator=torch.Generator().manual_seed(0))
         logits, state = model(tokens)
@@ -282,6 +287,7 @@ PATHS = {
 
 def field_rows(schema: Mapping[str, Any]) -> list[list[str]]:
     """Name, accepted values, default and meaning of every field of an object in the JSON schema."""
+    # A field without a text of its own has that of its class.
     about = str(schema.get("description", "")).split("\n\n")[0].split("\n")
     rows = []
     for name, own in schema.get("properties", {}).items():
@@ -299,6 +305,7 @@ def accepts(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
         name = str(schema["$ref"]).rpartition("/")[2]
         return f"a {name} kind" if name[0].islower() else name
+    # Optional fields are a choice between a type and null.
     if "anyOf" in schema or "oneOf" in schema:
         found = [accepts(own) for own in schema.get("anyOf") or schema["oneOf"]]
         return " or ".join(dict.fromkeys(found))

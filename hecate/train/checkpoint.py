@@ -182,6 +182,7 @@ def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
     if not shape:
         return len(boxes) == 1
     end = 0
+    # Slabs along the first axis, each of which has to be tiled in turn.
     for (offset, length), group in groupby(sorted(boxes), key=lambda box: box[0]):
         if offset != end or not tiles([box[1:] for box in group], shape[1:]):
             return False
@@ -220,9 +221,11 @@ def publishing(folder: Path, step: int) -> Iterator[tuple[Path, Path]]:
     target = folder / f"step_{step:08d}"
     with files.refusing(f"write checkpoint {target}", "choose another --out (earlier checkpoints are intact)"):
         files.make_folder(folder)
+        # The same step again, as after a resume: the new one first stands beside the old under another name.
         older = [path for path in checkpoints(folder) if _age(path)[0] == step]
         last = max((edition for _, published, edition in map(_age, older) if published), default=0)
         fresh = folder / f"{target.name}-{last + 1}" if last else target
+        # Filled, forced to disk and renamed by `new_folder`; from then on it is the newest.
         with files.new_folder(fresh) as temporary:
             yield temporary, target
         for path in older:
@@ -265,6 +268,7 @@ def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[
     """The tensors of version 1, or a share of them, each verified when it is its turn."""
     file = path / TENSORS
     with _opened(file) as opened:
+        # An order of names, so that the ranks' shares are the same whatever the file's.
         names = sorted(opened.keys())
         if odd := sorted(set(names) ^ set(content.tensors)):
             raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
@@ -320,6 +324,7 @@ def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
         for name in sorted({*found, *listed}):
             if name not in listed or found.get(name) != listed[name].shape:
                 raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+    # By now files have what the manifest says; whether there is room is another question.
     sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
@@ -517,6 +522,7 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         value = local(tensor.detach())
+        # Tied weights are one tensor here; other views of a storage are copied.
         identity = (value.data_ptr(), tuple(tensor.shape), value.stride(), value.dtype, value.device)
         if value.numel() and (base := first.setdefault(identity, name)) != name:
             aliases[name] = base

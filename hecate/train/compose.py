@@ -64,6 +64,7 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
         raise ConfigError(f"source must be a preset or the path of a file, got {shorten(source)}; {cure}")
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a list of path=value, got {overrides!r}; write [{overrides!r}]")
+    # Files first, then `--set`, then the schema: each problem is told where it was written.
     document = _extended(_open(str(source), None), [])
     if overrides:
         document = _overridden(document, [_parse_override(text) for text in overrides])
@@ -72,6 +73,7 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     except ConfigError as error:
         problems = []
         for path, message in error.problems:
+            # A setting that nobody wrote has the place of what it lies in.
             known = (document.marks[path[:n]] for n in range(len(path), 0, -1) if path[:n] in document.marks)
             problems.append(Problem(path, f"{message}  [{next(known, document.label)}]"))
         raise ConfigError(problems) from None
@@ -103,6 +105,7 @@ def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
     if not (known or name.endswith((".yaml", ".yml"))):
         return _preset(name)
     path = Path(name) if folder is None else folder / name
+    # Links are followed first: a config must not read beyond its folder.
     if folder is not None and not _resolved(path).is_relative_to(_resolved(folder)):
         raise ConfigError(f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",))
     return read_yaml(path), path
@@ -159,6 +162,7 @@ def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
 
 def _merge(base: Any, over: Any, path: Location, marks: dict[Location, str], new: dict[Location, str]) -> Any:
     """`over` on top of `base`; a mapping of another kind replaces instead of mixing the fields."""
+    # `phi: elu` and fields of it below: the text stands for the kind.
     if isinstance(base, str) and isinstance(over, dict) and "kind" not in over:
         base = {"kind": base}
     mappings = isinstance(over, dict) and isinstance(base, dict)
@@ -218,6 +222,7 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
         known = list(paths(value))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
     marks, seen = dict(document.marks), dict[Location, str]()
+    # Outer settings first: one that chooses a kind would throw away fields set before it.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
         if subject in seen:
@@ -256,6 +261,7 @@ def _full_path(item: _Override, known: list[Location]) -> Location:
         return item.path
     for length in range(len(item.path), 0, -1):
         head = item.path[:length]
+        # The longest end of a path that is known; ambiguous ones are listed and not guessed.
         matches = [path for path in known if path[-length:] == head]
         if len(matches) == 1:
             return matches[0] + item.path[length:]
@@ -281,6 +287,7 @@ def _assign(value: Any, rest: Location, path: Location, item: _Override, marks: 
     if value is not None and not isinstance(value, dict):
         raise ConfigError(f"has no fields, it is {shorten(value)}  [{item.text}]", path)
     fields = dict(value or {})
+    # Fields of the kind before are not fields of this one.
     if rest == ("kind",) and fields.get("kind") != item.value:
         fields = {}
         _remark(path, marks, {})

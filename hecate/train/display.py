@@ -47,6 +47,7 @@ def peak_flops(name: str, precision: str) -> float | None:
     """Operations per second that a GPU of this name can do; None where they are not known."""
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):  # a part of one, or a slower one
         return None
+    # In the order of the table: of H100 the longer names come first.
     found = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
     return None if found is None else found[precision == "float32"] * 1e12
 
@@ -110,11 +111,13 @@ class Progress:
         """Notes a step of so many seconds, its loss in nats; what its record says of tokens and speed."""
         self.step, self.tokens = self.step + 1, self.tokens + tokens
         now, took = self._now, time.monotonic() - self._began
+        # Not the first step, which compiles.
         if now.steps:
             self._quickest = min(self._quickest, seconds)
         self._now = _Mark(took, now.steps + 1, now.tokens + tokens, now.computing + seconds, seconds)
         if now.steps < WARMING:
             self._marks.append(self._now)
+        # From 0, and divided by 1 - .95^n where it is shown.
         self._mean = 0.95 * self._mean + 0.05 * loss
         self._size = 0.95 * self._size + 0.05 * bytes_per_label
         speed = tokens / max(seconds, 1e-9)
@@ -154,6 +157,7 @@ class Progress:
     def _settled(self) -> _Mark | None:
         """Where the steps begin that rates are of; None before the first of them."""
         count = len(self._marks)
+        # Later steps compile, too, where shapes are new: the first quick one ends the warming.
         warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)
         return self._marks[warm - 1] if 0 < warm < self._now.steps else None
 
@@ -162,6 +166,7 @@ class Progress:
         budget, took, start = self._config.budget, time.monotonic() - self._began, self._settled()
         left = math.inf
         if start is not None:
+            # By the clock, so that evaluations and checkpoints count as they came.
             left = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
         return left if budget.minutes is None else max(min(left, 60 * budget.minutes - took), 0.0)
 
@@ -309,6 +314,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        # From here on a second signal does what it would without us.
         for known, handler in self._before.items():
             signal.signal(known, handler)
         if self._raises:
@@ -335,6 +341,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     Nothing is cut."""
     first, *lines = [[printable(cell, MESSAGE) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(first, *lines, strict=True)]
+    # Files and pipes get plain columns, which other programs cut.
     if sys.stdout is None or not sys.stdout.isatty():
         for line in (first, *lines):
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))

@@ -69,6 +69,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"more than {MAX_ALIASES} aliases; write the values out"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
         self.depth += 1
+        # Counted while the tree is made: a bomb of aliases is refused before it unfolds.
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -103,6 +104,7 @@ def flow(value: Any) -> str:
 def short(value: Any) -> Any:
     """A config as one writes it: fields at their defaults left out, a kind alone as its name."""
     if isinstance(value, BaseModel):
+        # Not by `model_dump`: a kind in a field is to be short, too.
         fields = {name: getattr(value, name) for name in type(value).model_fields}
         kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
         defaults = type(value).model_fields
@@ -121,6 +123,7 @@ def read_yaml(path: Path) -> Document:
     name = str(path) if len(str(path)) < 200 else shorten(str(path))
     try:
         content = read_file(path, MAX_BYTES + 1)
+        # One byte more than allowed was asked for, so that a large file is not read to be refused.
         if len(content) > MAX_BYTES:
             size = max(path.stat().st_size, len(content))
             raise ConfigError(f"{name} has {size} bytes, a config may have {MAX_BYTES}; is it really a config?")

@@ -101,6 +101,7 @@ class _Pairs(TorchFunctionMode):
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
+        # Causal: half of all pairs are asked for.
         self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half of twice
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
@@ -168,6 +169,7 @@ def check_opening(config: ExperimentConfig, stored: Mapping[str, Tensor], where:
     claims more parameters than the tensors that are `stored` have numbers, before it is built. [TRAIN-EST-D6]"""
     check_weights(config)
     count = parameters_of(config.model_for_data())
+    # A file's config could claim a model that no machine holds: what is stored bounds it.
     there = sum(tensor.numel() for name, tensor in stored.items() if name.startswith("model/"))
     if count > there:
         raise CheckpointError(
@@ -207,6 +209,7 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
     share = share_of(config, processes)
     sizes, batch = sizes_of(config, share.shards), config.budget.batch_size
     tokens = batch * config.seq_len
+    # What a token costs a transformer of these sizes: a key and a value a layer.
     cache = 2 * config.model.d_model * config.model.layers * FLOAT
     parts = training_bytes(config, sizes, share)
     taken = [(what, readable(size)) for what, size in parts.items() if size]
@@ -246,6 +249,7 @@ def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[st
         q, k = (nn.functional.normalize(x, dim=-1) for x in (q, k))
         how: dict[str, Any] = {"heads": heads, "generator": source}
         params = memory.feature_map.init(d_key, **how)
+        # A deep memory at zero would pull back nothing: weights as a layer draws them.
         start = memory.structure.init(memory.feature_map.output_dim(d_key), d_value, **how)
         tape = Tape(observe=True)
         with torch.no_grad():

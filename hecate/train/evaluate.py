@@ -97,6 +97,7 @@ def evaluate(
             logits, _ = model(tokens, **resets_of(own, device, shared=shared))
             count = int((targets != IGNORED).sum())
             size += count if lengths is None else int(lengths[own.targets[own.targets != IGNORED]].sum())
+            # A mean times its count: every label weighs the same, whatever batch it is in.
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
             labels += count
@@ -151,6 +152,7 @@ def loss_by_position(
         for batch in batches:
             state: Any = None
             starts = torch.zeros_like(batch.tokens, dtype=torch.bool) if batch.resets is None else batch.resets
+            # [B, T]: tokens since the start of each token's document.
             places = places_of(starts)
             for first in range(0, batch.tokens.shape[1], piece):
                 part = batch.part(span=slice(first, first + piece))
@@ -171,6 +173,7 @@ def _own_part(batch: Batch, world: World) -> Batch:
     """This rank's rows of a batch, and of these its tokens where ranks share sequences; one row without labels where
     there are fewer than ranks, for every rank has to call the model."""
     if world.batch_ranks > 1:
+        # Rounded up: the last ranks may have fewer rows, or none.
         each = -(-len(batch.tokens) // world.batch_ranks)
         own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
         if not len(own.tokens):
@@ -232,6 +235,7 @@ def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: 
     fewest that hold a share `top_p`. [TRAIN-GEN-D2]"""
     logits = logits / temperature
     if top_k is not None and top_k < len(logits):
+        # -inf in the others, so that the softmax is over the likeliest alone.
         kept = torch.topk(logits, top_k).indices
         logits = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept])
     chances = torch.softmax(logits, -1)
@@ -276,6 +280,7 @@ class Draws:
             raise ConfigError("generator must be a torch.Generator: torch.Generator().manual_seed(0) is one")
         self._model, self._generators, self._how = model, list(generators), (temperature, top_k, top_p)
         longest = max(map(len, prompts))
+        # Shorter prompts stand at the right: all rows draw at the last place.
         self._feed = torch.tensor([[0] * (longest - len(row)) + list(row) for row in prompts], device=device)
         here = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in prompts], device=device)
         self._masks = {} if here.all() else {"write_mask": here}
@@ -329,10 +334,12 @@ def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], sto
     for text in tokenizer.pieces(chain(prompt, ids)):
         shown, held = text[:ahead], held + text[ahead:]
         ahead -= len(shown)
+        # Of several stops the one that comes first.
         found = [place for place in map(held.find, stop) if place >= 0]
         if found:
             yield shown + held[: min(found)]
             return
+        # The end of what is known may begin a stop: it is held back until more is known.
         open_ = max((n for text in stop for n in range(1, len(text)) if held.endswith(text[:n])), default=0)
         yield shown + held[: len(held) - open_]
         held = held[len(held) - open_ :]

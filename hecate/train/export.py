@@ -157,6 +157,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         trainer = Trainer(config)
         named = {f"model/{name}": value for name, value in weights.items()}
         trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
+        # With an optimiser that has not stepped, and the data at their beginning.
         given = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
         save_checkpoint(folder / CHECKPOINTS, 0, given)

@@ -89,6 +89,7 @@ class Wandb(LoggerKind):
         mode = self.mode or os.environ.get("WANDB_MODE") or "offline"
         run = wandb.init(
             project=self.project, entity=self.entity, name=config["name"], dir=str(folder), config=dict(config),
+            # Offline there is no run to ask for; syncing joins what has one id.
             id=identity_of(folder), resume=None if mode == "offline" else "allow", mode=mode,
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
@@ -234,6 +235,7 @@ class MetricsWriter:
         if _timeless(record) in self._again:
             return
         with self._writing():
+            # In one write where the system takes it: another reader sees whole lines.
             rest = (json.dumps(record) + "\n").encode()
             while rest:
                 rest = rest[os.write(self._file, rest) :]
@@ -247,9 +249,11 @@ class MetricsWriter:
 
         What it writes of `step` itself a second time is left out. [TRAIN-METRICS-D1]
         """
+        # Whole lines alone: what a killed process has left of one is cut.
         lines = _lines(self._path)
         records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
+        # An evaluation at the step of the checkpoint is done again, and is not to be told twice.
         self._again = [_timeless(record) for _, record in records if record["step"] == step]
         return {key: value for _, record in records for key, value in record.items()}
 

@@ -48,6 +48,7 @@ def write_report(
     """Writes report.md and, with matplotlib, figures: on rank 0, after what every rank computes."""
     metric, config = trainer.source.metric, trainer.config
     one_sequence = trainer.model, trainer.source, config.seq_len, trainer.device
+    # Every rank takes part in the forward passes; only rank 0 writes.
     with trainer.whole_sequences():
         leaves, health = state_leaves(*one_sequence), model_health(*one_sequence)
     if not trainer.world.main:
@@ -82,10 +83,12 @@ def html_page(text: str, folder: Path) -> str:
 
     def inline(match: re.Match[str]) -> str:
         picture = folder / match[1]
+        # A page is handed on: it must not carry a file that a link in its folder leads to.
         inside = picture.resolve().is_relative_to(folder.resolve()) and picture.is_file() and not picture.is_symlink()
         data = base64.b64encode(picture.read_bytes()).decode() if inside else ""
         return f'src="data:image/{KINDS[match[2]]};base64,{data}"' if inside else match[0]
 
+    # Names and prompts come from others: nothing of them is markup.
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(re.sub(r"(?m)^<!--.*-->\n?", "", text))
     title = html.escape(text.partition("\n")[0].removeprefix("# "))
     body = re.sub(r'src="([^":]+\.(png|svg))"', inline, body)
@@ -129,6 +132,7 @@ def _result(metric: str, score: Score | None, baselines: Mapping[str, float]) ->
 
 
 def _sizes(trainer: Trainer, leaves: Mapping[str, Tensor], records: Sequence[Mapping[str, Any]]) -> str:
+    # Measured on a state, not computed: what a layer really carries.
     state = sum(leaf.nbytes for leaf in leaves.values())
     rows = {
         "parameters": f"{sum(p.numel() for p in trainer.model.parameters()):,}",
@@ -224,6 +228,7 @@ def table_by_position(found: Iterable[tuple[int, Iterable[Positions]]]) -> Table
 def csv_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A line for each row, with these of its facts."""
     text = io.StringIO()
+    # Records have more facts than a table, and more in later versions.
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -244,6 +249,7 @@ def _figures(
         return f"Not drawn: matplotlib is not installed: {install_line('plot')}."
 
     def curve(event: str, key: str, scale: float) -> tuple[list[float], list[float]]:
+        # Not every record of an event has every fact.
         known = [record for record in records if key in record]
         return column(known, event, "step"), [scale * value for value in column(known, event, key)]
 

@@ -106,11 +106,13 @@ def run_experiment(
     config, folder, world = config.validated(), Path(folder), world or World.alone(config.budget.device)
     world.agree({"out": str(folder), "resume": resume, "allow": list(allow)})
     check_allowed(allow, config, resume)
+    # Ahead of data and model, which may take minutes: a slip in a path is told at once.
     world.from_main(lambda: check_folder(folder, resume))
     if model is None:
         check_memory(config, mem_limit, world.size)
     here = config.budget.device == "cuda" and torch.cuda.is_available()  # `Trainer` refuses a device that is not here
     devices = [torch.cuda.current_device()] if here else []
+    # The caller's draws go on afterwards as if nothing had been trained.
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         shown = stack.enter_context((display or Display()) if world.main else Display(quiet=True))
         torch.manual_seed(config.seed)
@@ -135,6 +137,7 @@ def run_experiment(
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
         run = _Run(trainer, folder, shown, found[0] if found else None, signals, saver, hooks, allow)
+        # A folder is written only when its checkpoint is known to fit: nothing of another run is lost.
         run.restore()
         world.from_main(begun)
         world.remember(str(folder))
@@ -186,6 +189,7 @@ def open_run(folder: Path | str, which: str = "best") -> tuple[Trainer, int]:
 
 def fresh_folder(name: str) -> Path:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist."""
+    # Never one that is there, whatever is in it.
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     return next(folder for folder in map(Path("runs").joinpath, names) if not folder.exists())
 
@@ -338,6 +342,7 @@ class _Run:
     def _status(self) -> Status:
         world, minutes = self.trainer.world, self.trainer.config.budget.minutes
         late = minutes is not None and time.monotonic() - self.began > 60 * minutes
+        # One collective a step for all that may end a run, so that every rank ends at the same one.
         flags = self.fault is not None, self.signals.received is not None, late
         faults, signals, lates = world.sum(torch.tensor(flags, dtype=torch.int64)).tolist()
         if faults:
@@ -351,6 +356,7 @@ class _Run:
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
             return  # the end does all of this
+        # A run that a signal has cut off here has its score in the checkpoint already.
         known = self.saved is not None and self.saved[0] == trainer.step and self.saved[1]
         if trainer.step % budget.eval_every == 0 and not known:
             self._evaluate()
@@ -381,6 +387,7 @@ class _Run:
         """Writes a checkpoint, unless it is there; `anew` one of the same step under other settings."""
         score, step = self._score(), self.trainer.step
         record = score.record(self.trainer.source.metric) if score else {}
+        # A manifest has plain JSON, which knows neither NaN nor infinity.
         metrics = {name: value for name, value in record.items() if math.isfinite(value)}
         if self.saved is not None and self.saved[0] == step and metrics in ({}, self.saved[1]):
             if not anew:

@@ -61,6 +61,7 @@ class Team:
         Raises `CheckpointError` as well where another rank has ended or does not answer in the group's time.
         """
         try:
+            # What fails on one rank must not leave the others waiting: a fault goes round like a result.
             mine = {"value": act()}
         except HecateError as error:
             mine = {"error": str(error)}
@@ -75,7 +76,9 @@ class Team:
     def _exchange(self, what: str, mine: dict[str, Any]) -> list[dict[str, Any]]:
         from torch import distributed
 
+        # JSON in bytes: torch's own exchange of objects would unpickle what comes.
         data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+        # Lengths first, then texts padded to the longest: a gather takes tensors of one size.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         try:
             distributed.all_gather(lengths, torch.tensor([len(data)]), group=self.group)
@@ -102,6 +105,7 @@ def group_of(world: World) -> ProcessGroup | None:
         return None
     from torch import distributed
 
+    # Of its own: a thread writes behind the run, whose own collectives must not meet these.
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
 
@@ -182,6 +186,7 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
         save(
             dict(stored),
             storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+            # A replicated tensor is written once, by the rank that every rank can name.
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
             process_group=team.group,
         )
@@ -205,6 +210,7 @@ def _blocks(folder: Path, rank: int) -> dict[str, Any]:
     """Files that this rank wrote, and the blocks in them."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+    # DCP numbers ranks from 1 in names of files.
     files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
     described, pieces = {file.name: store.describe_file(file).model_dump() for file in files}, []
     if files:
@@ -226,6 +232,7 @@ def _manifest(checkpoint: Staged, folder: Path, parts: list[Any]) -> str:
     """The text of a manifest; refused where a file that a rank has written is not here."""
     files = {name: described for part in parts for name, described in part["files"].items()}
     for name, described in files.items():
+        # A disk that is not shared shows here at the latest, before anything is published.
         if not (folder / name).is_file() or (folder / name).stat().st_size != described["bytes"]:
             raise CheckpointError(
                 f"cannot write checkpoint {folder}: rank 0 does not see {name} as another rank wrote it; give an --out "
@@ -248,6 +255,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         store.check_name(path, content.step)
         store.check_listed(path, content)
         if isinstance(content, ShardedContent):
+            # Hashes are shared out: each file is read by one rank.
             store.check_files(path, content, sorted(content.files)[team.rank :: team.size])
         else:
             for _ in store.whole(path, content, slice(team.rank, None, team.size)):
@@ -255,6 +263,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         read.append(content)
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
+    # The same path may be another folder on another machine.
     if len(set(team.all(f"read {path}", own))) > 1:
         raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
     return read[0]
@@ -296,6 +305,7 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
 
 def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metadata) -> None:
     """The blocks that DCP would read are those of the manifest."""
+    # DCP reads by the headers of files and asks no manifest.
     expected: set[Block] = set()
     for name, item in content.tensors.items():
         whole = Piece(file=store.TENSORS, offset=(0,) * len(item.shape), shape=item.shape)

@@ -300,6 +300,7 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
     order = {name: index for index, name in enumerate(names)}
     for number, (group, own) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
         _check_options(f"groups.{number}", group, own)
+        # The rate of a schedule, and where a window stands, are the run's; all else is the config's.
         moved = {key: group[key] for key in MOVING if key in group}  # other options are the run's own
         named = group["params"]
         merged = {**own, **moved, "params": [order[name] for name in named], "param_names": named}
@@ -315,6 +316,7 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
 
 def _check_options(path: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Options are those of the config, but for the rate and where a window stands."""
+    # Through JSON, as the saved ones came: tuples are lists there.
     kept = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (own, saved))
     here, there = (json.loads(json.dumps(options)) for options in kept)
     lines = differences({**here, **there}, here, path)  # older versions had fewer
@@ -346,6 +348,7 @@ def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
         return [inner.state[p] for group in inner.param_groups for p in group["params"]]
+    # A step of the same optimiser on meta tells which state it keeps, in which shapes.
     groups = [dict(group) for group in inner.param_groups]
     for group in groups:
         group |= dict.fromkeys([way for way in WAYS if way in group])  # on meta no fused step runs
@@ -388,6 +391,7 @@ def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
 
 
 def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    # Optimisers know tensors, checkpoints names.
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -444,6 +448,7 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
     saved, own = facts.get("config"), trainer.config.model_dump(mode="json")
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
+    # What the caller holds stays as it was read.
     tree: Any = copy.deepcopy(saved)
     with suppress(ConfigError):  # which `Trainer.restore` tells; else with fields that an older version had not
         tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
@@ -476,6 +481,7 @@ def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Chan
         )
     step, before, now = cursor.get("step"), _tokens(cursor), _tokens(own)
     if trainer.source.ordered and {"batch_size", "seq_len"} & set(free) and isinstance(step, int) and before and now:
+        # In tokens, rounded up: no token is read twice where batches have another size.
         cursor["step"] = -(-step * before // now)
     if "fingerprint" in free and cursor.get("fingerprint") != own["fingerprint"]:
         changed.setdefault("data", (cursor.get("fingerprint"), own["fingerprint"]))
@@ -509,6 +515,7 @@ def _within(outer: str, inner: str) -> bool:
 def _at(tree: Any, path: Location) -> tuple[Any] | None:
     """The value at a path, as a tuple of one; None if there is none."""
     for part in path:
+        # Paths go through mappings by names and through lists by numbers.
         items: Any = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list) else {}
         if part not in items:
             return None

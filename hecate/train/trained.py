@@ -193,6 +193,7 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
         )
     found = []
     for length in lengths:
+        # As many tokens a batch as in training, which is known to fit.
         rows = max(1, min(budget.batch_size, budget.batch_size * trained.config.seq_len // length))
         batches = list(source.validation_batches(rows, length, budget.eval_batches))
         sequences = sum(len(batch.tokens) for batch in batches)

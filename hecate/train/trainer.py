@@ -152,8 +152,10 @@ class Trainer:
         world, parts = self.world, self.config.budget.accumulate
         if self.context is not None:
             batch = piece(batch, self.context.rank, self.context.size)
+        # [rows, T] in `parts` of equal rows: their gradients add up to that of the whole batch.
         each = len(batch.tokens) // parts
         micros = [batch.part(range(first, first + each)) for first in range(0, each * parts, each)]
+        # Parts have different numbers of labels, and each label is to weigh the same over all ranks.
         labels = [int((micro.targets != IGNORED).sum()) for micro in micros]
         starts = [int(micro.resets is not None and micro.resets.any()) for micro in micros]
         total, *starts = world.sum(torch.tensor([sum(labels), *starts])).tolist()
@@ -186,6 +188,7 @@ class Trainer:
                     # Gradients are averaged over processes, and are to be summed.
                     (loss * (share * world.batch_ranks)).backward()
         if world.any(fault is not None):
+            # The same error on all ranks, by the first that has one.
             rank, text = world.first_of(None if fault is None else str(fault)) or (0, "")
             raise NonFiniteError(f"on rank {rank}, {text}") from fault
         if self.context is not None:
@@ -199,6 +202,7 @@ class Trainer:
         """Torch's generators as this step and these rows have them, whatever was before: of dropout, for instance."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
+            # By a hash, so that no step and no rank draws what another does, nor what the run itself draws.
             where = f"{self.config.seed} {self.step} {self.world.batch_rank}".encode()
             torch.manual_seed(int.from_bytes(hashlib.sha256(where).digest()[:8], "big") >> 1)
             yield
@@ -278,6 +282,7 @@ class Trainer:
         cuda = self.device.type == "cuda" and "rng/cuda" in checkpoint.tensors
         for name, device in {"rng/torch": "cpu", **({"rng/cuda": "cuda"} if cuda else {})}.items():
             try:  # whether it is one, before anything of the run is changed
+                # A generator of its own takes it first: the run's must not be left half restored.
                 torch.Generator(device).set_state(checkpoint.tensors[name])
             except (KeyError, RuntimeError, TypeError):
                 raise CheckpointError(
@@ -361,6 +366,7 @@ def lay_out(
     low, drawn = budget.precision == "bfloat16", model is None
     if model is None:
         model = build_model(config, "meta" if sharded else None)
+    # A sharded model is drawn in its shards, after `shard`: no process could hold the whole.
     if not (drawn and sharded):
         model = model.to(world.device)
     if context is not None:
@@ -372,6 +378,7 @@ def lay_out(
         shard(model, world, low=low)
         if drawn:
             materialise(model, world.device, seeded(config))
+    # Model and loss as one module: what wraps it sees every parameter in one forward.
     objective = Objective(model)
     if sharded or world.extent("replicate") == 1:
         return model, objective
@@ -380,6 +387,7 @@ def lay_out(
 
 def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.device) -> bool:
     """True if parameters stay without a gradient, by one sequence of the length of training."""
+    # Any tokens do: which parameters are reached does not depend on them.
     tokens = (torch.arange(config.seq_len, device=device) % config.data.vocabulary())[None]
     with holding():
         loss, _ = objective(tokens, tokens)
@@ -429,6 +437,7 @@ def parameter_groups(named: Named, weight_decay: float, periods: Mapping[Tensor,
     """Groups by decay and period: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
     found: dict[tuple[bool, int], Group] = {}
     for name, p in named:
+        # Scales and biases are kept at their size; decay is for maps.
         vector, period = is_vector(name, p), (periods or {}).get(p, 1)
         group = found.setdefault((vector, period), {"params": [], "param_names": []})
         group["params"].append(p)
