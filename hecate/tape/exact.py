@@ -62,13 +62,15 @@ class _Forms(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of rows in tiles."""
     rows = input.reshape(-1, input.shape[-1])
-    count, rest = len(rows), -input.shape[-1] % WIDTH
-    if rest:
-        weight = F.pad(weight, (0, rest))
+    count, rest, width, short = len(rows), -input.shape[-1] % WIDTH, len(weight), -len(weight) % LANES
+    if rest or short:  # of few outputs, too, a row's bits are those of its place in the tile
+        weight = F.pad(weight, (0, rest, 0, short))
+    if short and bias is not None:
+        bias = F.pad(bias, (0, short))
     rows = F.pad(rows, (0, rest, 0, -count % TILE)).contiguous()
     tiles = [F.linear(tile, weight, bias) for tile in rows.split(TILE)]
     y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
-    return y[:count].view(*input.shape[:-1], len(weight))
+    return y[:count, :width].reshape(*input.shape[:-1], width)
 
 
 def _total(a: Tensor, b: Tensor) -> Tensor:
