@@ -237,9 +237,10 @@ class PhiMomentum(PhiOptimizer):
                 updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
             return updates
 
-        if plain and len(keys) == 1 and bulk.foreach and (pieces := Pieces.of(*lists)) is not None:
+        pieces = Pieces.of(*lists) if len(keys) == 1 and bulk.foreach else None
+        if pieces is not None and (written := row_map.formula) is not None:
             *factors, decay, step, lr = _factors(group, bulk)
-            pieces.move((*factors, 1 - lr * decay, step, -lr), group["form"] == "hope", group["nesterov"])
+            pieces.move(written, (*factors, 1 - lr * decay, step, -lr), group["form"] == "hope", group["nesterov"])
             return
         temporaries = not plain or len(keys) > 1
         for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from hecate.distributed import is_sharded
 from hecate.engine import lies, load_kernels, share_out
 from hecate.errors import ConfigError
+from hecate.formula import Text
 from hecate.tape import is_traced
 
 Tensors = list[Tensor]
@@ -182,12 +183,13 @@ class Pieces:
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         return math.isfinite(sum(told))
 
-    def move(self, numbers: Sequence[float], hope: bool, nesterov: bool) -> None:
-        """A step of momentum on weights, gradients and momenta: `hecate.engine.cpu.momentum.move`."""
-        form = np.array(numbers, self.float)
+    def move(self, written: Text, factors: Sequence[float], hope: bool, nesterov: bool) -> None:
+        """A step of momentum on weights, gradients and momenta, as `hecate.engine.cpu.momentum.mover` says."""
+        move = self.kernels.mover(written.source)
+        form, numbers = (np.array(own or (0.0,), self.float) for own in (factors, written.numbers))
 
         def work(lo: int, hi: int) -> None:
-            self.kernels.move(lo, hi, form, hope, nesterov, self.places, self.sizes)
+            move(lo, hi, form, numbers, hope, nesterov, self.places, self.sizes)
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         weights, _, momenta = self.lists
@@ -256,7 +258,7 @@ def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple
 class Bulk:
     """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
 
-    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision torch's foreach
+    In float32 and float64 foreach and loop compute the same numbers bit for bit, but for a printed phi. In half precision torch's foreach
     kernels round factors to it on a CPU, so there only an explicit `foreach=True` takes them. A factor may be a tensor
     of one element that autograd follows; then nothing that autograd saved is overwritten.
     """

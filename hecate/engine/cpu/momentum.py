@@ -1,16 +1,20 @@
-"""Steps of momentum on many tensors, in one pass over each, with the bits of torch's operations on lists.
+"""Steps of momentum on many tensors, in one pass over each, with the bits of torch's operations on lists; of what is
+written into momenta those of `lanes`.
 
 Tensors come as addresses and sizes in int64: contiguous, of one float type. Threads share them out. [OPT-FUSED-D1]
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from numba.extending import intrinsic
 
-from hecate.engine.cpu.lanes import _called, first
+from hecate.engine.cpu.lanes import NAMES, _called, first
 from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
 
 
@@ -42,12 +46,12 @@ def finite(lo, hi, like, places, sizes):
     return told
 
 
-@inline
-def _moved(form, hope, nesterov, w, g, m):
+def _moved(form, numbers, hope, nesterov, w, g, m):
     """Weights and their momentum after a step."""
     momentum, gain, coupled, kept, step, lr = form[0], form[1], form[2], form[3], form[4], form[5]
     if coupled != 0:
         g = fma(coupled, w, g)
+    g = phi(g, numbers)  # noqa: F821
     m = fma(gain, g, rounded(momentum, m))
     ahead = m
     if nesterov:
@@ -57,21 +61,35 @@ def _moved(form, hope, nesterov, w, g, m):
     return fma(step, ahead, w), m
 
 
-def move(lo, hi, form, hope, nesterov, places, sizes):
-    """Tensors from lo to hi of `places`, [weights, gradients, momenta], the first and last in place; `form` has
-    momentum, the factor of gradients in it, the coupled decay, what is kept of weights, the factor of momentum in them
-    and, for `hope`, that of gradients ahead of it."""
+def _move(lo, hi, form, numbers, hope, nesterov, places, sizes):
     step = per_vector(form)
     for i in range(lo, hi):
         w, g, m = raw(form, places[0, i]), raw(form, places[1, i]), raw(form, places[2, i])
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
-            a, b = _moved(form, hope, nesterov, load(w, c, ONE), load(g, c, ONE), load(m, c, ONE))
+            a, b = _moved(form, numbers, hope, nesterov, load(w, c, ONE), load(g, c, ONE), load(m, c, ONE))
             store(w, c, a)
             store(m, c, b)
         for c in range(whole, sizes[i]):
-            a, b = _moved(form, hope, nesterov, filled(form, w[c]), filled(form, g[c]), filled(form, m[c]))
+            a, b = _moved(form, numbers, hope, nesterov, filled(form, w[c]), filled(form, g[c]), filled(form, m[c]))
             w[c], m[c] = first(a), first(b)
 
 
-finite, move = (kernel(function, digest("vectors", "lanes", "momentum")) for function in (finite, move))
+@cache
+def mover(source: str) -> Any:
+    """`move(lo, hi, form, numbers, hope, nesterov, places, sizes)`, which moves tensors from lo to hi of `places`,
+    [weights, gradients, momenta], the first and last in place.
+
+    `phi(g, numbers)` of the source is what a gradient writes into momentum; `form` has momentum, the factor of what is
+    written, the decay in gradients, what is kept of weights, the factor of momentum in them and, for `hope`, that of
+    what is written ahead of it."""
+    space = {**globals(), **NAMES, "INF": math.inf, "NAN": math.nan}
+    exec(compile(source, __file__, "exec"), space)  # printed: names of the table and numbers alone
+    space["phi"] = inline(space["phi"])
+    space["_moved"] = inline(FunctionType(_moved.__code__, space, "_moved"))
+    text = hashlib.sha256(source.encode()).hexdigest()[:16]
+    return kernel(FunctionType(_move.__code__, space, "move"), f"{_DIGEST}_{text}")
+
+
+_DIGEST = digest("vectors", "lanes", "momentum")
+finite = kernel(finite, _DIGEST)
