@@ -138,12 +138,16 @@ class RowMap:
 
     @cached_property
     def formula(self) -> Text | None:
-        """P phi~ of a number as kernels take it; None where it is no formula of the number alone."""
-        if not self.by_number or any(self.params.values()):
+        """P phi~ of a number, which may be scaled, as kernels take it; None where it takes more."""
+        if self.lift not in ("identity", "vjp") or any(self.params.values()):
             return None
         centred = self.centre and self.feature_map.parity != "odd"
         found = map_formula(self.feature_map, centred=centred, pulled=self.lift == "vjp")
         return found if isinstance(found, Text) else None
+
+    def lengths(self, width: int) -> tuple[float, float]:
+        """By how many of its lengths a row of this width is divided, and updates multiplied; 0 where by none."""
+        return width**-0.5 if self.scale == "rms" else 1.0, 1 / self.gain if self.scale == "restored" else 0.0
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
         """The same map with other parameters, for rows in the dtype and on the device of `like` `[*, columns]`."""

@@ -102,8 +102,8 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def formula_text(text: str, family: str = "bias") -> str:
-    """The printed functions of a bias, a retention or a componentwise phi, given as a kind or a mapping, and the numbers c
-    that they take. [ENG-FORMULA-D3]
+    """The printed functions of a bias, a retention or a componentwise phi, given as a kind or a mapping, and the
+    numbers c that they take. [ENG-FORMULA-D3]
 
     Raises Unprintable, which says why there are none."""
     value, _ = parse_value(text, f"the {family}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from hecate.errors import ConfigError
 from hecate.formula import Text, Unprintable, map_formula
 from hecate.optim.lift import RowMap
-from hecate.phi import ELU, DPFP, Exp, FeatureMap, OddLift, Tanh
+from hecate.phi import DPFP, ELU, Exp, FeatureMap, OddLift, Tanh
 from hecate.phi.elementwise import Elementwise
 from hecate.testing.rule import in_torch
 from hecate.train.catalogue import formula_text

@@ -67,6 +67,40 @@ MAPS = [
 ]
 
 
+SCALED = [
+    {"input_scale": "rms", "feature_map": "tanh", "nesterov": True},
+    {"input_scale": "rms", "feature_map": "identity"},
+    {"input_scale": "unit", "feature_map": "elu", "matrix": "last"},
+    {"input_scale": "restored", "feature_map": "softplus", "form": "hope"},
+    {"input_scale": "restored", "feature_map": "sigmoid", "lift": "vjp", "weight_decay": 0.1},
+]
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("options", SCALED, ids=str)
+def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, moves: list[int]):
+    """No further from float64 than operations one by one, at any size of a row; one of zeros among them."""
+
+    def found(dtype: torch.dtype, **more: Any) -> list[Tensor]:
+        draws = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=draws).to(dtype).requires_grad_() for n in (*SHAPES, (3, 4, 18))]
+        optimizer = PhiMomentum(params, 0.02, **options, **more)
+        for _ in range(3):
+            for p in params:
+                p.grad = (size * torch.randn(p.shape, generator=draws, dtype=torch.float32)).to(dtype)
+            params[1].grad[2] = 0
+            optimizer.step()
+        return [*params, *(optimizer.state[p]["momentum"] for p in params)]
+
+    mine, theirs, true = found(torch.float32), found(torch.float32, foreach=False), found(torch.float64, foreach=False)
+    rows = 3 + 64 + 1 + 1 + 300 + 1 + (12 if options.get("matrix") == "last" else 3)
+    assert moves == [rows] * 3
+    for x, y, exact in zip(mine, theirs, true, strict=True):
+        off = (y.double() - exact).abs().max()
+        assert (x.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
 @pytest.mark.spec("OPT-FUSED-D1")
 @pytest.mark.parametrize("options", MAPS, ids=str)
 def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], moves: list[int]):
@@ -131,8 +165,10 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     params = weights()[:2]
     params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones(129, 64, dtype=torch.float32).mT
     PhiMomentum(params, 0.02).step()
-    stepped(weights(), feature_map="tanh", input_scale="rms")
+    stepped(weights(), feature_map="softmax", input_scale="none")
     stepped(weights(), feature_map="tanh", input_scale="none", precondition="diagonal")
+    stepped(weights(), feature_map="tanh", input_scale="rms", guard="flip")
+    stepped(weights(), feature_map="tanh", input_scale="rms", weight_decay=0.1, decoupled=False)
     stepped(weights(torch.bfloat16))
     assert moves == []
     whole = stepped(weights())
