@@ -8,12 +8,14 @@ from hecate.formula.knobs import (
     activation_nodes,
     bias_formula,
     formula_of,
+    map_formula,
     retention_formula,
     retention_texts,
 )  # fmt: skip
 from hecate.formula.nodes import Unprintable
+from hecate.formula.printer import Text
 
 __all__ = [
-    "MIXES", "Formula", "RetentionFormula", "Unprintable", "Weights", "activation_nodes", "bias_formula",
-    "formula_of", "retention_formula", "retention_texts",
+    "MIXES", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes", "bias_formula",
+    "formula_of", "map_formula", "retention_formula", "retention_texts",
 ]  # fmt: skip

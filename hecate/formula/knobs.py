@@ -1,14 +1,16 @@
 """Knobs as formulas, from the variant's own methods: a bias's u = grad(pred, target) and its derivative, an activation
-and its two, a retention's step of whole weights and the memory of what is carried, each with its pullback."""
+and its two, a retention's step of whole weights and the memory of what is carried, each with its pullback; and what a
+componentwise phi makes of gradients."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hecate.activation import Activation
@@ -16,6 +18,7 @@ from hecate.bias import Bias
 from hecate.errors import shorten
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node, Nodes, Unprintable
 from hecate.formula.printer import Text, nodes_of, printed
+from hecate.phi import FeatureMap
 from hecate.retention import Retention
 from hecate.variant import Variant
 
@@ -128,6 +131,38 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
     if printed("act", "x", [y, slope, bend]).operations & MIXED:
         raise Unprintable(MIXES)
     return y, slope, bend
+
+
+# Maps.
+
+
+def map_formula(feature_map: FeatureMap, *, centred: bool = False, pulled: bool = False) -> Text | str:
+    """`phi(x, c)` of a componentwise map without parameters, or why there is none: phi(x) - phi(0) where it is
+    `centred`, J^T of what it would be, J the derivative of phi at x, where it is `pulled`."""
+    found: Text | str = kept(feature_map, _MAPS[centred, pulled])
+    return found
+
+
+def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
+    if not feature_map.traits().componentwise:
+        raise Unprintable("it makes features of rows, not of single numbers")
+
+    def features(own: Any) -> Callable[..., Any]:
+        zero = own.forward(torch.zeros(1, dtype=torch.float64), _NOTHING)[0].item() if centred else 0.0
+
+        def function(x: Tensor) -> Tensor:
+            y, residuals = own.forward(x, _NOTHING)
+            if zero:  # and exactly nothing of nothing, however it rounds
+                y = torch.where(x != 0, y - zero, 0.0)
+            return own.vjp(residuals, y)[0] if pulled else y
+
+        return function
+
+    return printed("phi", "x", nodes_of(feature_map, features, {"x": ALONG}, Nodes()))
+
+
+_NOTHING: Any = {"learned": {}, "frozen": {}}
+_MAPS = {(c, p): partial(_of_map, centred=c, pulled=p) for c in (False, True) for p in (False, True)}
 
 
 # Retentions.

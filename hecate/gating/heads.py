@@ -164,9 +164,14 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
     return (low + (high - low) * draw).clamp(min=1e-4).log()
 
 
+def drawn(sizes: Sizes) -> Start:
+    """The start of weights that map x: N(0, 1/d_model)."""
+    return partial(normal, std=sizes.d_model**-0.5)
+
+
 def weights(sizes: Sizes) -> tuple[tuple[int, ...], Start]:
-    """Parts of a linear map of x for each head, N(0, 1/d_model), as `Gating.parts` gives them."""
-    return (sizes.heads, sizes.d_model), partial(normal, std=sizes.d_model**-0.5)
+    """Parts of a linear map of x for each head, as `Gating.parts` gives them."""
+    return (sizes.heads, sizes.d_model), drawn(sizes)
 
 
 rates = partial(spread, low=1.0, high=16.0)

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 from hecate.checks import Size
 from hecate.errors import ConfigError
 from hecate.gating.base import Gated, Gating, Masks, Named, Parts, Shapes, Sizes, Written, latest, running, running_max
-from hecate.gating.heads import head, logit, rate_start, shrink, spread, weights
+from hecate.gating.heads import drawn, head, logit, rate_start, shrink, spread, weights
 
 _TOP = 32  # slots that a token of Raven goes to
 
@@ -89,7 +89,7 @@ class _Slotted(Gating):
         return _needed(config, "write", "slots")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), weights(sizes)[1])}
+        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), drawn(sizes))}
 
 
 def _scores(params: Named, x: Tensor) -> Tensor:

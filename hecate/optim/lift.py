@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hecate.checks import expect_choice
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning, shorten
+from hecate.formula import Text, map_formula
 from hecate.late import look, put_off
 from hecate.optim.base import MatrixOptimizer, State
 from hecate.optim.options import Group, warn
@@ -134,6 +135,19 @@ class RowMap:
         """P phi~(g), in the shape of g."""
         features, residuals = self.features(g)
         return self.back(features, g, residuals)
+
+    @cached_property
+    def formula(self) -> Text | None:
+        """P phi~ of a number, which may be scaled, as kernels take it; None where it takes more."""
+        if self.lift not in ("identity", "vjp") or any(self.params.values()):
+            return None
+        centred = self.centre and self.feature_map.parity != "odd"
+        found = map_formula(self.feature_map, centred=centred, pulled=self.lift == "vjp")
+        return found if isinstance(found, Text) else None
+
+    def lengths(self, width: int) -> tuple[float, float]:
+        """By how many of its lengths a row of this width is divided, and updates multiplied; 0 where by none."""
+        return width**-0.5 if self.scale == "rms" else 1.0, 1 / self.gain if self.scale == "restored" else 0.0
 
     def with_params(self, params: Params, like: Tensor) -> RowMap:
         """The same map with other parameters, for rows in the dtype and on the device of `like` `[*, columns]`."""

@@ -211,13 +211,35 @@ class PhiMomentum(PhiOptimizer):
         bulk = Bulk(group, held)
         self.watch(group, lambda: [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
         more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
-        if group["space"] == "weight" and not more and by_number(group):
-            self._by_number(group, bulk, params, grads, states)
-            return
+        if group["space"] == "weight" and not more:
+            if self._at_once(group, bulk, params, grads, held):
+                return
+            if by_number(group):
+                self._by_number(group, bulk, params, grads, states)
+                return
         rows = Rowwise(group, bulk, states, partial(self.row_map, group))
         held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
         put(group, states, HELD, held)
+
+    def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, held: Tensors) -> bool:
+        """A step in one pass, where an update needs no more than each number's phi and the lengths of rows; False where
+        there is no kernel for it."""
+        scale, learns = group["input_scale"], group["phi_lr"] or group["lift"] not in ("identity", "vjp")
+        decays = scale != "none" and group["weight_decay"] and not group["decoupled"]  # in what lengths are taken of
+        if not bulk.foreach or group["precondition"] or learns or decays:
+            return False
+        widths = None if scale == "none" else [as_matrix(p, group["matrix"]).shape[-1] for p in params]
+        if (pieces := Pieces.of(params, grads, held, widths=widths)) is None:
+            return False
+        maps = {width: self.row_map(group, held[0].new_empty(0, width)) for width in set(widths or [1])}
+        if (written := next(iter(maps.values())).formula) is None:
+            return False
+        scales = {} if widths is None else {width: own.lengths(width) for width, own in maps.items()}
+        *factors, decay, step, lr = _factors(group, bulk)
+        hope, nesterov = group["form"] == "hope", group["nesterov"]
+        pieces.move(written, (*factors, 1 - lr * decay, step, -lr), hope, nesterov, scales)
+        return True
 
     def _by_number(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> None:
         """Where an update needs no more than each number's phi, momentum and mean square, so that shapes do not matter.
@@ -237,10 +259,6 @@ class PhiMomentum(PhiOptimizer):
                 updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
             return updates
 
-        if plain and len(keys) == 1 and bulk.foreach and (pieces := Pieces.of(*lists)) is not None:
-            *factors, decay, step, lr = _factors(group, bulk)
-            pieces.move((*factors, 1 - lr * decay, step, -lr), group["form"] == "hope", group["nesterov"])
-            return
         temporaries = not plain or len(keys) > 1
         for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
             moved = _step(group, bulk, partial(enter, squares), list, some, slopes, held)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from hecate.distributed import is_sharded
 from hecate.engine import lies, load_kernels, share_out
 from hecate.errors import ConfigError
+from hecate.formula import Text
 from hecate.tape import is_traced
 
 Tensors = list[Tensor]
@@ -146,8 +147,8 @@ class Pieces:
         self.float = np.float32 if lists[0][0].dtype == torch.float32 else np.float64
 
     @classmethod
-    def of(cls, *lists: Tensors) -> Pieces | None:
-        """The pieces; None where kernels do not take them."""
+    def of(cls, *lists: Tensors, widths: Sequence[int] | None = None) -> Pieces | None:
+        """The pieces, rows of these widths if they are given; None where kernels do not take them."""
         first = lists[0][0]
         if first.dtype not in (torch.float32, torch.float64) or not first.is_cpu or is_traced():
             return None
@@ -164,11 +165,12 @@ class Pieces:
         counts = np.array(sizes, np.int64)
         if len(lists) > 1 and _overlap(places.ravel(), np.tile(counts * first.element_size(), len(lists))):
             return None
-        if max(sizes) > PIECE and torch.get_num_threads() > 1:
-            cuts = -(-counts // PIECE)
-            at = (np.arange(cuts.sum()) - np.repeat(cuts.cumsum() - cuts, cuts)) * PIECE
+        if widths or (max(sizes) > PIECE and torch.get_num_threads() > 1):
+            cuts = -(-counts // (most := np.array(widths or PIECE, np.int64)))
+            most = np.repeat(np.broadcast_to(most, cuts.shape), cuts)
+            at = (np.arange(cuts.sum()) - np.repeat(cuts.cumsum() - cuts, cuts)) * most
             places = np.repeat(places, cuts, 1) + at * first.element_size()
-            counts = np.minimum(np.repeat(counts, cuts) - at, PIECE)
+            counts = np.minimum(np.repeat(counts, cuts) - at, most)
         return cls(kernels, lists, places, counts)
 
     def are_finite(self) -> bool:
@@ -182,12 +184,20 @@ class Pieces:
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         return math.isfinite(sum(told))
 
-    def move(self, numbers: Sequence[float], hope: bool, nesterov: bool) -> None:
-        """A step of momentum on weights, gradients and momenta: `hecate.engine.cpu.momentum.move`."""
-        form = np.array(numbers, self.float)
+    def move(
+        self, written: Text, factors: Sequence[float], hope: bool, nesterov: bool,
+        scales: Mapping[int, tuple[float, float]],
+    ) -> None:  # fmt: skip
+        """A step of momentum on weights, gradients and momenta, as `hecate.engine.cpu.momentum.mover` says; `scales`
+        has the numbers of its rows by their width."""
+        move = self.kernels.mover(written.source)
+        form, numbers = (np.array(own or (0.0,), self.float) for own in (factors, written.numbers))
+        rows = np.zeros((2, len(self.sizes) if scales else 0), self.float)
+        for width, own in scales.items():
+            rows[:, self.sizes == width] = np.array(own)[:, None]
 
         def work(lo: int, hi: int) -> None:
-            self.kernels.move(lo, hi, form, hope, nesterov, self.places, self.sizes)
+            move(lo, hi, form, numbers, hope, nesterov, rows, self.places, self.sizes)
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         weights, _, momenta = self.lists
@@ -256,9 +266,10 @@ def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple
 class Bulk:
     """In-place arithmetic on lists of tensors: foreach kernels, a loop, or differentiable.
 
-    In float32 and float64 foreach and loop compute the same numbers bit for bit. In half precision torch's foreach
-    kernels round factors to it on a CPU, so there only an explicit `foreach=True` takes them. A factor may be a tensor
-    of one element that autograd follows; then nothing that autograd saved is overwritten.
+    In float32 and float64 foreach and loop compute the same numbers bit for bit, but for what a kernel makes of phi and
+    of lengths. In half precision torch's foreach kernels round factors to it on a CPU, so there only an explicit
+    `foreach=True` takes them. A factor may be a tensor of one element that autograd follows; then nothing that autograd
+    saved is overwritten.
     """
 
     def __init__(self, group: dict[str, Any], held: list[Tensor]) -> None:

@@ -102,8 +102,8 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def formula_text(text: str, family: str = "bias") -> str:
-    """The printed functions of a bias or a retention, given as a kind or a mapping, and the numbers c that they take.
-    [ENG-FORMULA-D3]
+    """The printed functions of a bias, a retention or a componentwise phi, given as a kind or a mapping, and the
+    numbers c that they take. [ENG-FORMULA-D3]
 
     Raises Unprintable, which says why there are none."""
     value, _ = parse_value(text, f"the {family}")
@@ -112,8 +112,13 @@ def formula_text(text: str, family: str = "bias") -> str:
         texts = [found.psi, found.pull]
     elif family == "retention":
         texts = formula.retention_texts(retention.Retention.model_validate(value))
+    elif family == "phi":
+        text_of = formula.map_formula(phi.FeatureMap.model_validate(value))
+        if isinstance(text_of, str):
+            raise formula.Unprintable(text_of)
+        texts = [text_of]
     else:
-        raise ConfigError(f"formulas are printed of a bias or a retention, not of {family!r}")
+        raise ConfigError(f"formulas are printed of a bias, a retention or a phi, not of {family!r}")
     return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in texts)
 
 

@@ -32,12 +32,12 @@ def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=draws, dtype=dtype).requires_grad_() for shape in SHAPES]
 
 
-def stepped(params: list[Tensor], steps: int = 3, **options: Any) -> list[Tensor]:
-    """Weights and momenta after some steps."""
+def stepped(params: list[Tensor], steps: int = 3, dtype: torch.dtype | None = None, **options: Any) -> list[Tensor]:
+    """Weights and momenta after some steps, on gradients drawn in a dtype, that of weights if none is said."""
     draws, optimizer = torch.Generator().manual_seed(1), PhiMomentum(params, **{"lr": 0.02, **options})
     for _ in range(steps):
         for p in params:
-            p.grad = torch.randn(p.shape, generator=draws, dtype=p.dtype)
+            p.grad = torch.randn(p.shape, generator=draws, dtype=dtype or p.dtype).to(p.dtype)
         optimizer.step()
     return [*params, *(optimizer.state[p]["momentum"] for p in params)]
 
@@ -60,13 +60,84 @@ def test_a_step_has_the_bits_of_operations_one_by_one(options: dict[str, Any], d
     assert len(moves) == 3
 
 
+MAPS = [
+    {"feature_map": kind, "input_scale": "none", **options}
+    for kind in ("tanh", "elu", "exp", "softplus", "gelu_shifted", "sigmoid", "relu", "squared_relu", "leaky_relu")
+    for options in ({}, {"lift": "vjp", "nesterov": True}, {"odd": True, "weight_decay": 0.1, "decoupled": False})
+]
+
+
+SCALED = [
+    {"input_scale": "rms", "feature_map": "tanh", "nesterov": True},
+    {"input_scale": "rms", "feature_map": "identity"},
+    {"input_scale": "unit", "feature_map": "elu", "matrix": "last"},
+    {"input_scale": "restored", "feature_map": "softplus", "form": "hope"},
+    {"input_scale": "restored", "feature_map": "sigmoid", "lift": "vjp", "weight_decay": 0.1},
+]
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+@pytest.mark.parametrize("size", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("options", SCALED, ids=str)
+def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, moves: list[int]):
+    """No further from float64 than operations one by one, at any size of a row; one of zeros among them."""
+
+    def found(dtype: torch.dtype, **more: Any) -> list[Tensor]:
+        draws = torch.Generator().manual_seed(0)
+        params = [torch.randn(n, generator=draws).to(dtype).requires_grad_() for n in (*SHAPES, (3, 4, 18))]
+        optimizer = PhiMomentum(params, 0.02, **options, **more)
+        for _ in range(3):
+            for p in params:
+                p.grad = (size * torch.randn(p.shape, generator=draws, dtype=torch.float32)).to(dtype)
+            params[1].grad[2] = 0
+            optimizer.step()
+        return [*params, *(optimizer.state[p]["momentum"] for p in params)]
+
+    mine, theirs, true = found(torch.float32), found(torch.float32, foreach=False), found(torch.float64, foreach=False)
+    rows = 3 + 64 + 1 + 1 + 300 + 1 + (12 if options.get("matrix") == "last" else 3)
+    assert moves == [rows] * 3
+    for x, y, exact in zip(mine, theirs, true, strict=True):
+        off = (y.double() - exact).abs().max()
+        assert (x.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.spec("OPT-FUSED-D1")
+@pytest.mark.parametrize("options", MAPS, ids=str)
+def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], moves: list[int]):
+    """Bits where the map is made of operations that round alike everywhere, else no further from float64 than torch's
+    own functions are, but for the last two digits: those of `lanes` are within 1.5 of them."""
+    found, loop = stepped(weights(), **options), stepped(weights(), foreach=False, **options)
+    assert moves == [len(SHAPES)] * 3
+    if options["feature_map"] in ("relu", "squared_relu", "leaky_relu"):
+        assert all(map(torch.equal, found, loop))
+        return
+    wide = [p.detach().double().requires_grad_() for p in weights()]
+    true = stepped(wide, foreach=False, dtype=torch.float32, **options)
+    for mine, theirs, exact in zip(found, loop, true, strict=True):
+        off = (theirs.double() - exact).abs().max()
+        assert (mine.double() - exact).abs().max() <= 2 * off + 4 * torch.finfo(torch.float32).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["tanh", "elu", "softplus", "gelu_shifted", "sigmoid"])
+@pytest.mark.parametrize("lift", ["identity", "vjp"])
+def test_a_gradient_of_zero_moves_nothing(kind: str, lift: str, moves: list[int]):
+    params = weights()
+    before = [p.detach().clone() for p in params]
+    optimizer = PhiMomentum(params, 0.02, feature_map=kind, input_scale="none", lift=lift)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert moves and all(map(torch.equal, params, before))
+
+
 @pytest.mark.spec("OPT-FUSED-D1")
 def test_threads_share_pieces_out_and_change_no_bit(monkeypatch: pytest.MonkeyPatch, moves: list[int]):
-    alone = stepped(weights(), nesterov=True)
+    options = {"nesterov": True, "feature_map": "tanh", "input_scale": "none"}
+    alone = stepped(weights(), **options)
     monkeypatch.setattr(tensors, "PIECE", 1000)
     monkeypatch.setattr(tensors, "SHARE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert all(map(torch.equal, stepped(weights(), nesterov=True), alone))
+    assert all(map(torch.equal, stepped(weights(), **options), alone))
     assert moves == [len(SHAPES)] * 3 + [4 + 9 + 91] * 3
 
 
@@ -94,7 +165,10 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     params = weights()[:2]
     params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones(129, 64, dtype=torch.float32).mT
     PhiMomentum(params, 0.02).step()
-    stepped(weights(), feature_map="tanh", input_scale="none")
+    stepped(weights(), feature_map="softmax", input_scale="none")
+    stepped(weights(), feature_map="tanh", input_scale="none", precondition="diagonal")
+    stepped(weights(), feature_map="tanh", input_scale="rms", guard="flip")
+    stepped(weights(), feature_map="tanh", input_scale="rms", weight_decay=0.1, decoupled=False)
     stepped(weights(torch.bfloat16))
     assert moves == []
     whole = stepped(weights())

@@ -1,16 +1,21 @@
-"""Steps of momentum on many tensors, in one pass over each, with the bits of torch's operations on lists.
+"""Steps of momentum on many tensors, in one pass over each, with the bits of torch's operations on lists; of what is
+written into momenta those of `lanes`.
 
 Tensors come as addresses and sizes in int64: contiguous, of one float type. Threads share them out. [OPT-FUSED-D1]
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 from numba.extending import intrinsic
 
-from hecate.engine.cpu.lanes import _called, first
+from hecate.engine.cpu.lanes import NAMES, _called, first, larger
+from hecate.engine.cpu.lanes import top as largest
 from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
 
 
@@ -42,12 +47,39 @@ def finite(lo, hi, like, places, sizes):
     return told
 
 
+def phi(g, numbers):
+    """Stands for that of the source which `mover` is given."""
+    return g
+
+
 @inline
-def _moved(form, hope, nesterov, w, g, m):
+def _length(like, g, size):
+    """The length of a row, at any size that its type has, 1 of a row of zeros."""
+    step = per_vector(like)
+    whole, most = size - size % step, filled(like, 0.0)
+    for c in range(0, whole, step):
+        most = larger(most, abs(load(g, c, ONE)))
+    for c in range(whole, size):
+        most = larger(most, abs(filled(like, g[c])))
+    top = first(largest(most))
+    if not top > 0:
+        top = like[0] * 0 + 1
+    square = filled(like, 0.0)
+    for c in range(0, whole, step):
+        x = load(g, c, ONE) / top
+        square = mad(x, x, square)
+    total = sums((square, square, square, square))[0]
+    for c in range(whole, size):
+        total += (g[c] / top) * (g[c] / top)
+    return top if total < 1 else top * math.sqrt(total)
+
+
+def _moved(form, numbers, hope, nesterov, scale, back, w, g, m):
     """Weights and their momentum after a step."""
     momentum, gain, coupled, kept, step, lr = form[0], form[1], form[2], form[3], form[4], form[5]
     if coupled != 0:
         g = fma(coupled, w, g)
+    g = phi(g, numbers) if scale == 0 else phi(g / scale, numbers) * back
     m = fma(gain, g, rounded(momentum, m))
     ahead = m
     if nesterov:
@@ -57,21 +89,43 @@ def _moved(form, hope, nesterov, w, g, m):
     return fma(step, ahead, w), m
 
 
-def move(lo, hi, form, hope, nesterov, places, sizes):
-    """Tensors from lo to hi of `places`, [weights, gradients, momenta], the first and last in place; `form` has
-    momentum, the factor of gradients in it, the coupled decay, what is kept of weights, the factor of momentum in them
-    and, for `hope`, that of gradients ahead of it."""
+def _move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes):
     step = per_vector(form)
     for i in range(lo, hi):
         w, g, m = raw(form, places[0, i]), raw(form, places[1, i]), raw(form, places[2, i])
+        scale, back = form[0] * 0, form[0]
+        if rows.size:
+            scale = _length(form, g, sizes[i])
+            back = scale * rows[1, i] if rows[1, i] > 0 else scale * 0 + 1
+            scale *= rows[0, i]
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
-            a, b = _moved(form, hope, nesterov, load(w, c, ONE), load(g, c, ONE), load(m, c, ONE))
+            x, y, z = load(w, c, ONE), load(g, c, ONE), load(m, c, ONE)
+            a, b = _moved(form, numbers, hope, nesterov, scale, back, x, y, z)
             store(w, c, a)
             store(m, c, b)
         for c in range(whole, sizes[i]):
-            a, b = _moved(form, hope, nesterov, filled(form, w[c]), filled(form, g[c]), filled(form, m[c]))
+            x, y, z = filled(form, w[c]), filled(form, g[c]), filled(form, m[c])
+            a, b = _moved(form, numbers, hope, nesterov, scale, back, x, y, z)
             w[c], m[c] = first(a), first(b)
 
 
-finite, move = (kernel(function, digest("vectors", "lanes", "momentum")) for function in (finite, move))
+@cache
+def mover(source: str) -> Any:
+    """`move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes)` of tensors from lo to hi of `places`:
+    [weights, gradients, momenta], the first and last in place.
+
+    `phi(g, numbers)` of the source is what a gradient writes into momentum; `form` has momentum, the factor of what is
+    written, the decay in gradients, what is kept of weights, the factor of momentum in them and, for `hope`, that of
+    what is written ahead of it. Where there are `rows`, phi gets g over its length times the first number, and makes
+    what is written times the length and the second, if that is not 0."""
+    space = {**globals(), **NAMES, "INF": math.inf, "NAN": math.nan}
+    exec(compile(source, __file__, "exec"), space)  # printed: names of the table and numbers alone
+    space["phi"] = inline(space["phi"])
+    space["_moved"] = inline(FunctionType(_moved.__code__, space, "_moved"))
+    text = hashlib.sha256(source.encode()).hexdigest()[:16]
+    return kernel(FunctionType(_move.__code__, space, "move"), f"{_DIGEST}_{text}")
+
+
+_DIGEST = digest("vectors", "lanes", "momentum")
+finite = kernel(finite, _DIGEST)
