@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Study, progress
+from studies.timing import Call, cpu_times
 from tests.hf.families import built
 
 PROMPT, TOKENS = 64, 40
@@ -45,41 +44,36 @@ WIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class Adopt(Study):
-    """Two models of the same weights, one of them adopted."""
+def adopted(run: Run) -> Result:
+    """Two models of the same weights of every family, one of them adopted, three ways through each."""
+    import transformers
 
-    name: ClassVar[str] = "adopt"
-    about: ClassVar[str] = "What does a model of transformers cost on hecate's kernels?"
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
+    length, rounds = (128, 1) if run.quick else (1024, 4)
+    rows: list[list[Cell]] = []
+    ratios: dict[str, list[float]] = {}
+    for family in progress(["qwen3_5", "kimi_linear"] if run.quick else list(WIDE), "families"):
+        rule, error, times = measured(family, length, rounds, run.seeds[0])
+        ratios[family] = [own / theirs for theirs, own in times]
+        cells = [cell for (theirs, own) in times for cell in (theirs, own / theirs)]
+        rows.append([family, rule, error, *cells])
+    columns = ["family", "rule", "logits (relative)"]
+    columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
+    notes = [
+        f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
+        f"batch 1; transformers {transformers.__version__} in torch",
+        "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
+        f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
+    ]
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Three ways through a model of every family; the least of some rounds each."""
-        import transformers
+    def draw(figure: Any) -> None:
+        series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
+        title, what = "models of transformers, adopted", "CPU time, ours / theirs"
+        bars(figure, list(ratios), series, title, what, line=1, xscale="linear")
 
-        length, rounds = (128, 1) if quick else (1024, 4)
-        rows: list[list[Cell]] = []
-        ratios: dict[str, list[float]] = {}
-        for family in progress(["qwen3_5", "kimi_linear"] if quick else list(WIDE), "families"):
-            rule, error, times = measured(family, length, rounds, seeds[0])
-            ratios[family] = [own / theirs for theirs, own in times]
-            cells = [cell for (theirs, _), ratio in zip(times, ratios[family], strict=True) for cell in (theirs, ratio)]
-            rows.append([family, rule, error, *cells])
-        columns = ["family", "rule", "logits (relative)"]
-        columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
-        notes = [
-            f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
-            f"batch 1; transformers {transformers.__version__} in torch",
-            "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
-            f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
-        ]
+    return Result(columns, rows, notes, draw, data=ratios)
 
-        def draw(figure: Any) -> None:
-            series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
-            title, what = "models of transformers, adopted", "CPU time, ours / theirs"
-            bars(figure, list(ratios), series, title, what, line=1, xscale="linear")
 
-        return Result(columns, rows, notes, draw, data=ratios)
+ADOPT = Study("adopt", "What does a model of transformers cost on hecate's kernels?", adopted)
 
 
 def measured(family: str, length: int, rounds: int, seed: int) -> tuple[str, float, list[list[float]]]:
@@ -98,12 +92,12 @@ def measured(family: str, length: int, rounds: int, seed: int) -> tuple[str, flo
     return rule, ((ours - theirs).norm() / theirs.norm()).item(), times
 
 
-def prefill(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+def prefill(model: Any, ids: torch.Tensor) -> Call:
     """A pass over all tokens."""
     return torch.no_grad()(lambda: model(input_ids=ids, use_cache=False))
 
 
-def both(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+def both(model: Any, ids: torch.Tensor) -> Call:
     """A pass there and back."""
 
     def run() -> None:
@@ -115,7 +109,7 @@ def both(model: Any, ids: torch.Tensor) -> Callable[[], object]:
 
 
 @torch.no_grad()
-def token(model: Any, ids: torch.Tensor) -> Callable[[], object]:
+def token(model: Any, ids: torch.Tensor) -> Call:
     """TOKENS behind a prompt, each time from a copy of the cache that it left."""
     held = reading(model, ids[:, :PROMPT])
 

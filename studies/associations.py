@@ -8,17 +8,16 @@ trained are an embedding of the keys and the projections to k (of the pair), q a
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hecate.figure import COLOURS, MARKERS
-from studies.study import Cell, Progress, Result, Spread, Study, reach
+from studies.study import Cell, Result, Run, Spread, progress, reach
 
 WIDTH = 64  # of k and q, before phi
 BATCH, LR = 32, 1e-3  # of Adam
@@ -54,7 +53,7 @@ def draw_pairs(count: int, length: int, rows: int, replace: bool, g: torch.Gener
     return Pairs(drawn(), drawn(), count)
 
 
-class Associator(nn.Module, ABC):
+class Associator(nn.Module):
     """Keys, queries and gates of pairs; a subclass says what a memory of them answers.
 
     The initialisation is that of the published code: embeddings N(0, 1), projections to k and q
@@ -94,9 +93,9 @@ class Associator(nn.Module, ABC):
         of_key = self.embedding @ weight[pairs.size :]
         return F.embedding(pairs.keys, of_key) + F.embedding(pairs.values, weight)
 
-    @abstractmethod
     def answers(self, pairs: Pairs, asked: Tensor, g: torch.Generator) -> Tensor:
         """Scores of the values `[B, Q, count]` for the keys asked for, int64 `[B, Q]`."""
+        raise NotImplementedError
 
 
 def loss_of(answers: Tensor, values: Tensor) -> Tensor:
@@ -199,50 +198,36 @@ class Outcome(NamedTuple):
         ]  # fmt: skip
 
 
-COLUMNS = ("pairs S", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps")
-
-
-class Associations(Study, abstract=True):
+class Setting(NamedTuple):
     """A setting of Schlag, Irie and Schmidhuber, Linear Transformers Are Secretly Fast Weight Programmers (2021, arXiv
-    2102.11174): contenders trained at every number of pairs."""
+    2102.11174): contenders trained at every number of pairs.
 
-    count: ClassVar[int] = 2
-    contenders: ClassVar[tuple[Contender, ...]]
-    sizes: ClassVar[tuple[int, ...]]
-    quick_size: ClassVar[int]
-    again: ClassVar[bool] = False  # whether keys are written again: sequences are then drawn with replacement
-    columns: ClassVar[tuple[str, ...]]  # the name of contenders, and what a study has of its own
+    Fields:
+        model: what is trained, of a number of keys, a contender's rule and a generator.
+        contenders, sizes, quick_size: who, at how many pairs, and at how many in a quick run.
+        again: whether keys are written again: sequences are then drawn with replacement.
+    """
 
-    @abstractmethod
-    def model(self, count: int, rule: Any, g: torch.Generator) -> Associator:
-        """What is trained."""
+    model: Callable[[int, Any, torch.Generator], Associator]
+    contenders: tuple[Contender, ...]
+    sizes: tuple[int, ...]
+    quick_size: int
+    again: bool = False
 
-    @abstractmethod
-    def cells(self, outcome: Outcome) -> list[Cell]:
-        """The end of its line in the table."""
-
-    @abstractmethod
-    def notes(self, outcomes: list[Outcome]) -> list[str]:
-        """What this setting is, and what was claimed of it."""
-
-    @abstractmethod
-    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
-        """Completes the figure."""
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
+    def outcomes(self, run: Run) -> list[Outcome]:
         """Trains every contender at every size; what is trained is kept."""
-        kept, outcomes = self.kept(quick), []
-        for contender in [c for c in self.contenders if c.quick_steps or not quick]:
-            steps = contender.quick_steps if quick else STEPS
-            for count in progress((self.quick_size,) if quick else self.sizes, contender.name):
+        kept, found = run.kept(), []
+        for contender in [c for c in self.contenders if c.quick_steps or not run.quick]:
+            steps = contender.quick_steps if run.quick else STEPS
+            for count in progress((self.quick_size,) if run.quick else self.sizes, contender.name):
                 published = contender.published[self.sizes.index(count)]
-                runs = [
+                fitted = [
                     kept([contender.name, count, seed, steps], partial(self.fit, contender.rule, count, seed, steps))
-                    for seed in seeds
+                    for seed in run.seeds
                 ]
-                trained, other = [Trained(*own) for own, _ in runs], [loss for _, loss in runs if self.again]
-                outcomes.append(Outcome(contender, count, published, trained, other))
-        return self.report(outcomes, quick)
+                trained, other = [Trained(*own) for own, _ in fitted], [loss for _, loss in fitted if self.again]
+                found.append(Outcome(contender, count, published, trained, other))
+        return found
 
     def fit(self, rule: Any, count: int, seed: int, steps: int) -> tuple[Trained, float | None]:
         """A training; where keys are written again, its last loss on sequences as long as those of training."""
@@ -253,41 +238,49 @@ class Associations(Study, abstract=True):
         g = torch.Generator().manual_seed(2_000_000 + seed)
         return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
-    def report(self, outcomes: list[Outcome], quick: bool) -> Result:
-        """The table, what it means and the figure: full marks are ours, large open ones published."""
 
-        def draw(figure: Any) -> None:
-            axes = figure.subplots()
-            for index, name in enumerate(dict.fromkeys(o.contender.name for o in outcomes)):
-                own = [o for o in outcomes if o.contender.name == name]
-                sizes, ours = [o.size for o in own], [o.ours for o in own]
-                look = {"color": COLOURS[index], "marker": MARKERS[index]}
-                errors = [spread.error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
-                axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
-                axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)
-            self.finish(axes, outcomes)
+def told(
+    outcomes: Sequence[Outcome], quick: bool, columns: Sequence[str], ends: Sequence[Sequence[Cell]],
+    notes: Sequence[str], complete: Callable[[Any], None],
+) -> Result:  # fmt: skip
+    """The table, what it means and the figure: full marks are ours, large open ones published.
 
-        first, *last = self.columns
-        data: dict[str, dict[str, Any]] = {}
-        for o in outcomes:
-            again = {"2S pairs": o.other} if self.again else {}
-            data[f"{o.contender.name} S={o.size}"] = {"evaluations": [trained.losses for trained in o.trained], **again}
-        rows = [[*o.cells(), *self.cells(o)] for o in outcomes]
-        notes = [*notes_of(outcomes, quick), *self.notes(outcomes)]
-        return Result((first, *COLUMNS, *last), rows, notes, draw, size=(8, 5), data=data)
-
-
-def notes_of(outcomes: Sequence[Outcome], quick: bool) -> list[str]:
-    """How losses were measured, and which trainings were cut short."""
-    used = {o.contender.name: o.contender for o in outcomes}.values()
-    caps = ", ".join(f"{c.name} {c.quick_steps}" for c in used) if quick else f"{STEPS:,}"
+    Args:
+        columns: the name of contenders, and what a study has of its own.
+        ends: of the lines of the table.
+        notes: what this setting is, and what was claimed of it.
+        complete: finishes the axes of the figure.
+    """
+    used = {o.contender.name: o.contender for o in outcomes}
+    caps = ", ".join(f"{c.name} {c.quick_steps}" for c in used.values()) if quick else f"{STEPS:,}"
     cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
-    return [
+    notes = [
         "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a training; 500 is "
         "saying nothing; mean +- standard error over seeds",
         f"k of width {WIDTH} from [one-hot value, embedding of the key], q from the latter; Adam {LR:g}, batch "
         f"{BATCH}, evaluated every {EVERY} steps on {EVAL_ROWS} sequences asked for every key, until {ENOUGH:g} or "
         f"{PATIENCE} evaluations without progress; the published runs had one seed and 100,000 steps to stop within",
         f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
-        *(f"published, {c.name}: {c.remark}" for c in used if c.remark),
+        *(f"published, {c.name}: {c.remark}" for c in used.values() if c.remark),
+        *notes,
     ]
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for index, name in enumerate(used):
+            own = [o for o in outcomes if o.contender.name == name]
+            sizes, ours = [o.size for o in own], [o.ours for o in own]
+            look = {"color": COLOURS[index], "marker": MARKERS[index]}
+            errors = [spread.error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
+            axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
+            axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)
+        complete(axes)
+
+    data: dict[str, dict[str, Any]] = {}
+    for o in outcomes:
+        again = {"2S pairs": o.other} if o.other else {}
+        data[f"{o.contender.name} S={o.size}"] = {"evaluations": [trained.losses for trained in o.trained], **again}
+    first, *last = columns
+    rows = [[*o.cells(), *end] for o, end in zip(outcomes, ends, strict=True)]
+    headings = (first, "pairs S", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", *last)
+    return Result(headings, rows, notes, draw, size=(8, 5), data=data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from hecate.figure import GREY, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
-from studies.associations import BATCH, EPS, WIDTH, Associations, Associator, Contender, Outcome, Pairs
-from studies.study import Cell
+from studies.associations import BATCH, EPS, WIDTH, Associator, Contender, Pairs, Setting, told
+from studies.study import Result, Run, Study
 
 CONTENDERS = (
     Contender(
@@ -55,23 +55,12 @@ class SumRule(Associator):
         if self.feature_map is None:
             weights = (F.embedding(asked, q) @ k.mT * WIDTH**-0.5).softmax(-1)
         else:
-            k, q = features(self.feature_map, g, k, q)
+            params = self.feature_map.init(WIDTH, generator=g, dtype=k.dtype)
+            k, q = (self.feature_map(x.unsqueeze(-2), params).squeeze(-2) for x in (k, q))
             weights = F.embedding(asked, q) @ k.mT
             weights = weights / (weights.sum(-1, keepdim=True) + EPS)
         values = pairs.values.unsqueeze(1).expand_as(weights)
         return weights.new_zeros(*asked.shape, pairs.size).scatter_add(-1, values, weights)
-
-
-def features(feature_map: FeatureMap, g: torch.Generator, *inputs: Tensor) -> list[Tensor]:
-    """phi of inputs `[..., WIDTH]`, one fresh draw for all of them."""
-    params = feature_map.init(WIDTH, generator=g, dtype=inputs[0].dtype)
-    return [feature_map(x.unsqueeze(-2), params).squeeze(-2) for x in inputs]
-
-
-def rank_floor(d_phi: int, count: int) -> float:
-    """(1 - d_phi / S) / 2, at least 0: the S x S table of answers has at most rank d_phi, and the
-    identity is at a squared distance of S - d_phi from all of those."""
-    return max(0.0, 1 - d_phi / count) / 2
 
 
 def d_phi(contender: Contender) -> int | None:
@@ -80,51 +69,46 @@ def d_phi(contender: Contender) -> int | None:
 
 
 def floor(contender: Contender, count: int) -> float:
-    """The lowest loss that features of this width allow."""
+    """(1 - d_phi / S) / 2, at least 0: the S x S table of answers has at most rank d_phi, and the identity is at a
+    squared distance of S - d_phi from all of those."""
     width = d_phi(contender)
-    return 0.0 if width is None else rank_floor(width, count)
+    return 0.0 if width is None else max(0.0, 1 - width / count) / 2
 
 
-class Capacity(Associations):
-    """Setting 1: all pairs are written, then all are asked for."""
+SETTING = Setting(SumRule, CONTENDERS, (20, 40, 60, 80, 100, 120, 160, 200), quick_size=80)
 
-    name: ClassVar[str] = "capacity"
-    about: ClassVar[str] = "How many pairs does a sum of outer products hold, by feature map?"
-    contenders: ClassVar[tuple[Contender, ...]] = CONTENDERS
-    sizes: ClassVar[tuple[int, ...]] = (20, 40, 60, 80, 100, 120, 160, 200)
-    quick_size: ClassVar[int] = 80
-    columns: ClassVar[tuple[str, ...]] = ("phi", "d_phi", "floor (1e-3)")
 
-    def model(self, count: int, rule: FeatureMap | None, g: torch.Generator) -> SumRule:
-        """The sum rule with a map, or softmax."""
-        return SumRule(count, rule, g)
+def capacity(run: Run) -> Result:
+    """Setting 1, all pairs are written, then all are asked for, beside the floor of the rank."""
+    outcomes = SETTING.outcomes(run)
+    floors = [1000 * floor(o.contender, o.size) for o in outcomes]
+    widths = [d_phi(o.contender) for o in outcomes]
+    ends = [(width, width and least) for width, least in zip(widths, floors, strict=True)]
+    notes = [
+        "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
+        *(
+            f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
+            f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter "
+            "last one with equal weight, ours every question alike"
+            for o in outcomes
+            if o.published < floor(o.contender, o.size)
+        ),
+        "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
+    ]
+    return told(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
 
-    def cells(self, outcome: Outcome) -> list[Cell]:
-        """Beside the floor of the rank."""
-        width = d_phi(outcome.contender)
-        return [width, None if width is None else 1000 * floor(outcome.contender, outcome.size)]
 
-    def notes(self, outcomes: list[Outcome]) -> list[str]:
-        """What the floor is, and where published numbers are below it."""
-        below = [o for o in outcomes if o.published < floor(o.contender, o.size)]
-        return [
-            "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
-            *(
-                f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
-                f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter "
-                "last one with equal weight, ours every question alike"
-                for o in below
-            ),
-            "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
-        ]
+CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=2)
 
-    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
-        """With the floors of the maps."""
-        for width in sorted({found for c in CONTENDERS if (found := d_phi(c)) is not None}):
-            sizes, last = range(10, 211), rank_floor(width, 200)
-            axes.plot(sizes, [rank_floor(width, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
-            if last > 0:
-                style = {"textcoords": "offset points", "ha": "right", "color": GREY, "fontsize": 8}
-                axes.annotate(f"floor, d_phi {width}", (200, last), (-4, 5), **style)
-        title = "Trained keys (large open marks: published)"
-        finish(axes, title, "pairs S in the sequence", "loss of a question", ylim=(-0.02, 0.56))
+
+def with_floors(axes: Any) -> None:
+    """The floors of all maps."""
+    widths = {width: contender for contender in CONTENDERS if (width := d_phi(contender)) is not None}
+    for width, contender in sorted(widths.items()):
+        sizes, last = range(10, 211), floor(contender, 200)
+        axes.plot(sizes, [floor(contender, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
+        if last > 0:
+            style = {"textcoords": "offset points", "ha": "right", "color": GREY, "fontsize": 8}
+            axes.annotate(f"floor, d_phi {width}", (200, last), (-4, 5), **style)
+    title = "Trained keys (large open marks: published)"
+    finish(axes, title, "pairs S in the sequence", "loss of a question", ylim=(-0.02, 0.56))

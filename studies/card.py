@@ -66,6 +66,8 @@ PEERS = {  # of fla, called directly: what a rule's own call leaves to add
     "kda": ("fla.ops.kda", "chunk_kda"),
 }
 Case = dict[str, Tensor]  # q, k, v `[B, T, H, D]` and the gates that a config takes, by name
+Call = Callable[[Case], Tensor]
+Beside = tuple[list[float], str]  # values, and what they stand beside
 
 
 class Size(NamedTuple):
@@ -122,6 +124,10 @@ class Order(NamedTuple):
         """Of what is timed."""
         return torch.float32 if self.dry else torch.bfloat16
 
+    def case(self, config: MemoryConfig, shape: Sequence[int], seed: int = 0) -> Case:
+        """What a call is given."""
+        return draw_case(config, shape, self.device, self.dtype, seed)
+
     def wait(self) -> None:
         """For what the card has been given."""
         if not self.dry:
@@ -157,24 +163,20 @@ def add(path: Path, **row: Any) -> None:
         os.fsync(file.fileno())
 
 
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Which task a row is of."""
-    return row["part"], row["case"], row["way"]
-
-
-def ended(row: dict[str, Any]) -> bool:
-    """Whether a row is a result, or says why there is none."""
-    return "values" in row or "error" in row
+def results(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows that are a result, or say why there is none, by part, case and way."""
+    ended = (row for row in rows_of(path) if "values" in row or "error" in row)
+    return {(row["part"], row["case"], row["way"]): row for row in ended}
 
 
 def work(order: Order) -> None:
     """The tasks of a share that have no row, one after the other; whatever one raises is its row. Our kernels run here
     whether they are trusted or not: how far they are off is a number, and a time is one all the same."""
     path = Path(order.rows)
-    over = {key(row) for row in rows_of(path) if ended(row)}
+    over = results(path)
     for task in islice(PARTS[order.part].tasks(order), order.share, None, order.shares):
         own = {"part": order.part, "case": task.case, "way": task.way}
-        if key(own) in over:
+        if tuple(own.values()) in over:
             continue
         add(path, **own, begun=time.time(), by=os.getpid())
         start = time.perf_counter()
@@ -251,9 +253,7 @@ def tables(order: Order) -> Iterator[Task]:
     for shape in order.size.shapes:
         batch, length, heads, width = shape
         lead = f"B={batch} T={length} H={heads} D={width}"
-        ways: list[tuple[str, str, MemoryConfig, Callable[[Case], Tensor]]] = [
-            (lead, "SDPA", MemoryConfig(), attention)
-        ]
+        ways: list[tuple[str, str, MemoryConfig, Call]] = [(lead, "SDPA", MemoryConfig(), attention)]
         for name, config in order.rules.items():
             engines = ("triton", "fla", "parallel") if shape == order.size.shapes[0] else ("triton", "fla")
             ways += [(f"{name}, {lead}", engine, config, partial(outputs, config, engine)) for engine in engines]
@@ -318,9 +318,7 @@ PARTS = {
 # What tasks measure.
 
 
-def error_of(
-    order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype, width: int, kind: str
-) -> tuple[list[float], str]:
+def error_of(order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype, width: int, kind: str) -> Beside:
     """The largest error, and the tensor that has it."""
     length = order.size.tokens
     case = draw_case(config, (1, length, 2, width), order.device, dtype, 0)
@@ -338,7 +336,7 @@ def error_of(
 
 def first_call(order: Order, config: MemoryConfig, width: int) -> list[float]:
     """Seconds; both ways of calling, for a forward pass that keeps nothing is a kernel of its own."""
-    case = draw_case(config, (1, 256 if not order.dry else 20, 2, width), order.device, order.dtype, 0)
+    case = order.case(config, (1, 256 if not order.dry else 20, 2, width))
     start = time.perf_counter()
     with torch.no_grad():
         outputs(config, "triton", case)
@@ -347,21 +345,14 @@ def first_call(order: Order, config: MemoryConfig, width: int) -> list[float]:
     return [time.perf_counter() - start]
 
 
-def timed(
-    order: Order, call: Callable[[Case], Tensor], config: MemoryConfig, shape: Sequence[int], back: bool
-) -> list[float]:
+def timed(order: Order, call: Call, config: MemoryConfig, shape: Sequence[int], back: bool) -> list[float]:
     """Milliseconds for every seed, forward alone or with the way back."""
-    taken = []
-    for seed in range(order.seeds):
-        case = draw_case(config, shape, order.device, order.dtype, seed)
-        with torch.set_grad_enabled(back):
-            taken.append(clock(partial(both, call, case) if back else partial(call, case), order))
-    return taken
+    whole: Callable[[Case], object] = partial(both, call) if back else call
+    with torch.set_grad_enabled(back):
+        return [clock(partial(whole, order.case(config, shape, seed)), order) for seed in range(order.seeds)]
 
 
-def one_token(
-    order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool
-) -> tuple[list[float], str]:
+def one_token(order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool) -> Beside:
     """Milliseconds, and those of moving the state at the rate of a copy."""
     case = draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
     q, k, v, gates = arguments({name: x[:, 0].detach() for name, x in case.items()})
@@ -412,19 +403,15 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     optimizer.zero_grad()
 
 
-def by_kernel(order: Order, config: MemoryConfig) -> tuple[list[float], str]:
+def by_kernel(order: Order, config: MemoryConfig) -> Beside:
     """Milliseconds of all kernels, and of the longest."""
-    case = draw_case(config, order.size.shapes[0], order.device, order.dtype, 0)
-
-    engine = "parallel" if order.dry else "triton"
-
-    def call() -> None:
-        both(partial(outputs, config, engine), case)
-        order.wait()
-
-    call()
+    call = partial(both, partial(outputs, config, "parallel" if order.dry else "triton"))
+    case = order.case(config, order.size.shapes[0])
+    call(case)
+    order.wait()
     with profile(activities=[ProfilerActivity.CPU if order.dry else ProfilerActivity.CUDA]) as seen:
-        call()
+        call(case)
+        order.wait()
     where = "self_cpu_time_total" if order.dry else "self_device_time_total"
     taken = sorted(((1e-3 * getattr(item, where), item.key[:40]) for item in seen.key_averages()), reverse=True)
     return [sum(each for each, _ in taken)], "; ".join(f"{name} {each:.3f}" for each, name in taken[:8])
@@ -456,9 +443,8 @@ def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, 
     """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
     g = torch.Generator(device).manual_seed(seed)
     q, k, v = (torch.randn(*shape, generator=g, device=device) for _ in range(3))
-    wanted = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
-    names = [name for name, takes in wanted.items() if takes]
-    gates = {name: torch.rand(tuple(shape[:3]), generator=g, device=device) for name in names}
+    takes = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
+    gates = {name: torch.rand(tuple(shape[:3]), generator=g, device=device) for name in takes if takes[name]}
     if config == RULES["kda"]:
         gates["retain"] = torch.rand(*shape, generator=g, device=device)
     gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
@@ -469,9 +455,8 @@ def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, 
 
 def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
     """A case as a memory is given it."""
-    vectors = ("q", "k", "v")
-    q, k, v = (case[name] for name in vectors)
-    return q, k, v, Gates(**{name: x for name, x in case.items() if name not in vectors})
+    q, k, v = (case[name] for name in ("q", "k", "v"))
+    return q, k, v, Gates(**{name: x for name, x in case.items() if name not in ("q", "k", "v")})
 
 
 @cache
@@ -486,7 +471,7 @@ def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
     return memory_scan(propagating(config), *arguments(case), engine=engine)[0]
 
 
-def both(call: Callable[[Case], Tensor], case: Case) -> None:
+def both(call: Call, case: Case) -> None:
     """Forward and backward."""
     y = call(case)
     torch.autograd.grad(y, list(case.values()), torch.ones_like(y), allow_unused=True)

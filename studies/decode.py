@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from itertools import product
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -12,44 +13,37 @@ from hecate.engine import memory_scan, memory_step
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
 from studies.costs.harness import HEADS, WIDTH, drawn
 from studies.pictures import line_plot
-from studies.study import Cell, Progress, Result, Spread, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Spread, Study, progress
+from studies.timing import Call, cpu_times
 
 TOKENS = 8  # to a call that is timed
 
 Times = Mapping[tuple[str, int], list[float]]
 
 
-class Decode(Study):
-    """Constant against growing."""
-
-    name: ClassVar[str] = "decode"
-    about: ClassVar[str] = "What does one more token cost after a long context?"
-    count: ClassVar[int] = 3
-    timed: ClassVar[bool] = True
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every way of decoding after every context, in turn; the spread is that over seeds."""
-        contexts = [64, 1024, 8192] if quick else [64, 256, 1024, 4096, 16384, 65536]
-        rounds = 5 if quick else 9
-        taken: dict[tuple[str, int], list[float]] = {}
-        held: dict[tuple[str, int], int] = {}
-        for seed in progress(list(seeds), "seeds"):
-            runs = {}
-            for context in contexts:
-                for name, make in WAYS.items():
-                    runs[name, context], held[name, context] = make(context, seed)
-            torch.set_flush_denormal(True)  # a decayed state drifts into them
-            try:
-                times = cpu_times(runs, rounds)
-            finally:
-                torch.set_flush_denormal(False)
-            for key, own in times.items():
-                taken.setdefault(key, []).append(float(own.median()) / TOKENS)
-        return report(taken, held, contexts)
+def decode(run: Run) -> Result:
+    """Every way of decoding after every context, in turn; the spread is that over seeds."""
+    contexts = [64, 1024, 8192] if run.quick else [64, 256, 1024, 4096, 16384, 65536]
+    taken: dict[tuple[str, int], list[float]] = {}
+    held: dict[tuple[str, int], int] = {}
+    for seed in progress(run.seeds, "seeds"):
+        calls = {}
+        for context, (name, make) in product(contexts, WAYS.items()):
+            calls[name, context], held[name, context] = make(context, seed)
+        torch.set_flush_denormal(True)  # a decayed state drifts into them
+        try:
+            times = cpu_times(calls, 5 if run.quick else 9)
+        finally:
+            torch.set_flush_denormal(False)
+        for key, own in times.items():
+            taken.setdefault(key, []).append(float(own.median()) / TOKENS)
+    return report(taken, held, contexts)
 
 
-Way = Callable[[int, int], tuple[Callable[[], object], int]]  # (context, seed) -> call, bytes
+DECODE = Study("decode", "What does one more token cost after a long context?", decode, seeds=3)
+
+
+Way = Callable[[int, int], tuple[Call, int]]  # (context, seed) -> call, bytes
 
 
 def stepping(config: MemoryConfig) -> Way:
@@ -61,7 +55,7 @@ def stepping(config: MemoryConfig) -> Way:
     deep = config.structure.kind != "matrix"
     fill = config.model_copy(update={"chunk": 64}) if deep else config
 
-    def make(context: int, seed: int) -> tuple[Callable[[], object], int]:
+    def make(context: int, seed: int) -> tuple[Call, int]:
         tokens = drawn(context + TOKENS, batch=1, seed=seed)
         with torch.no_grad():
             q, k, v = (x[:, :context] for x in tokens)
@@ -81,7 +75,7 @@ def stepping(config: MemoryConfig) -> Way:
     return make
 
 
-def attending(context: int, seed: int) -> tuple[Callable[[], object], int]:
+def attending(context: int, seed: int) -> tuple[Call, int]:
     """Softmax attention over a cache of keys and values that has room for what comes."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in drawn(context + TOKENS, batch=1, seed=seed))
 

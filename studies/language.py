@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
-from studies.study import Progress, Result, Study
+from studies.study import Result, Run, Study
 
 PACKAGES = (
     "asyncio", "email", "matplotlib", "networkx", "numpy", "pydantic", "sympy", "torch", "transformers", "unittest",
@@ -61,28 +61,25 @@ def models() -> dict[str, Model]:
     }
 
 
-class Language(Study):
-    """At 130 thousand parameters, each at the best of five rates."""
+SIZES, QUICK_SIZES = Sizes(64, 2, 2, 512, 4, 5e6), Sizes(20, 1, 2, 64, 2, 4e3)
 
-    name = "language"
-    about = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
-    count = 3
-    timed = True
-    sizes: ClassVar[Sizes] = Sizes(64, 2, 2, 512, 4, 5e6)
-    quick_sizes: ClassVar[Sizes] = Sizes(20, 1, 2, 64, 2, 4e3)
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
-        sizes = self.quick_sizes if quick else self.sizes
-        out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
-        packages: Sequence[str] = () if quick else PACKAGES
-        data = {"kind": "bundled", "packages": packages, "max_bytes": 1 << (20 if quick else 25), "validation": 0.1}
-        cells = [fitted(name, model, sizes, data) for name, model in list(models().items())[: 2 if quick else None]]
-        found = compare(
-            cells, out, budget=Budget(tokens=sizes.tokens), seeds=len(seeds), lrs=() if quick else RATES,
-            jobs=os.cpu_count() or 1, positions=LONGER, say=partial(print, file=sys.stderr, flush=True),
-        )  # fmt: skip
-        return told(found, sizes)
+def language(run: Run) -> Result:
+    """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
+    quick, sizes = run.quick, QUICK_SIZES if run.quick else SIZES
+    packages: Sequence[str] = () if quick else PACKAGES
+    data = {"kind": "bundled", "packages": packages, "max_bytes": 1 << (20 if quick else 25), "validation": 0.1}
+    cells = [fitted(name, model, sizes, data) for name, model in list(models().items())[: 2 if quick else None]]
+    found = compare(
+        cells, run.out / f"{run.stem}-runs", budget=Budget(tokens=sizes.tokens), seeds=len(run.seeds),
+        lrs=() if quick else RATES, jobs=os.cpu_count() or 1, positions=LONGER,
+        say=partial(print, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    return told(found, sizes)
+
+
+ABOUT = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
+LANGUAGE = Study("language", ABOUT, language, seeds=3)
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:

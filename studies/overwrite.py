@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from hecate.engine import memory_scan
 from hecate.figure import finish
 from hecate.phi import DPFP, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
-from studies.associations import WIDTH, Associations, Associator, Contender, Outcome, Pairs
-from studies.study import Cell, Spread
+from studies.associations import WIDTH, Associator, Contender, Outcome, Pairs, Setting, told
+from studies.study import Cell, Result, Run, Spread, Study
 
 
 def sum_rule(feature_map: FeatureMap) -> MemoryConfig:
@@ -64,42 +64,38 @@ class Remembering(Associator):
         return y.squeeze(2)
 
 
-class Overwrite(Associations):
-    """Setting 2: keys are drawn again and again, each time with a value."""
+SETTING = Setting(Remembering, CONTENDERS, (20, 40, 60), quick_size=20, again=True)
 
-    name: ClassVar[str] = "overwrite"
-    about: ClassVar[str] = "Which rule still answers when keys are written again with new values?"
-    contenders: ClassVar[tuple[Contender, ...]] = CONTENDERS
-    sizes: ClassVar[tuple[int, ...]] = (20, 40, 60)
-    quick_size: ClassVar[int] = 20
-    again: ClassVar[bool] = True
-    columns: ClassVar[tuple[str, ...]] = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
 
-    def model(self, count: int, rule: MemoryConfig, g: torch.Generator) -> Remembering:
-        """A memory of this rule."""
-        return Remembering(count, rule, g)
+def overwrite(run: Run) -> Result:
+    """Setting 2, keys are drawn again and again, each time with a value, beside the claims of the paper."""
+    outcomes = SETTING.outcomes(run)
+    notes = [
+        "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
+        "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
+        "ours does the same, and the column beside it is the last model's loss on 2S pairs",
+        *claims(outcomes),
+    ]
 
-    def cells(self, outcome: Outcome) -> list[Cell]:
-        """Losses on sequences as long as those of training, and how many trainings were lost."""
-        lost = sum(trained.lost for trained in outcome.trained)
-        whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
-        return [Spread.of(whole) if whole else None, f"{lost} of {len(outcome.trained)}"]
-
-    def notes(self, outcomes: list[Outcome]) -> list[str]:
-        """Beside the claims of the paper."""
-        return [
-            "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
-            "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
-            "ours does the same, and the column beside it is the last model's loss on 2S pairs",
-            *claims(outcomes),
-        ]
-
-    def finish(self, axes: Any, outcomes: list[Outcome]) -> None:
-        """Both kinds of loss on a logarithmic axis."""
-        sizes = sorted({o.size for o in outcomes})
+    def complete(axes: Any) -> None:
+        limits: dict[str, Any] = {"yscale": "log", "xticks": sorted({o.size for o in outcomes}), "ylim": (2e-4, 1)}
         what, loss = "keys S; 2S pairs are written in training", "loss of a question"
-        limits: dict[str, Any] = {"yscale": "log", "xticks": sizes, "ylim": (2e-4, 1)}
         finish(axes, "Best loss (large open marks: published)", what, loss, **limits)
+
+    columns = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
+    return told(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
+
+
+OVERWRITE = Study(
+    "overwrite", "Which rule still answers when keys are written again with new values?", overwrite, seeds=2
+)
+
+
+def end(outcome: Outcome) -> tuple[Cell, ...]:
+    """Losses on sequences as long as those of training, and how many trainings were lost."""
+    lost = sum(trained.lost for trained in outcome.trained)
+    whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
+    return Spread.of(whole) if whole else None, f"{lost} of {len(outcome.trained)}"
 
 
 def claims(outcomes: list[Outcome]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 from torch import Generator, Tensor, nn
 
@@ -12,7 +13,7 @@ from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
 from studies.layers import JUDGE, JUDGED, Outcome, settled
 from studies.pictures import dot_plot
-from studies.study import Cell, Progress, Result, Spread, Study, reach
+from studies.study import Cell, Result, Run, Spread, Study, progress, reach
 
 WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 900
 RATES = (1e-2, 2e-2, 5e-3, 4e-2, 2.5e-3)
@@ -96,48 +97,41 @@ TASKS = {
 QUICK = ("delta", "linear_attention")
 
 
-class Recall(Study):
-    """Overwriting (fast weight programmers, arXiv 2102.11174), a needle in a haystack, and the room that phi makes."""
+def recall(run: Run) -> Result:
+    """Trains every contender on every task from every seed."""
+    steps, rates = (120, (2e-2,)) if run.quick else (STEPS, RATES)
+    found: dict[str, dict[str, Outcome]] = {}
+    kept = run.kept()
+    for kind in list(TASKS)[: 1 if run.quick else None]:
+        task, found[kind] = TASKS[kind], {}
+        for name in progress(QUICK if run.quick else tuple(task.models), kind):
+            mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
+            tasks = [task.at(length) for length in task.lengths]
+            found[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, since, mixer, kept)
+    return report(found)
 
-    name: ClassVar[str] = "recall"
-    about: ClassVar[str] = "What do trained memories answer of pairs replaced, long ago, or more than keys are wide?"
-    count: ClassVar[int] = 3
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every contender on every task from every seed."""
-        steps, rates = (120, (2e-2,)) if quick else (STEPS, RATES)
-        found: dict[str, dict[str, Outcome]] = {}
-        kept = self.kept(quick)
-        for kind in list(TASKS)[: 1 if quick else None]:
-            task, found[kind] = TASKS[kind], {}
-            for name in progress(QUICK if quick else tuple(task.models), kind):
-                mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
-                tasks = [task.at(length) for length in task.lengths]
-                found[kind][name] = settled(task.models[name], tasks, steps, rates, seeds, since, mixer, kept)
-        return report(found)
+ABOUT = "What do trained memories answer of pairs replaced, long ago, or more than keys are wide?"
+RECALL = Study("recall", ABOUT, recall, seeds=3)
 
 
 def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
     """The table, with intervals, and the figure."""
-    panels = {
-        f"{kind}, {length} tokens" if length else kind: (kind, at)
-        for kind in found
+    scores = {
+        f"{kind}, {length} tokens" if length else kind: {name: outcome.scores[at] for name, outcome in own.items()}
+        for kind, own in found.items()
         for at, length in enumerate(TASKS[kind].lengths)
     }
-    chances = [TASKS[kind].chance for kind, _ in panels.values()]
-    columns = ["memory", "state (bytes)", *(text for title in panels for text in (title, "95 %"))]
+    chances = [TASKS[title.split(",")[0]].chance for title in scores]
+    columns = ["memory", "state (bytes)", *(text for title in scores for text in (title, "95 %"))]
     rows: list[list[Cell]] = [["a guess", None, *(cell for chance in chances for cell in (round(chance, 3), None))]]
     names = list(dict.fromkeys(name for own in found.values() for name in own))
-    spreads: dict[str, list[Spread | None]] = {title: [] for title in panels}
-    rates: list[str] = []
+    spreads = {name: [Spread.of(own[name]) if name in own else None for own in scores.values()] for name in names}
+    rates = []
     for name in names:
-        cells: list[Cell] = []
-        for title, (kind, at) in panels.items():
-            values = found[kind][name].scores[at] if name in found[kind] else []
-            spreads[title].append(Spread.of(values) if values else None)
-            cells += [spreads[title][-1], reach(values, ".2f", 1.0)]
+        reaches = [reach(own.get(name, ()), ".2f", 1.0) for own in scores.values()]
         own = [outcomes[name] for outcomes in found.values() if name in outcomes]
-        rows.append([name, own[0].bytes, *cells])
+        rows.append([name, own[0].bytes, *chain(*zip(spreads[name], reaches, strict=True))])
         chosen = (f"{one.lr:g}" + (f" of {one.model + 1}" if one.model else "") for one in own)
         rates.append(f"{name} {', '.join(chosen)}")
     notes = [
@@ -154,9 +148,7 @@ def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
         f"{DEEP}memories of two layers, values of width 16; the others are a matrix",
         "rates, and which of several models: " + "; ".join(rates),
     ]
-
-    def draw(figure: Any) -> None:
-        dot_plot(figure, names, {title: {"": own} for title, own in spreads.items()}, "accuracy", chances)
-
+    panels = {title: {"": [own[at] for own in spreads.values()]} for at, title in enumerate(scores)}
+    size = (2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4)
     data = {kind: {name: outcome._asdict() for name, outcome in own.items()} for kind, own in found.items()}
-    return Result(columns, rows, notes, draw, size=(2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4), data=data)
+    return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy", chances), size, data)

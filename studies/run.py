@@ -6,12 +6,11 @@ import csv
 import io
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import track
+import torch
 
 from hecate.compare.report import finite
 from hecate.errors import ConfigError
@@ -19,7 +18,9 @@ from hecate.figure import figure_type, images
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import print_table
 from hecate.train.run import versions
-from studies.study import Cell, Result, Spread, Study, T, find_study, names_of, studies
+from studies.study import Cell, Result, Run, Spread, Study, find_study, studies
+
+NO_CARD = "there is no CUDA device here; on a machine with one run `python -m studies {}`, some ten minutes"
 
 
 def list_studies() -> None:
@@ -27,66 +28,55 @@ def list_studies() -> None:
     print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
 
 
-def run_studies(names: Sequence[str], **how: Any) -> dict[str, Result]:
+def run_studies(names: Sequence[str], **how: Any) -> None:
     """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
-    chosen = list(dict.fromkeys(name for given in names for name in names_of(given)))
-    results, took = {}, []
+    known = list(studies())
+    groups = {"all": known, "cost": [name for name in known if name.startswith("cost-")]}
+    chosen = dict.fromkeys(name for given in names for name in groups.get(given, [given]))
+    took = []
     for name in chosen:
         start = time.perf_counter()
         found = run_study(name, **how)
-        if found is not None:
-            results[name] = found
         took.append((name, "skipped" if found is None else f"{time.perf_counter() - start:.0f}"))
         print()
     if len(chosen) > 1:
         print_table(("study", "seconds"), took)
-    return results
 
 
 def run_study(
-    name: str,
-    *,
-    quick: bool = False,
-    seeds: int | None = None,
-    out: Path,
-    figure: bool = True,
-    dry: bool = False,
+    name: str, *, quick: bool = False, seeds: int | None = None, out: Path, figure: bool = True, dry: bool = False,
     seconds: float | None = None,
-) -> Result | None:
+) -> Result | None:  # fmt: skip
     """Runs, prints and writes; a quick run's files are called NAME-quick, a dry one's NAME-dry. None, and a sentence
     printed, where there is nothing to measure here."""
-    study = find_study(name)()
+    study = find_study(name)
     if (dry or seconds is not None) and not study.on_card:
         raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
-    study.dry, study.seconds, study.out = dry, seconds, out
-    count = (min(2, study.count) if quick else study.count) if seeds is None else seeds
+    count = (min(2, study.seeds) if quick else study.seeds) if seeds is None else seeds
     if type(count) is not int or count < 1:
         raise ConfigError(f"a study needs at least one seed, got {count}")
     if figure:
         figure_type("the figure, which --no-figure leaves out,")
-    print(f"{study.name}: {study.about}")
-    if (reason := study.skipped()) is not None:
-        print(f"skipped: {reason}")
+    print(f"{name}: {study.about}")
+    if study.on_card and not dry and not torch.cuda.is_available():
+        print(f"skipped: {NO_CARD.format(name)}")
         return None
     print(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
-    result = study.run(quick, range(count), progress)
-    texts = [[_text(cell) for cell in row] for row in result.rows]
-    print_table(result.columns, texts)
+    run = Run(name, range(count), quick, out, dry, seconds)
+    result = study.answer(run)
+    print_table(result.columns, [[_text(cell) for cell in row] for row in result.rows])
     for note in result.notes:
         print(f"- {note}")
-    for path in _write(study, result, quick, count, out, figure):
-        print(path)
+    contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, run, result)}
+    if figure:
+        contents |= images(result.size, result.draw)
+    with refusing(f"write {out}", "choose another --out"):
+        make_folder(out)
+        for ending, content in contents.items():
+            path = out / f"{run.stem}.{ending}"
+            write_file(path, content)
+            print(path)
     return result
-
-
-def progress(items: Sequence[T], what: str) -> Iterator[T]:
-    """A bar on a terminal, a line elsewhere; both on standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console.print(f"{what}: {len(items)}", markup=False, highlight=False, soft_wrap=True)
-        yield from items
-        return
-    yield from track(items, description=what, console=console, transient=True)
 
 
 def to_csv(result: Result) -> str:
@@ -103,13 +93,13 @@ def to_csv(result: Result) -> str:
     return stream.getvalue()
 
 
-def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
+def to_json(study: Study, run: Run, result: Result) -> str:
     """Everything but the drawing; NaN, which JSON lacks, is null."""
     facts = {
         "study": study.name,
         "about": study.about,
-        "quick": quick,
-        "seeds": list(range(seeds)),
+        "quick": run.quick,
+        "seeds": list(run.seeds),
         "versions": versions(),
         "columns": list(result.columns),
         "rows": [[cell.facts() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows],
@@ -117,18 +107,6 @@ def to_json(study: Study, result: Result, quick: bool, seeds: int) -> str:
         "data": result.data,
     }
     return json.dumps(finite(facts), indent=1, allow_nan=False) + "\n"
-
-
-def _write(study: Study, result: Result, quick: bool, seeds: int, out: Path, figure: bool) -> list[Path]:
-    stem = study.stem(quick)
-    contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, result, quick, seeds)}
-    if figure:
-        contents |= images(result.size, result.draw)
-    with refusing(f"write {out}", "choose another --out"):
-        make_folder(out)
-        for ending, content in contents.items():
-            write_file(out / f"{stem}.{ending}", content)
-    return [out / f"{stem}.{ending}" for ending in contents]
 
 
 def _text(cell: Cell) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +15,9 @@ from torch.nn import functional as F
 from hecate.engine import memory_scan
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
 from hecate.rule import Gates, MemoryConfig, named_rule
-from studies.costs.harness import forward, forward_backward
 from studies.pictures import line_plot
-from studies.study import Cell, Progress, Result, Spread, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Spread, Study, progress
+from studies.timing import Function, cpu_times, forward, forward_backward
 
 WIDTH = 64
 FEATURES = 266  # int(64 log 64): the default of Performers
@@ -26,40 +26,28 @@ SOFTMAX_LIMIT = 16384  # above it a call takes seconds
 CLAIMED = {512: 1.5, 1024: 3.0, 4096: 12.0, 16384: 48.0}
 EPS = 1e-6
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 class Side(NamedTuple):
     """One way of attending, `[B, H, T, D]` each, and the longest sequence that it is given."""
 
-    attend: Attention
+    attend: Function
     longest: float = math.inf
 
 
-class Speed(Study):
-    """When is linear attention the faster one, and by how much?"""
+def speed(run: Run) -> Result:
+    """Medians over rounds for every seed's inputs; the spread is that over seeds."""
+    lengths = [512, 1024, 2048] if run.quick else [512, 1024, 2048, 4096, 8192, 16384, 65536]
+    taken: dict[tuple[str, str, int], list[float]] = {}
+    for length in progress(lengths, "lengths"):
+        for seed, (direction, call) in product(run.seeds, (("forward", forward), ("both", forward_backward))):
+            inputs, sides = draw_inputs(length, seed), contenders(seed)
+            calls = {name: call(side.attend, inputs) for name, side in sides.items() if length <= side.longest}
+            for name, times in cpu_times(calls, 3 if run.quick else 5).items():
+                taken.setdefault((name, direction, length), []).append(float(times.median()))
+    return report(taken, lengths)
 
-    name: ClassVar[str] = "speed"
-    about: ClassVar[str] = "From which length on is linear attention faster than softmax attention?"
-    count: ClassVar[int] = 3
-    timed: ClassVar[bool] = True
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Medians over rounds for every seed's inputs; the spread is that over seeds."""
-        lengths = [512, 1024, 2048] if quick else [512, 1024, 2048, 4096, 8192, 16384, 65536]
-        rounds = 3 if quick else 5
-        taken: dict[tuple[str, str, int], list[float]] = {}
-        for length in progress(lengths, "lengths"):
-            for seed in seeds:
-                inputs, sides = draw_inputs(length, seed), contenders(seed)
-                for direction, call in (("forward", forward), ("both", forward_backward)):
-                    runs = {
-                        (name, direction, length): call(side.attend, inputs)
-                        for name, side in sides.items() if length <= side.longest
-                    }  # fmt: skip
-                    for key, times in cpu_times(runs, rounds).items():
-                        taken.setdefault(key, []).append(float(times.median()))
-        return report(taken, lengths)
+SPEED = Study("speed", "From which length on is linear attention faster than softmax attention?", speed, seeds=3)
 
 
 def contenders(seed: int) -> dict[str, Side]:

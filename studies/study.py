@@ -8,18 +8,19 @@ import math
 import pkgutil
 import statistics
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 from hecate.compare import interval
 from hecate.errors import ConfigError, not_known
 from hecate.files import make_folder, write_file
 
 T = TypeVar("T")
-ALL, COST = "all", "cost"  # every study, and every `cost-NAME`; no study may bear these names
 
 
 class Spread(NamedTuple):
@@ -85,11 +86,14 @@ class Result:
                 )
 
 
-class Progress(Protocol):
-    """Goes through items and shows how far it is: `for x in progress(items, "one level")`."""
-
-    def __call__(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """The items one by one."""
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items one by one, with a bar on a terminal, a line elsewhere; both on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: {len(items)}", markup=False, highlight=False, soft_wrap=True)
+        yield from items
+        return
+    yield from track(items, description=what, console=console, transient=True)
 
 
 class Kept:
@@ -112,87 +116,68 @@ class Kept:
         return self.known[key]
 
 
-class Study(ABC):
-    """One question. A subclass registers itself under its `name`.
+class Run(NamedTuple):
+    """What a study is asked for.
 
-        class Levels(Study):
-            name = "levels"
-            about = "Do several memory levels forget less than one of the same size?"
+    Fields:
+        name: of the study.
+        seeds: which all that is drawn comes from.
+        quick: in 15 seconds of one core at most, less exact.
+        out: the folder of its files; what takes hours keeps its pieces there.
+        dry: of a GPU's study: on a CPU, to see that its code runs.
+        seconds: of a GPU's study: how long it may take.
+    """
 
-            def run(self, quick, seeds, progress): ...
+    name: str
+    seeds: Sequence[int]
+    quick: bool = False
+    out: Path = Path("runs/studies")
+    dry: bool = False
+    seconds: float | None = None
 
-    Class attributes:
+    @property
+    def stem(self) -> str:
+        """What its files are called: a quick run or a dry one replaces those of no other."""
+        return self.name + ("-dry" if self.dry else "") + ("-quick" if self.quick else "")
+
+    def kept(self) -> Kept:
+        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
+        return Kept(None if self.quick else self.out / f"{self.stem}-runs.jsonl")
+
+
+class Study(NamedTuple):
+    """One question, and the function that answers it from a run's seeds alone; at the top of a file of this folder.
+
+        LEVELS = Study("levels", "Do several memory levels forget less than one of the same size?", levels, seeds=8)
+
+    Fields:
         name: what `python -m studies` calls it.
         about: the question, in a sentence.
-        count: seeds of a full run; a quick one takes two.
-        timed: whether it measures time, so that equal seeds give unequal tables.
+        answer: its function.
+        seeds: of a full run; a quick one takes two.
         on_card: whether it measures a GPU: `--dry` runs its code on a CPU, `--seconds` bounds it.
     """
 
-    name: ClassVar[str]
-    about: ClassVar[str]
-    count: ClassVar[int] = 8
-    timed: ClassVar[bool] = False
-    on_card: ClassVar[bool] = False
-    dry: bool = False  # what `--dry` said
-    seconds: float | None = None  # what `--seconds` said
-    out: Path = Path("runs/studies")  # where `--out` has the files; what takes hours keeps its pieces there
-    _known: ClassVar[dict[str, type[Study]]] = {}
-
-    def __init_subclass__(cls, *, abstract: bool = False, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if abstract:
-            return
-        name = getattr(cls, "name", None)
-        if name is None or not getattr(cls, "about", None):
-            raise ConfigError(f"study {cls.__qualname__} needs a name and, in about, its question")
-        if name in (ALL, COST):
-            raise ConfigError(f"{name!r} stands for several studies; give {cls.__qualname__} another name")
-        taken = Study._known.get(name)
-        identity = (cls.__module__, cls.__qualname__)
-        if taken is not None and (taken.__module__, taken.__qualname__) != identity:
-            raise ConfigError(
-                f"study {name!r} is taken by {taken.__module__}.{taken.__qualname__}; give "
-                f"{cls.__qualname__} another name"
-            )
-        Study._known[name] = cls
-
-    def stem(self, quick: bool) -> str:
-        """What its files are called: a quick run or a dry one replaces those of no other."""
-        return self.name + ("-dry" if self.dry else "") + ("-quick" if quick else "")
-
-    def kept(self, quick: bool) -> Kept:
-        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
-        return Kept(None if quick else self.out / f"{self.stem(quick)}-runs.jsonl")
-
-    def skipped(self) -> str | None:
-        """Why there is nothing to measure on this machine, and how to; None where there is."""
-        return None
-
-    @abstractmethod
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Answers from these seeds alone; `quick` takes 15 seconds of one core at most."""
+    name: str
+    about: str
+    answer: Callable[[Run], Result]
+    seeds: int = 1
+    on_card: bool = False
 
 
-def studies() -> dict[str, type[Study]]:
-    """Every study by name: the files of this folder, and what the user has defined."""
-    package = importlib.import_module("studies")
-    for module in pkgutil.iter_modules(package.__path__, "studies."):
-        if module.name != "studies.__main__":
-            importlib.import_module(module.name)
-    return dict(sorted(Study._known.items()))
+def studies() -> dict[str, Study]:
+    """Every study of this folder by name."""
+    found: dict[str, Study] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "studies."):
+        for study in vars(importlib.import_module(module.name)).values():
+            if isinstance(study, Study) and found.setdefault(study.name, study) is not study:
+                raise ConfigError(f"two studies are called {study.name!r}; give that of {module.name} another name")
+    return dict(sorted(found.items()))
 
 
-def find_study(name: str) -> type[Study]:
+def find_study(name: str) -> Study:
     """A study by name; `ConfigError` says which there are."""
     known = studies()
     if name not in known:
         raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
     return known[name]
-
-
-def names_of(given: str) -> list[str]:
-    """The names that one stands for: `all`, or `cost`, or itself."""
-    if given == COST:
-        return [name for name in studies() if name.startswith(f"{COST}-")]
-    return list(studies()) if given == ALL else [given]

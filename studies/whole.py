@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 from hecate.models import LanguageModel
 from studies.adopt import reading
 from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Study, progress
+from studies.timing import Call, cpu_times
 from tests.hf import families
 
 WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         return self.norm(x) @ self.embedding.weight.T
 
 
-def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[Tensor], Callable[[], object]]]:
+def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[Tensor], Call]]:
     """A model, its logits, and what reads a prompt `[1, T]` and returns a function that decodes the next token."""
     torch.manual_seed(0)
     if name == TRANSFORMER:
@@ -99,18 +99,18 @@ def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[T
     return model, lambda tokens: model(input_ids=tokens, use_cache=False).logits, partial(_hosted, model)
 
 
-def _cached(model: Transformer, prompt: Tensor) -> Callable[[], object]:
+def _cached(model: Transformer, prompt: Tensor) -> Call:
     caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
     model(prompt, caches)
     return lambda: model(prompt[:, :1], [list(cache) for cache in caches])
 
 
-def _stated(model: LanguageModel, prompt: Tensor) -> Callable[[], object]:
+def _stated(model: LanguageModel, prompt: Tensor) -> Call:
     state = model(prompt)[1]
     return lambda: model(prompt[:, :1], state)
 
 
-def _hosted(model: Any, prompt: Tensor) -> Callable[[], object]:
+def _hosted(model: Any, prompt: Tensor) -> Call:
     """The cache grows by a token a call, which over some hundred of them is less than its first thousand."""
     given = reading(model, prompt)
     return lambda: model(input_ids=prompt[:, :1], **given)
@@ -148,61 +148,52 @@ def kept(logits: Callable[[Tensor], Tensor], model: nn.Module, tokens: Tensor) -
     return sum(size for place, (size, _) in held.items() if place not in own) / (tokens.numel() * LAYERS * 1024)
 
 
-class Whole(Study):
-    """A training step, memory, and a decoded token of whole models."""
-
-    name: ClassVar[str] = "whole"
-    about: ClassVar[str] = "What does a whole language model cost on a CPU, to train and to decode?"
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Steps in turn, then tokens in turn."""
-        length, rounds, contexts = (64, 1, (16,)) if quick else (512, 9, (64, 1024))
-        names = [TRANSFORMER, *(["gated_delta"] if quick else [*OURS, *PEERS])]
-        g = torch.Generator().manual_seed(seeds[0])
-        tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
-        prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
-        made = {name: built(name) for name in progress(names, "models")}
-        facts: dict[str, list[Cell]] = {}
-        for name, (model, logits, _) in made.items():
-            facts[name] = [sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])]
-        steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
-        low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
-        taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
-        gc.collect()
-        with torch.no_grad():
-            decoded = [
-                cpu_times({name: reads(prompt[:, :context]) for name, (*_, reads) in made.items()}, 5 * rounds)
-                for context in contexts
-            ]
-        ratios, lows = (
-            {name: median((own / every[TRANSFORMER]).tolist()) for name, own in every.items()}
-            for every in (taken, lower)
-        )
-        rows = [
-            [name, *facts[name], median(taken[name].tolist()), ratios[name], lows[name],
-             *(median(times[name].tolist()) for times in decoded)]
-            for name in names
-        ]  # fmt: skip
-        columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
-        columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
-        notes = [
-            f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
-            f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
-            "step / transformer: the median of ratios within a round, bfloat16 by autocast; a token: batch 1, without "
-            "gradients",
-            "models of transformers in plain torch, which is all that they have on a CPU",
+def whole(run: Run) -> Result:
+    """A training step, memory, and a decoded token of whole models: steps in turn, then tokens in turn."""
+    length, rounds, contexts = (64, 1, (16,)) if run.quick else (512, 9, (64, 1024))
+    names = [TRANSFORMER, *(["gated_delta"] if run.quick else [*OURS, *PEERS])]
+    g = torch.Generator().manual_seed(run.seeds[0])
+    tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
+    prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
+    made = {name: built(name) for name in progress(names, "models")}
+    held = {name: kept(logits, model, tokens[:, :-1]) for name, (model, logits, _) in made.items()}
+    steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
+    low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
+    taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
+    gc.collect()
+    with torch.no_grad():
+        decoded = [
+            cpu_times({name: reads(prompt[:, :context]) for name, (*_, reads) in made.items()}, 5 * rounds)
+            for context in contexts
         ]
+    rows: list[list[Cell]] = []
+    ratios: dict[str, float] = {}
+    for name, (model, *_) in made.items():
+        ratios[name], low_ratio = (median((own[name] / own[TRANSFORMER]).tolist()) for own in (taken, lower))
+        step, *token = (median(own[name].tolist()) for own in (taken, *decoded))
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        rows.append([name, parameters, held[name], step, ratios[name], low_ratio, *token])
+    columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
+    columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
+    notes = [
+        f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
+        f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
+        "step / transformer: the median of ratios within a round, bfloat16 by autocast; a token: batch 1, without "
+        "gradients",
+        "models of transformers in plain torch, which is all that they have on a CPU",
+    ]
 
-        def draw(figure: Any) -> None:
-            series, what = {"": [*ratios.values()]}, "CPU time over that of a plain transformer"
-            bars(figure, names, series, "a training step of a whole model", what, line=1, xscale="linear")
+    def draw(figure: Any) -> None:
+        series, what = {"": list(ratios.values())}, "CPU time over that of a plain transformer"
+        bars(figure, names, series, "a training step of a whole model", what, line=1, xscale="linear")
 
-        return Result(columns, rows, notes, draw, data=ratios)
+    return Result(columns, rows, notes, draw, data=ratios)
 
 
-def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], object]:
+WHOLE = Study("whole", "What does a whole language model cost on a CPU, to train and to decode?", whole)
+
+
+def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Call:
     """A step of training on these tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from hecate.gym.training import BATCH
 from studies.layers import JUDGE, JUDGED, settled
 from studies.pictures import dot_plot
-from studies.study import Progress, Result, Spread, Study
+from studies.study import Result, Run, Spread, Study, progress
 
 WIDTH, HEADS, STEPS = 32, 4, 800
 RATES = (3e-3, 1e-2)  # to choose from
@@ -34,13 +33,11 @@ class Contender(NamedTuple):
 def contenders() -> list[Contender]:
     """From those whose state moves along a diagonal to those that write several times."""
 
-    def model(own: dict[str, Any]) -> dict[str, Any]:
-        return {"d_model": WIDTH, "heads": HEADS, "mlp_ratio": 2.0, **own}
+    around = {"d_model": WIDTH, "heads": HEADS, "mlp_ratio": 2.0}
 
-    def rule(kind: str, most: float | None = None, writes: int | None = None) -> dict[str, Any]:
-        own: dict[str, Any] = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
-        own |= {} if writes is None else {"writes": writes}
-        return model({"memory": {"kind": kind, **own}, "conv_kernel": 0})  # keys of a token alone
+    def rule(kind: str, most: float | None = None, **own: int) -> dict[str, Any]:
+        algorithm = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
+        return {**around, "memory": {"kind": kind, **algorithm, **own}, "conv_kernel": 0}  # keys of a token alone
 
     single, every = ("parity", "S_5, swaps"), tuple(TASKS)
     return [
@@ -51,51 +48,35 @@ def contenders() -> list[Contender]:
         Contender("gated_delta, lr to 2", rule("gated_delta", 2.0), single),
         Contender("delta_product, 2 writes, lr to 1", rule("delta_product", 1.0)),
         Contender("delta_product, 2 writes, lr to 2", rule("delta_product", 2.0), every[:-1]),
-        Contender("delta_product, 4 writes, lr to 2", rule("delta_product", 2.0, 4), every),
+        Contender("delta_product, 4 writes, lr to 2", rule("delta_product", 2.0, writes=4), every),
         Contender("rwkv7", rule("rwkv7")),
         Contender("mamba3", rule("mamba3")),
         Contender("titans_linear", rule("titans_linear")),
-        Contender("attention", model({"attention": {"kind": "attention"}}), ()),
+        Contender("attention", {**around, "attention": {"kind": "attention"}}, ()),
     ]
 
 
-class Words(Study):
-    """One layer on words of groups."""
-
-    name: ClassVar[str] = "words"
-    about: ClassVar[str] = "Which memories keep count, and beyond the lengths of training?"
-    count: ClassVar[int] = 3
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every contender on every task, at the rate that is best on a seed of its own."""
-        steps, rates, lengths = (60, RATES[1:], LENGTHS[:2]) if quick else (STEPS, RATES, LENGTHS)
-        chosen = [contender for contender in contenders() if not quick or contender.name in QUICK]
-        kept, rows = self.kept(quick), []
-        for task in list(TASKS)[: 1 if quick else None]:
-            own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
-            for contender in progress(chosen, f"{task}, {own} steps each"):
-                found = settled([contender.model], tasks, own, rates, seeds, 0.5, kept=kept)
-                able = None if contender.able is None else "yes" if task in contender.able else "no"
-                scores = map(Spread.of, found.scores)
-                rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores])
-        return report(rows, lengths)
-
-
-def report(rows: Sequence[Sequence[Any]], lengths: Sequence[int]) -> Result:
-    """The table and the figure, a panel a task."""
-    names, tasks = (list(dict.fromkeys(row[at] for row in rows)) for at in (1, 0))
+def words(run: Run) -> Result:
+    """Trains every contender on every task, at the rate that is best on a seed of its own."""
+    steps, rates, lengths = (60, RATES[1:], LENGTHS[:2]) if run.quick else (STEPS, RATES, LENGTHS)
+    chosen = [contender for contender in contenders() if not run.quick or contender.name in QUICK]
+    kept, rows = run.kept(), []
+    names, panels = [contender.name for contender in chosen], {}
+    for task in list(TASKS)[: 1 if run.quick else None]:
+        own, tasks = steps * MORE_STEPS.get(task, 1), [at(task, length) for length in lengths]
+        scores = []
+        for contender in progress(chosen, f"{task}, {own} steps each"):
+            found = settled([contender.model], tasks, own, rates, run.seeds, 0.5, kept=kept)
+            able = None if contender.able is None else "yes" if task in contender.able else "no"
+            scores.append([Spread.of(values) for values in found.scores])
+            rows.append([task, contender.name, found.bytes, own, found.lr, able, *scores[-1]])
+        panels[task] = {
+            f"{length} tokens": each for length, each in zip(lengths, zip(*scores, strict=True), strict=True)
+        }
     columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
     columns += [f"accuracy at {length}" for length in lengths]
-
-    def draw(figure: Any) -> None:
-        panels = {}
-        for task in tasks:
-            scores = zip(*(row[6:] for row in rows if row[0] == task), strict=True)
-            panels[task] = {f"{length} tokens": own for length, own in zip(lengths, scores, strict=True)}
-        dot_plot(figure, names, panels, "accuracy")
-
     notes = [
-        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {rows[0][3]} steps of AdamW, on S_5's "
+        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW, on S_5's "
         f"generators three times as many, on words of {lengths[0]}, batch {BATCH}; accuracy on the later half of "
         f"{JUDGED} words; mean +- standard error over seeds; the better of {len(RATES)} rates on seed {JUDGE}",
         "a guess is right in .5 of parity, .17 of S_3, and .008 of S_5, .017 once its sign is known; generators: a "
@@ -105,7 +86,11 @@ def report(rows: Sequence[Sequence[Any]], lengths: Sequence[int]) -> Result:
         "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
         "attention: the state is its cache",
     ]
-    return Result(columns, rows, notes, draw, (2.0 + 3.0 * len(tasks), 4.8))
+    size = (2.0 + 3.0 * len(panels), 4.8)
+    return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy"), size)
+
+
+WORDS = Study("words", "Which memories keep count, and beyond the lengths of training?", words, seeds=3)
 
 
 def at(task: str, length: int) -> dict[str, Any]:

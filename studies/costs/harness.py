@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Study, progress
+from studies.timing import Call, Function, cpu_times, forward, forward_backward
 
-Function = Callable[..., Tensor]
-Run = Callable[[], object]
 BATCH, HEADS, WIDTH = 2, 4, 64
 
 
@@ -36,15 +35,12 @@ class Size(NamedTuple):
         return max(1 if self.quick else 2, self.repeats // share)
 
 
-class Cost(NamedTuple):
-    """Two sides of one quantity: ms of CPU time, or MiB."""
+Cost = dict[str, float]
 
-    ours: float
-    theirs: float
 
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
+def cost_of(ours: float, theirs: float) -> Cost:
+    """Two sides of one quantity, ms of CPU time or MiB, and their ratio."""
+    return {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
 
 
 class Peer(NamedTuple):
@@ -105,57 +101,10 @@ def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     )
 
 
-def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
+def timed(ours: Call, theirs: Call, repeats: int) -> Cost:
     """Medians of both sides, run in turn."""
     found = cpu_times({"ours": ours, "theirs": theirs}, repeats)
-    return Cost(*(statistics.median(times.tolist()) for times in found.values()))
-
-
-def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """The output alone, without recording."""
-
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            return [function(*inputs)]
-
-    return run
-
-
-def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """The output and the gradients of all inputs for one fixed cotangent; 0 where unused."""
-    cotangent: list[Tensor] = []
-
-    def run() -> list[Tensor]:
-        leaves = [item.detach().requires_grad_() for item in inputs]
-        y = function(*leaves)
-        if not cotangent:
-            generator = torch.Generator().manual_seed(1)
-            cotangent.append(torch.randn(y.shape, generator=generator, dtype=y.dtype))
-        found = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
-        grads = [grad for grad in found if grad is not None]
-        return [y, *grads]
-
-    return run
-
-
-def peak_mib(run: Run) -> float:
-    """Most memory that torch's CPU allocator holds at once during a run, beyond what it held.
-
-    The profiler's record of every allocation, temporaries inside operators and the backward pass
-    included; memory that does not come from torch is not seen.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
-        held += change
-        peak = max(peak, held)
-    return peak / 2**20
+    return cost_of(*(statistics.median(times.tolist()) for times in found.values()))
 
 
 def drawn(
@@ -188,51 +137,31 @@ NOTES = (
 )
 
 
-class Costs(Study, abstract=True):
+def cost(cases: Callable[[Size], Iterator[Row]]) -> Study:
+    """A study `cost-NAME` of the rows that a function of that name yields; its question is their docstring's."""
+    return Study(f"cost-{cases.__name__}", (cases.__doc__ or "").partition("\n")[0], partial(measured, cases))
+
+
+def measured(cases: Callable[[Size], Iterator[Row]], run: Run) -> Result:
     """One pass in float32, on inputs of its own: the seeds given change nothing."""
+    torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
+    try:
+        size = Size(64, 1, quick=True) if run.quick else Size()
+        rows = [row for _ in progress([run.name], "cases") for row in cases(size)]
+    finally:
+        torch.set_flush_denormal(False)
+    shown, names = [cells(row) for row in rows], [f"{row.case} / {row.peer}" for row in rows]
+    series = {"forward": [row[2] for row in shown], "forward + backward": [row[3] for row in shown]}
+    series = {text: ratios for text, ratios in series.items() if any(ratios)}
+    notes, inches = (*NOTES, f"{torch.get_num_threads()} thread(s)"), (9.0, 1.6 + 0.28 * len(rows))
 
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
-    cases: ClassVar[Callable[[Size], Iterator[Row]]]  # the comparisons, one by one
+    def draw(figure: Any) -> None:
+        bars(figure, names, series, "ours / peer, less is better", "ratio", line=1)
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        size = Size(64, 1, quick=True) if quick else Size()
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
-        try:
-            rows = [row for _ in progress([self.name], "cases") for row in type(self).cases(size)]
-        finally:
-            torch.set_flush_denormal(False)
-            torch.set_default_dtype(before)
-
-        def draw(figure: Any) -> None:
-            sides = {"forward": "forward", "both": "forward + backward"}
-            costs = {text: [getattr(row, name) for row in rows] for name, text in sides.items()}
-            series = {text: [cost and cost.ratio for cost in own] for text, own in costs.items() if any(own)}
-            names = [f"{row.case} / {row.peer}" for row in rows]
-            bars(figure, names, series, "ours / peer, less is better", "ratio", line=1)
-
-        shown, size = [cells(row) for row in rows], (9.0, 1.6 + 0.28 * len(rows))
-        notes = (*NOTES, f"{torch.get_num_threads()} thread(s)")
-        return Result(COLUMNS, shown, notes, draw, size, {"rows": [record(row) for row in rows]})
-
-
-def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
-    """A study `cost-NAME` of the rows that `cases` yields; its question is their docstring's."""
-    about = (cases.__doc__ or "").partition("\n")[0]
-    return type(f"Cost_{name}", (Costs,), {"name": f"cost-{name}", "about": about, "cases": staticmethod(cases)})
+    return Result(COLUMNS, shown, notes, draw, inches, {"rows": [row._asdict() for row in rows]})
 
 
 def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
-    ratios = [cost and cost.ratio for cost in (row.forward, row.both, row.memory)]
+    ratios = [cost and cost["ratio"] for cost in (row.forward, row.both, row.memory)]
     return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
-
-
-def record(row: Row) -> dict[str, Any]:
-    """A row with its times and sizes."""
-    return {
-        name: {**value._asdict(), "ratio": value.ratio} if isinstance(value, Cost) else value
-        for name, value in row._asdict().items()
-    }

@@ -11,12 +11,11 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,16 +24,10 @@ from hecate.nn import Memory
 from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule
 from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
+from studies.study import Result, Run, Study, progress
 
 CHUNK = 64
 LINKS = "linear"  # where rules with a link take it in chunks: the memory moves from it in the primal
-HEAD = (
-    "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "tokens/s, chunk 64", "state MiB",
-    "peak MiB",
-)  # fmt: skip
-
-
 CHUNKED = ("titans", "yaad", "moneta", "memora", "omeganet", "atlas")
 
 
@@ -48,18 +41,9 @@ class Size(NamedTuple):
     repeats: int = 5
 
 
-class Cost(NamedTuple):
-    """What a pass took: the peak is the resident memory that it added at its largest moment; None where the system does
-    not say."""
-
-    engine: str
-    tokens_per_second: float
-    state_mib: float
-    peak_mib: float | None
-
-
-def measure(rule: str, chunk: int | None, size: Size) -> Cost:
-    """One rule in this process, as it is or in chunks: a pass to warm up, one for its memory, then the timed ones."""
+def measure(rule: str, chunk: int | None, size: Size) -> dict[str, Any]:
+    """One rule in this process, as it is or in chunks: a pass to warm up, one for its memory, then the timed ones. The
+    peak is the resident memory that a pass added at its largest moment; None where the system does not say."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     config = named_rule(rule) if chunk is None else chunked(named_rule(rule), chunk)
@@ -84,7 +68,7 @@ def measure(rule: str, chunk: int | None, size: Size) -> Cost:
     d_phi = config.feature_map.output_dim(layer.d_key)
     call = Plan.sketch(config, length=size.length, shape=(layer.d_value, d_phi), dtype=config.dtype)
     speed = size.batch * size.length / statistics.median(spent)
-    return Cost(choose(call).name, speed, held / 2**20, peak)
+    return {"engine": choose(call).name, "tokens_per_second": speed, "state_mib": held / 2**20, "peak_mib": peak}
 
 
 def chunked(config: MemoryConfig, chunk: int) -> MemoryConfig:
@@ -127,58 +111,38 @@ def evidence(rule: str, quick: bool) -> tuple[str, float, float]:
     return reference(rule), max(values), max(gradients)
 
 
-class NamedRules(Study):
-    """What does each named rule cost, and how far is it from its paper?"""
-
-    name: ClassVar[str] = "cost-rules"
-    about: ClassVar[str] = "How far is every named rule from its paper, how fast is it, and in how much memory?"
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every rule of the registry; a quick run takes some nine of them, in tiny layers and this process."""
-        rules = list(RULES)[:: max(1, len(RULES) // 9) if quick else 1]
-        before, threads = torch.get_default_dtype(), torch.get_num_threads()
-        torch.set_default_dtype(torch.float64)
-        try:
-            found = {rule: evidence(rule, quick) for rule in progress(rules, "rules against their papers")}
-        finally:
-            torch.set_default_dtype(before)
-        size = Size(16, 2, 1, 8, 1) if quick else Size()
-        jobs = [(rule, None) for rule in rules]
-        jobs += [(rule, CHUNK) for rule in rules if rule in CHUNKED]
-        if quick:
-            costs = {job: measure(*job, size) for job in progress(jobs, "costs of rules")}
-            torch.set_num_threads(threads)
-            torch.set_flush_denormal(False)
-        else:
-            with safe_path(), ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-                costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
-        rows = [_row(rule, found[rule], costs) for rule in rules]
-        data = {f"{rule}, chunk {chunk}" if chunk else rule: cost._asdict() for (rule, chunk), cost in costs.items()}
-
-        def draw(figure: Any) -> None:
-            every, chunks = ([costs.get((rule, chunk)) for rule in rules] for chunk in (None, CHUNK))
-            series = {"every token": [cost and cost.tokens_per_second for cost in every]}
-            series[f"chunks of {CHUNK}"] = [cost and cost.tokens_per_second for cost in chunks]
-            bars(figure, rules, series, "", "tokens/s, forward + backward")
-
-        return Result(HEAD, rows, _notes(size, quick), draw, size=(8.0, 9.0), data=data)
-
-
-def _row(rule: str, found: tuple[str, float, float], costs: dict[Any, Cost]) -> tuple[Cell, ...]:
-    where, values, gradients = found
-    cost, other = costs[rule, None], costs.get((rule, CHUNK))
-    peak = None if cost.peak_mib is None else round(cost.peak_mib, 1)
-    return (
-        rule, where, f"{values:.0e}", f"{gradients:.0e}", cost.engine, round(cost.tokens_per_second),
-        other and round(other.tokens_per_second), round(cost.state_mib, 2), peak,
-    )  # fmt: skip
-
-
-def _notes(size: Size, quick: bool) -> list[str]:
-    engines, place = ("the token loop", "this process") if quick else ("every exact engine", "a process of its own")
-    return [
+def rules(run: Run) -> Result:
+    """Every rule of the registry; a quick run takes some nine of them, in tiny layers and this process."""
+    names = list(RULES)[:: max(1, len(RULES) // 9) if run.quick else 1]
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = {rule: evidence(rule, run.quick) for rule in progress(names, "rules against their papers")}
+    finally:
+        torch.set_default_dtype(before)
+    size = Size(16, 2, 1, 8, 1) if run.quick else Size()
+    jobs = [(rule, None) for rule in names] + [(rule, CHUNK) for rule in names if rule in CHUNKED]
+    if run.quick:
+        costs = {job: measure(*job, size) for job in progress(jobs, "costs of rules")}
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
+    else:
+        with safe_path(), ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+            costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
+    rows = []
+    for rule in names:
+        (where, values, gradients), own, other = found[rule], costs[rule, None], costs.get((rule, CHUNK))
+        rows.append([
+            rule, where, f"{values:.0e}", f"{gradients:.0e}", own["engine"], round(own["tokens_per_second"]),
+            other and round(other["tokens_per_second"]), round(own["state_mib"], 2),
+            None if own["peak_mib"] is None else round(own["peak_mib"], 1),
+        ])  # fmt: skip
+    columns = [
+        "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "tokens/s, chunk 64", "state MiB",
+        "peak MiB",
+    ]  # fmt: skip
+    engines, place = ("the token loop", "this process") if run.quick else ("every exact engine", "a process of its own")
+    notes = [
         f"error: largest of outputs and states of {engines}, relative in norm, against the function of tests.reference",
         "error of gradients: by each input and weight along random directions, against differences of that function of "
         "fourth order",
@@ -187,3 +151,14 @@ def _notes(size: Size, quick: bool) -> list[str]:
         f"chunk 64: gradients of a chunk at its start; rules with a link take it there, link_at={LINKS!r}",
         f"peak: resident memory that a pass adds at its largest moment, in {place}",
     ]
+    series = {"every token": [row[5] for row in rows], f"chunks of {CHUNK}": [row[6] for row in rows]}
+
+    def draw(figure: Any) -> None:
+        bars(figure, names, series, "", "tokens/s, forward + backward")
+
+    data = {f"{rule}, chunk {chunk}" if chunk else rule: cost for (rule, chunk), cost in costs.items()}
+    return Result(columns, rows, notes, draw, size=(8.0, 9.0), data=data)
+
+
+ABOUT = "How far is every named rule from its paper, how fast is it, and in how much memory?"
+NAMED = Study("cost-rules", ABOUT, rules)

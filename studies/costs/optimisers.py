@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 from hecate.optim.lift import STEPS
-from studies.costs.harness import WIDTH, Row, Size, timed
+from studies.costs.harness import WIDTH, Row, Size, cost, timed
 
 SAMPLES = 256
 LR = 1e-3
@@ -43,6 +43,7 @@ PLAIN: dict[str, Make] = {
 TORCH_MUON: dict[str, Make] = {"torch.optim.Muon": torch.optim.Muon}
 
 
+@cost
 def optim(size: Size) -> Iterator[Row]:
     """Each optimiser against foreach SGD and AdamW; those that orthogonalise against torch's Muon.
 
@@ -55,8 +56,8 @@ def optim(size: Size) -> Iterator[Row]:
         for case, make in cases.items():
             for peer, other in peers.items():
                 ours, theirs = (_steps(chosen, size, vectors) for chosen in (make, other))
-                cost = timed(ours, theirs, size.fewer(3 if peer in TORCH_MUON else 1))
-                yield Row(case, peer, forward=cost, note=note)
+                taken = timed(ours, theirs, size.fewer(3 if peer in TORCH_MUON else 1))
+                yield Row(case, peer, forward=taken, note=note)
 
 
 def _steps(make: Make, size: Size, vectors: bool) -> Callable[[], object]:

@@ -4,7 +4,7 @@ loop, a token against the operations that it cannot do without."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,27 +13,15 @@ from torch import Tensor
 
 from hecate import ConfigError, Gates, MemoryConfig, memory_scan, named_rule, retention, stepper, structure
 from hecate.nn import Memory
-from studies.costs.harness import (
-    HEADS,
-    WIDTH,
-    Cost,
-    Function,
-    Peer,
-    Row,
-    Size,
-    compare,
-    drawn,
-    forward_backward,
-    peak_mib,
-    scan,
-    timed,
-)
+from studies.costs.harness import HEADS, WIDTH, Peer, Row, Size, compare, cost, cost_of, drawn, scan, timed
 from studies.costs.loops import matrix_loop, mlp_loop
+from studies.timing import Call, Function, forward_backward, peak_mib
 
 TAPE: dict[str, Any] = {"engine": "sequential", "autodiff": "tape"}
 TURNS = 20  # times as many samples of a token as of a sequence
 
 
+@cost
 def tape(size: Size) -> Iterator[Row]:
     """`autodiff="tape"` keeps of the order of sqrt(T) states; autograd keeps all of them."""
     length = size.short(512)
@@ -46,7 +34,7 @@ def tape(size: Size) -> Iterator[Row]:
     ):
         peer = Peer("plain torch loop under autograd", theirs)
         row = compare(f"{name}, token loop, T={length}", ours, peer, given, size.fewer(3), directions="b")
-        yield row._replace(memory=Cost(*(_peak(function, given) for function in (ours, theirs))))
+        yield row._replace(memory=cost_of(*(_peak(function, given) for function in (ours, theirs))))
 
 
 def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:
@@ -62,6 +50,7 @@ def _mlp(deep: structure.MLP, *inputs: Tensor) -> Tensor:
     return memory_scan(config, q, k, v, Gates(lr, retain), initial={"w1": w1, "w2": w2}, **TAPE)[0]
 
 
+@cost
 def engines(size: Size) -> Iterator[Row]:
     """What `engine="auto"` has to choose from."""
     length, ttt = size.short(512), named_rule("ttt_linear")
@@ -80,6 +69,7 @@ def engines(size: Size) -> Iterator[Row]:
             yield compare(f"{name}, engine {engine}, T={length}", run, peer, inputs, size.fewer(4))
 
 
+@cost
 def token(size: Size) -> Iterator[Row]:
     """One token of one sequence over the same arithmetic in five torch calls: by name, and as fast as torch has it."""
     rules = {
@@ -91,16 +81,16 @@ def token(size: Size) -> Iterator[Row]:
     x, memory = v.reshape(1, 1, -1), torch.zeros(1, HEADS, WIDTH, WIDTH)
     with torch.no_grad():
         state = layer(x)[1]
-        runs: dict[str, Callable[[], object]] = {
+        runs: dict[str, Call] = {
             name: partial(stepper(config), q, k, v, Gates(*given[:count]))
             for count, (name, config) in enumerate(rules.items())
         }
         runs["nn.Memory"] = partial(layer, x, state)
         for name, run in runs.items():
             for peer, theirs in (("five calls", _five), ("five calls on rows", _five_rows)):
-                cost = timed(run, partial(theirs, memory, q, k, v), TURNS * size.repeats)
-                note = f"{1e3 * cost.ours:.0f} and {1e3 * cost.theirs:.0f} us per token"
-                yield Row(name, peer, forward=cost, note=note)
+                taken = timed(run, partial(theirs, memory, q, k, v), TURNS * size.repeats)
+                note = f"{1e3 * taken['ours']:.0f} and {1e3 * taken['theirs']:.0f} us per token"
+                yield Row(name, peer, forward=taken, note=note)
 
 
 def _five(memory: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,25 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from studies.costs.harness import WIDTH, Function, Peer
+from studies.costs.harness import WIDTH, Peer
+from studies.timing import Function
 from tests.oracle import peers
 
 NATIVE = Path("runs/fast-transformers-native")
 
 
+def peer(name: str, package: str, made: Callable[[], Function]) -> Peer:
+    """The function of a package, or what pip is to install."""
+    return Peer(name, made() if peers.installed(package.split()[0]) else None, package)
+
+
 def fla(operation: str, call: Callable[..., Tensor]) -> Peer:
     """fla-core's plain torch reference of an operation; `call` gives its module what it wants."""
-    here = peers.installed("fla-core")
-    return Peer("fla-core naive chunk (C=32)", partial(call, peers.fla(operation)) if here else None, "fla-core einops")
+    return peer("fla-core naive chunk (C=32)", "fla-core einops", lambda: partial(call, peers.fla(operation)))
 
 
 def titans(name: str, settings: peers.Titans, **initial: Tensor) -> Peer:
     """titans-pytorch's memory of these settings, from these weights."""
-    package = "titans-pytorch"
-    if not peers.installed(package):
-        return Peer(name, None, package)
-    module = settings.build(WIDTH)
-    return Peer(name, lambda *inputs: settings.run(module, *inputs, **initial)[0], package)
+
+    def made() -> Function:
+        module = settings.build(WIDTH)
+        return lambda *inputs: settings.run(module, *inputs, **initial)[0]
+
+    return peer(name, "titans-pytorch", made)
 
 
 def sdpa() -> Peer:
@@ -47,9 +53,11 @@ def sdpa() -> Peer:
 def stock() -> Peer:
     """fast-transformers' C++ kernel as pip builds it."""
     package = "pytorch-fast-transformers"
-    here = peers.installed(package)
-    folder = Path(str(importlib.metadata.distribution(package).locate_file(""))) if here else None
-    return Peer("fast-transformers C++, stock build", folder and _causal_product(folder), package)
+
+    def made() -> Function:
+        return _causal_product(Path(str(importlib.metadata.distribution(package).locate_file(""))))
+
+    return peer("fast-transformers C++, stock build", package, made)
 
 
 def native() -> Peer:
@@ -86,16 +94,17 @@ def _causal_product(folder: Path) -> Function:
 
 def performer(projection: Tensor) -> Peer:
     """performer-pytorch's causal attention with ReLU features, on a CPU without extensions."""
-    name, package = "performer-pytorch on a CPU", "performer-pytorch"
-    if not peers.installed(package):
-        return Peer(name, None, package)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from performer_pytorch import performer_pytorch as module
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [item.transpose(1, 2) for item in (q, k, v)]
-        phi = [module.generalized_kernel(x, projection_matrix=projection) for x in heads[:2]]
-        return module.causal_linear_attention_noncuda(*phi, heads[2]).transpose(1, 2)
+    def made() -> Function:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from performer_pytorch import performer_pytorch as module
 
-    return Peer(name, run, package)
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = [item.transpose(1, 2) for item in (q, k, v)]
+            phi = [module.generalized_kernel(x, projection_matrix=projection) for x in heads[:2]]
+            return module.causal_linear_attention_noncuda(*phi, heads[2]).transpose(1, 2)
+
+        return run
+
+    return peer("performer-pytorch on a CPU", "performer-pytorch", made)

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, bias, memory_scan, named_rule, phi, retention, structure
 from studies.costs import peers
-from studies.costs.harness import WIDTH, Function, Peer, Row, Size, compare, drawn, scan
+from studies.costs.harness import WIDTH, Peer, Row, Size, compare, cost, drawn, scan
 from studies.costs.loops import matrix_loop
+from studies.timing import Function
 from tests.oracle.peers import Titans
 
 
+@cost
 def linear(size: Size) -> Iterator[Row]:
     """Causal linear attention against a C++ kernel, softmax attention and performer-pytorch."""
     case, inputs = "linear attention, T={}".format, drawn(size.length)
@@ -32,6 +34,7 @@ def linear(size: Size) -> Iterator[Row]:
     yield compare(name, scan(config, phi_params=params), peer, inputs, size.fewer(3))
 
 
+@cost
 def delta(size: Size) -> Iterator[Row]:
     """The delta rule against fla-core's chunked reference."""
     peer = peers.fla("delta_rule", lambda module, *inputs: _heads_first(module.delta_rule_chunkwise, *inputs))
@@ -43,6 +46,7 @@ def _heads_first(call: Function, *inputs: Tensor) -> Tensor:
     return call(*(x.transpose(1, 2) for x in inputs))[0].transpose(1, 2)
 
 
+@cost
 def gated_delta(size: Size) -> Iterator[Row]:
     """The gated delta rule against fla-core's chunked reference."""
 
@@ -54,6 +58,7 @@ def gated_delta(size: Size) -> Iterator[Row]:
     yield compare(f"gated delta, T={size.length}", ours, peer, drawn(size.length, 2), size.repeats)
 
 
+@cost
 def titans(size: Size) -> Iterator[Row]:
     """Titans with one linear layer: exact token by token, where the peer approximates."""
     name, weight = "titans-pytorch, chunks of 64 (an approximation)", torch.zeros(4, WIDTH, WIDTH, dtype=torch.float32)
@@ -63,6 +68,7 @@ def titans(size: Size) -> Iterator[Row]:
     yield compare(case, ours, peer, inputs, size.repeats, tolerance=None)
 
 
+@cost
 def mlp(size: Size) -> Iterator[Row]:
     """Titans with two layers and gradients frozen at a chunk's start, the same function."""
     deep, chunk = structure.MLP(layers=2, expansion=1, activation="gelu"), 64
@@ -89,6 +95,7 @@ def _mlp(config: MemoryConfig, initial: dict[str, Tensor], *inputs: Tensor) -> T
     return memory_scan(config, q, k, v, Gates(lr, retain, momentum), initial=initial)[0]
 
 
+@cost
 def biases(size: Size) -> Iterator[Row]:
     """Biases for which no peer has a parallel form, against the rule's token loop."""
     length, near = size.short(512), {"p": 1.01, "eps": 1e-2}
