@@ -1,4 +1,4 @@
-"""Pairs of a key and a value, held by fast weights whose keys are trained.
+"""capacity, overwrite: pairs of a key and a value, held by fast weights whose keys are trained.
 
 The synthetic task of the fast weight programmers: a sequence of pairs is written, then a key is
 asked for, and the answer is the value that it was written with last. Values are one-hot and fixed;
@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.figure import COLOURS, MARKERS
-from studies.study import Cell, Result, Run, Spread, progress, reach
+from hecate.engine import memory_scan
+from hecate.figure import COLOURS, GREY, MARKERS, PALE, finish
+from hecate.phi import DPFP, ELU, Favor, FeatureMap
+from hecate.rule import Gates, MemoryConfig
+from studies.study import Cell, Result, Run, Spread, Study, progress, reach
 
 WIDTH = 64  # of k and q, before phi
 BATCH, LR = 32, 1e-3  # of Adam
@@ -57,12 +60,12 @@ class Associator(nn.Module):
     """Keys, queries and gates of pairs; a subclass says what a memory of them answers.
 
     The initialisation is that of the published code: embeddings N(0, 1), projections to k and q
-    uniform within 1 / sqrt(WIDTH) (`xavier` for softmax), biases and the gate as torch draws them.
+    uniform within 1 / sqrt(WIDTH) (Xavier's for softmax, whose rule is None), biases and the gate as torch draws them.
     """
 
-    def __init__(self, count: int, g: torch.Generator, *, xavier: bool = False) -> None:
+    def __init__(self, count: int, rule: Any, g: torch.Generator) -> None:
         super().__init__()
-        width = int(1.1 * 2 * count)
+        self.rule, width = rule, int(1.1 * 2 * count)
         fan = width + count
 
         def uniform(bound: float, *shape: int) -> nn.Parameter:
@@ -71,7 +74,7 @@ class Associator(nn.Module):
 
         self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
         self.key, self.query = (
-            uniform(math.sqrt(6 / (n + WIDTH)) if xavier else WIDTH**-0.5, n, WIDTH) for n in (fan, width)
+            uniform(WIDTH**-0.5 if rule else math.sqrt(6 / (n + WIDTH)), n, WIDTH) for n in (fan, width)
         )
         self.key_bias, self.query_bias = (uniform(n**-0.5, WIDTH) for n in (fan, width))
         self.gate, self.gate_bias = uniform(fan**-0.5, fan, 1), uniform(fan**-0.5, 1)
@@ -231,12 +234,12 @@ class Setting(NamedTuple):
 
     def fit(self, rule: Any, count: int, seed: int, steps: int) -> tuple[Trained, float | None]:
         """A training; where keys are written again, its last loss on sequences as long as those of training."""
-        model = self.model(count, rule, torch.Generator().manual_seed(seed))
+        model, length = self.model(count, rule, torch.Generator().manual_seed(seed)), 2 * count if self.again else count
+        trained = train(model, count, length, self.again, seed, steps, eval_length=count)
         if not self.again:
-            return train(model, count, count, False, seed, steps), None
-        trained = train(model, count, 2 * count, True, seed, steps, eval_length=count)
+            return trained, None
         g = torch.Generator().manual_seed(2_000_000 + seed)
-        return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
+        return trained, evaluate(model, draw_pairs(count, length, EVAL_ROWS, True, g), g)
 
 
 def told(
@@ -284,3 +287,185 @@ def told(
     rows = [[*o.cells(), *end] for o, end in zip(outcomes, ends, strict=True)]
     headings = (first, "pairs S", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", *last)
     return Result(headings, rows, notes, draw, size=(8, 5), data=data)
+
+
+FAVOR = Favor(num_features=2 * WIDTH, variant="hyperbolic", scale="none")
+MAPS = (
+    Contender("elu", ELU(), 300, (8.9e-4, 8.3e-4, 0.0245, 0.1084, 0.1642, 0.2322, 0.3011, 0.3420)),
+    Contender("DPFP-1", DPFP(nu=1), 200, (7.8e-4, 2.7e-4, 4.3e-4, 1.7e-4, 2.1e-4, 8.3e-3, 0.1020, 0.1732)),
+    Contender("DPFP-2", DPFP(nu=2), 200, (3.1e-4, 6.3e-4, 9.7e-4, 6.0e-4, 5.0e-4, 2.9e-4, 3.8e-4, 3.7e-4)),
+    Contender("FAVOR+ 64", FAVOR, 100, (0.1174, 0.2740, 0.4833, 0.5, 0.4961, 0.5, 0.5, 0.5)),
+    Contender("softmax", None, 200, (6.3e-4, 3.2e-4, 7.2e-5, 3.0e-5, 2.0e-5, 1.1e-5, 5.7e-6, 8.6e-6)),
+)
+
+
+class SumRule(Associator):
+    """y = sum_s v_s w_s / (sum_s w_s + EPS), w_s = phi(k_s).phi(q): all writes at once.
+
+    Random maps are drawn anew at every call, as the published code does. Without a map w is
+    softmax's.
+    """
+
+    def answers(self, pairs: Pairs, asked: Tensor, g: torch.Generator) -> Tensor:
+        """Scores of the values `[B, Q, count]`."""
+        k, q = self.keys(pairs), self.queries()
+        if self.rule is None:
+            weights = (F.embedding(asked, q) @ k.mT * WIDTH**-0.5).softmax(-1)
+        else:
+            params = self.rule.init(WIDTH, generator=g, dtype=k.dtype)
+            k, q = (self.rule(x.unsqueeze(-2), params).squeeze(-2) for x in (k, q))
+            weights = F.embedding(asked, q) @ k.mT
+            weights = weights / (weights.sum(-1, keepdim=True) + EPS)
+        values = pairs.values.unsqueeze(1).expand_as(weights)
+        return weights.new_zeros(*asked.shape, pairs.size).scatter_add(-1, values, weights)
+
+
+def d_phi(contender: Contender) -> int | None:
+    """Width of the features; None for softmax, whose kernel has no finite one."""
+    return None if contender.rule is None else int(contender.rule.output_dim(WIDTH))
+
+
+def floor(contender: Contender, count: int) -> float:
+    """(1 - d_phi / S) / 2, at least 0: the S x S table of answers has at most rank d_phi, and the identity is at a
+    squared distance of S - d_phi from all of those."""
+    width = d_phi(contender)
+    return 0.0 if width is None else max(0.0, 1 - width / count) / 2
+
+
+SUMS = Setting(SumRule, MAPS, (20, 40, 60, 80, 100, 120, 160, 200), quick_size=80)
+
+
+def capacity(run: Run) -> Result:
+    """Setting 1, all pairs are written, then all are asked for, beside the floor of the rank."""
+    outcomes = SUMS.outcomes(run)
+    ends = [(width := d_phi(o.contender), width and 1000 * floor(o.contender, o.size)) for o in outcomes]
+    notes = [
+        "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
+        *(
+            f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
+            f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter "
+            "last one with equal weight, ours every question alike"
+            for o in outcomes
+            if o.published < floor(o.contender, o.size)
+        ),
+        "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
+    ]
+    return told(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
+
+
+CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=2)
+
+
+def with_floors(axes: Any) -> None:
+    """The floors of all maps."""
+    widths = {width: contender for contender in MAPS if (width := d_phi(contender)) is not None}
+    for width, contender in sorted(widths.items()):
+        sizes, last = range(10, 211), floor(contender, 200)
+        axes.plot(sizes, [floor(contender, size) for size in sizes], color=PALE, linewidth=1, zorder=0)
+        if last > 0:
+            style = {"textcoords": "offset points", "ha": "right", "color": GREY, "fontsize": 8}
+            axes.annotate(f"floor, d_phi {width}", (200, last), (-4, 5), **style)
+    title = "Trained keys (large open marks: published)"
+    finish(axes, title, "pairs S in the sequence", "loss of a question", ylim=(-0.02, 0.56))
+
+
+def delta_rule(feature_map: FeatureMap) -> MemoryConfig:
+    """The delta rule on features that sum to 1."""
+    return MemoryConfig(feature_map=feature_map, key_norm="sum", on_nonfinite="propagate")
+
+
+SUM_RULE = MemoryConfig(feature_map=DPFP(), bias="dot", normalizer="sum", on_nonfinite="propagate")
+RULES = (
+    Contender("sum, DPFP-1", SUM_RULE, 200, (0.0973, 0.1039, 0.1026)),
+    Contender("delta, DPFP-1", delta_rule(DPFP()), 200, (7.7e-4, 9.7e-4, 4.9e-3)),
+    Contender("delta, DPFP-2", delta_rule(DPFP(nu=2)), 0, (9.7e-4, 5.3e-4, 4.9e-4)),
+    Contender(
+        "delta, FAVOR+ 64", delta_rule(FAVOR), 100, (0.1023, 0.1832, 0.3976),
+        "no number from step 1900 on at S=40 and 900 at S=60",
+    ),
+)  # fmt: skip
+SUM, DELTA, WIDE, RANDOM = RULES
+
+
+class Remembering(Associator):
+    """A memory scanned over the pairs, then read; the delta rule's lr is a gate of the pair."""
+
+    def answers(self, pairs: Pairs, asked: Tensor, g: torch.Generator) -> Tensor:
+        """Scores of the values `[B, Q, count]`; random maps are drawn anew at every call."""
+        k, q = self.keys(pairs).unsqueeze(2), F.embedding(asked, self.queries()).unsqueeze(2)
+        v = F.one_hot(pairs.values, pairs.size).to(k.dtype).unsqueeze(2)
+        gates = Gates(lr=self.lr(pairs)) if self.rule.bias.kind == "l2" else None
+        params = self.rule.feature_map.init(WIDTH, generator=g, dtype=k.dtype)
+        if asked.shape[1] == 1:  # the last token asks
+            q = q.expand_as(k)
+            y, _ = memory_scan(self.rule, q, k, v, gates, phi_params=params)
+            return y[:, -1:, 0]
+        _, state = memory_scan(self.rule, k, k, v, gates, phi_params=params)
+        unwritten = torch.zeros(asked.shape, dtype=torch.bool)
+        nothing = q.new_zeros(*q.shape[:3], pairs.size)
+        y, _ = memory_scan(self.rule, q, q, nothing, state=state, phi_params=params, write_mask=unwritten)
+        return y.squeeze(2)
+
+
+REMEMBERED = Setting(Remembering, RULES, (20, 40, 60), quick_size=20, again=True)
+
+
+def overwrite(run: Run) -> Result:
+    """Setting 2, keys are drawn again and again, each time with a value, beside the claims of the paper."""
+    outcomes = REMEMBERED.outcomes(run)
+    notes = [
+        "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
+        "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
+        "ours does the same, and the column beside it is the last model's loss on 2S pairs",
+        *claims(outcomes),
+    ]
+
+    def complete(axes: Any) -> None:
+        limits: dict[str, Any] = {"yscale": "log", "xticks": sorted({o.size for o in outcomes}), "ylim": (2e-4, 1)}
+        what, loss = "keys S; 2S pairs are written in training", "loss of a question"
+        finish(axes, "Best loss (large open marks: published)", what, loss, **limits)
+
+    columns = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
+    return told(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
+
+
+OVERWRITE = Study(
+    "overwrite", "Which rule still answers when keys are written again with new values?", overwrite, seeds=2
+)
+
+
+def end(outcome: Outcome) -> tuple[Cell, ...]:
+    """Losses on sequences as long as those of training, and how many trainings were lost."""
+    lost = sum(trained.lost for trained in outcome.trained)
+    whole = [1000 * loss for loss in outcome.other if math.isfinite(loss)]
+    return Spread.of(whole) if whole else None, f"{lost} of {len(outcome.trained)}"
+
+
+def claims(outcomes: list[Outcome]) -> list[str]:
+    """What the paper says of this setting, and whether it is so here."""
+    found = {(o.contender.name, o.size): o for o in outcomes}
+    sizes = sorted({o.size for o in outcomes})
+
+    def worst(contender: Contender, count: int) -> float:
+        return max(trained.best for trained in found[contender.name, count].trained)
+
+    def least(contender: Contender, count: int) -> float:
+        return min(trained.best for trained in found[contender.name, count].trained)
+
+    below = all(worst(DELTA, n) < least(SUM, n) for n in sizes)
+    said = [f"claimed: delta below sum at every S; here {_holds(below)} (every seed)"]
+    if (WIDE.name, sizes[0]) in found:
+        near = all(worst(WIDE, n) < 0.01 for n in sizes)
+        said.append(f"claimed: delta with DPFP-2 stays near 0; here {_holds(near)} (below 0.01)")
+    lost = sum(t.lost for n in sizes for t in found[RANDOM.name, n].trained)
+    total = sum(len(found[RANDOM.name, n].trained) for n in sizes)
+    ratio = min(least(RANDOM, n) / worst(DELTA, n) for n in sizes)
+    said.append(
+        f"claimed: delta with FAVOR+ diverges; here {lost} of {total} trainings ended in no number "
+        f"within their steps; its best loss is at least {ratio:.0f} times that of DPFP-1"
+    )
+    return said
+
+
+def _holds(so: bool) -> str:
+    return "it holds" if so else "it does NOT hold"

@@ -21,13 +21,6 @@ JUDGE = 1000  # the seed that learning rates and settings are chosen on
 T = TypeVar("T")
 
 
-class Run(NamedTuple):
-    """Accuracies of a trained layer by task, and bytes of its state."""
-
-    scores: list[float]
-    bytes: int
-
-
 class Outcome(NamedTuple):
     """Accuracies by task and seed, the rate and the place of the model that were chosen, bytes of a state."""
 
@@ -45,31 +38,28 @@ def settled(
     the first model, then the model at that rate. Runs that are kept are not run again."""
     keep = kept or Kept()
 
-    def run(model: int, lr: float, seed: int) -> Run:
-        what = [models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__]
-        return Run(*keep(what, lambda: _run(models[model], tasks, steps, lr, seed, since, mixer)))
+    def run(model: int, lr: float, seed: int) -> tuple[list[float], int]:
+        """Accuracies of a trained layer by task, and bytes of its state."""
+
+        def made() -> tuple[list[float], int]:
+            trainer = trained(models[model], tasks[0], seed, lr, steps, mixer)
+            with torch.no_grad():
+                _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
+            return [judged(trainer, task, since) for task in tasks], bytes_of(state)
+
+        scores, size = keep([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
+        return scores, size
 
     def score(lr: float, model: int) -> float:
         try:
-            return run(model, lr, JUDGE).scores[0]
+            return run(model, lr, JUDGE)[0][0]
         except NonFiniteError:
             return 0.0
 
     lr = best(rates, lambda lr: score(lr, 0))
     model = best(range(len(models)), lambda model: score(lr, model))
-    runs = [run(model, lr, seed) for seed in seeds]
-    scores = [list(own) for own in zip(*(run.scores for run in runs), strict=True)]
-    return Outcome(scores, lr, model, runs[0].bytes)
-
-
-def _run(
-    model: Fields, tasks: Sequence[Fields], steps: int, lr: float, seed: int, since: float,
-    mixer: Callable[[Generator], nn.Module] | None,
-) -> Run:  # fmt: skip
-    trainer = trained(model, tasks[0], seed, lr, steps, mixer)
-    with torch.no_grad():
-        _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
-    return Run([judged(trainer, task, since) for task in tasks], bytes_of(state))
+    scores, sizes = zip(*(run(model, lr, seed) for seed in seeds), strict=True)
+    return Outcome([list(own) for own in zip(*scores, strict=True)], lr, model, sizes[0])
 
 
 @torch.no_grad()

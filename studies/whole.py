@@ -16,7 +16,7 @@ from hecate.models import LanguageModel
 from studies.adopt import reading
 from studies.pictures import bars
 from studies.study import Cell, Result, Run, Study, progress
-from studies.timing import Call, cpu_times
+from studies.timing import Call, Function, cpu_times
 from tests.hf import families
 
 WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
@@ -34,13 +34,15 @@ OURS: dict[str, dict[str, Any]] = {
 PEERS = ("Llama (transformers)", "Qwen3-Next (transformers)", "Mamba-2 (transformers)")
 
 
-class Attention(nn.Module):
-    """Causal attention of HEADS heads with rotary positions, over a cache of keys and values if there is one."""
+class Block(nn.Module):
+    """Causal attention of HEADS heads with rotary positions, over a cache of keys and values if there is one, and a
+    gated MLP, both behind RMS norms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm, self.middle = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: list[Tensor] | None) -> Tensor:
         """x `[B, T, WIDTH]`; the cache `[k, v]` of `[B, HEADS, T, WIDTH / HEADS]` grows in place."""
@@ -51,7 +53,9 @@ class Attention(nn.Module):
             k, v = (torch.cat((old, new), 2) for old, new in zip(cache, (k, v), strict=True)) if cache else (k, v)
             cache[:] = k, v
         y = scaled_dot_product_attention(q, k, v, is_causal=length > 1)
-        return self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        a, b = self.up(self.middle(x)).chunk(2, -1)
+        return x + self.down(silu(a) * b)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,15 +65,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """LAYERS blocks of attention and a gated MLP, both behind RMS norms; the output shares the embedding."""
+    """LAYERS blocks; the output shares the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH)
-        self.attention = nn.ModuleList(Attention() for _ in range(LAYERS))
-        up = [[nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * HIDDEN, bias=False)] for _ in range(LAYERS)]
-        self.up = nn.ModuleList(nn.Sequential(*parts) for parts in up)
-        self.down = nn.ModuleList(nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, tokens: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
         """Logits `[B, T, VOCABULARY]`."""
@@ -78,42 +79,34 @@ class Transformer(nn.Module):
         speeds = 10000.0 ** (-torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(seen, seen + tokens.shape[1]).float(), speeds)
         turn = angles.cos(), angles.sin()
-        for at, (attention, up, down) in enumerate(zip(self.attention, self.up, self.down, strict=True)):
-            x = x + attention(x, turn, None if caches is None else caches[at])
-            a, b = up(x).chunk(2, -1)
-            x = x + down(silu(a) * b)
+        for at, block in enumerate(self.blocks):
+            x = block(x, turn, caches and caches[at])
         return self.norm(x) @ self.embedding.weight.T
 
 
-def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[Tensor], Call]]:
+def built(name: str) -> tuple[nn.Module, Function, Callable[[Tensor], Call]]:
     """A model, its logits, and what reads a prompt `[1, T]` and returns a function that decodes the next token."""
     torch.manual_seed(0)
     if name == TRANSFORMER:
         plain = Transformer()
-        return plain, plain, partial(_cached, plain)
+
+        def cached(prompt: Tensor) -> Call:
+            caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+            plain(prompt, caches)
+            return lambda: plain(prompt[:, :1], [list(cache) for cache in caches])
+
+        return plain, plain, cached
     if name in OURS:
         sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "layers": LAYERS, "heads": HEADS}
         own = LanguageModel({**sizes, **OURS[name]}, generator=torch.Generator().manual_seed(0))
-        return own, lambda tokens: own(tokens)[0], partial(_stated, own)
+        return own, lambda tokens: own(tokens)[0], lambda prompt: partial(own, prompt[:, :1], own(prompt)[1])
     model = peer(name)
-    return model, lambda tokens: model(input_ids=tokens, use_cache=False).logits, partial(_hosted, model)
-
-
-def _cached(model: Transformer, prompt: Tensor) -> Call:
-    caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
-    model(prompt, caches)
-    return lambda: model(prompt[:, :1], [list(cache) for cache in caches])
-
-
-def _stated(model: LanguageModel, prompt: Tensor) -> Call:
-    state = model(prompt)[1]
-    return lambda: model(prompt[:, :1], state)
-
-
-def _hosted(model: Any, prompt: Tensor) -> Call:
-    """The cache grows by a token a call, which over some hundred of them is less than its first thousand."""
-    given = reading(model, prompt)
-    return lambda: model(input_ids=prompt[:, :1], **given)
+    # The cache grows by a token a call, which over some hundred of them is less than its first thousand.
+    return (
+        model,
+        lambda tokens: model(input_ids=tokens, use_cache=False).logits,
+        lambda prompt: partial(model, input_ids=prompt[:, :1], **reading(model, prompt)),
+    )
 
 
 def peer(name: str) -> Any:
@@ -134,18 +127,20 @@ def peer(name: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, tie_word_embeddings=True))
 
 
-def kept(logits: Callable[[Tensor], Tensor], model: nn.Module, tokens: Tensor) -> float:
+def kept(logits: Function, model: nn.Module, tokens: Tensor) -> float:
     """Kilobytes that the forward pass keeps for the backward, per token and layer, parameters aside."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    held: dict[int, tuple[int, Tensor]] = {}
+    held: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes(), tensor
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits(tokens)
-    return sum(size for place, (size, _) in held.items() if place not in own) / (tokens.numel() * LAYERS * 1024)
+    size = sum(storage.nbytes() for place, storage in held.items() if place not in own)
+    return size / (tokens.numel() * LAYERS * 1024)
 
 
 def whole(run: Run) -> Result:
@@ -183,17 +178,16 @@ def whole(run: Run) -> Result:
         "models of transformers in plain torch, which is all that they have on a CPU",
     ]
 
-    def draw(figure: Any) -> None:
-        series, what = {"": list(ratios.values())}, "CPU time over that of a plain transformer"
-        bars(figure, names, series, "a training step of a whole model", what, line=1, xscale="linear")
-
+    series, what = {"": list(ratios.values())}, "CPU time over that of a plain transformer"
+    title = "a training step of a whole model"
+    draw = partial(bars, rows=names, series=series, title=title, xlabel=what, line=1, xscale="linear")
     return Result(columns, rows, notes, draw, data=ratios)
 
 
 WHOLE = Study("whole", "What does a whole language model cost on a CPU, to train and to decode?", whole)
 
 
-def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Call:
+def trained(model: nn.Module, logits: Function, tokens: Tensor) -> Call:
     """A step of training on these tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

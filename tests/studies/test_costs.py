@@ -16,7 +16,7 @@ from hecate.rule import RULES
 from studies import studies
 from studies.costs import GROUPS, named
 from studies.costs.harness import Cost, Peer, Row, Size, cells, compare, forward_backward, peak_mib
-from studies.run import run_study
+from studies.study import run_study
 from tests.oracle import peers
 
 

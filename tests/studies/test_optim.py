@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from studies import optim
 from studies.optim import CONTENDERS, DF, LOST, TASKS, Bowl, Form, Labels, Lion, Reading, Task, descended, student, text
-from studies.run import progress
+from studies.study import progress
 
 pytestmark = pytest.mark.usefixtures("float32")
 

@@ -14,7 +14,7 @@ import torch
 from hecate.errors import CheckpointError, ConfigError, install_line
 from studies import Result, Spread, Study, studies
 from studies.__main__ import main
-from studies.run import run_study
+from studies.study import run_study
 from tests.studies import test_capacity, test_overwrite
 
 SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module in (
