@@ -78,14 +78,9 @@ class Recall(NamedTuple):
         """Per seed, and last what a memory is chosen by: both kinds of recall count alike."""
         after_a, after_b = (self.tables[:, phases * PROBES - 1] for phases in (1, 2))
         recent, older = self.bindings[:, :RECENT].mean(1), self.bindings[:, RECENT:].mean(1)
-        return {
-            "A after A": after_a[:, 0],
-            "A after B": after_b[:, 0],
-            "B after B": after_b[:, 1],
-            f"bindings, age 1-{RECENT}": recent,
-            f"bindings, age {RECENT + 1}-{AGES}": older,
-            "score": (after_b[:, 0] + recent) / 2,
-        }
+        tables = {"A after A": after_a[:, 0], "A after B": after_b[:, 0], "B after B": after_b[:, 1]}
+        bindings = {f"bindings, age 1-{RECENT}": recent, f"bindings, age {RECENT + 1}-{AGES}": older}
+        return {**tables, **bindings, "score": (after_b[:, 0] + recent) / 2}
 
     def part(self, seeds: slice) -> Recall:
         """The same of some seeds."""
@@ -248,13 +243,10 @@ def levels(run: Run) -> Result:
         "world",
         *(f"gates of {name}: {'; '.join(map(str, o.systems[o.chosen].levels))}" for name, o in outcomes.items()),
     ]
-    data = {
-        name: {
-            "gates": [list(map(str, system.levels)) for system in own.systems],
-            "scores": [recall.shares()["score"].tolist() for recall in own.recalls],
-        }
-        for name, own in outcomes.items()
-    }
+    data = {}
+    for name, own in outcomes.items():
+        gates = [list(map(str, system.levels)) for system in own.systems]
+        data[name] = {"gates": gates, "scores": [recall.shares()["score"].tolist() for recall in own.recalls]}
     columns = ["memory", "state (bytes)", *heads, "minus two heads"]
     return Result(columns, rows, notes, partial(draw, outcomes, phase), (11, 4.6), data)
 
@@ -281,9 +273,6 @@ def draw(outcomes: dict[str, Outcome], phase: int, figure: Any) -> None:
     label = "share of table A recalled"
     finish(over_time, "Table A over time", "tokens", label, ylim=(-0.03, 1.14), legend=False)
     one_legend(figure, over_time, 4)
-    title, what = (
-        "Both kinds of recall, every setting of the gates",
-        f"share of bindings recalled, age 1-{RECENT} tokens",
-    )
+    title, what = "Both kinds of recall, every setting of the gates", f"bindings recalled, age 1-{RECENT} tokens"
     limits = {"xlim": (-0.03, 1.03), "ylim": (-0.03, 1.03)}
-    finish(trade, title, what, f"{label} after B", legend=False, **limits)
+    finish(trade, title, f"share of {what}", f"{label} after B", legend=False, **limits)

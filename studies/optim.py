@@ -118,9 +118,8 @@ class Reading(World):
         """Of the next batch."""
         drawn = text().train_batch(self.seed, self.step, 128, CONTEXT)
         self.step += 1
-        for p, grad in zip(
-            self.params, torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params), strict=True
-        ):
+        grads = torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params)
+        for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
 
     @torch.no_grad()
@@ -165,13 +164,12 @@ def _phi(phi: str, scale: str) -> list[Form]:
 
 
 SGD = partial(torch.optim.SGD, momentum=MOMENTUM)
+ADAM = partial(torch.optim.AdamW, weight_decay=0.0)
 CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best on the judges
     "SGD": [Form(SGD)],
     "SGD, norm clipped": [Form(SGD, partial(clip_grad_norm_, max_norm=t)) for t in (1.0, 4.0, 16.0)],
     "SGD, numbers clipped": [Form(SGD, partial(clip_grad_value_, clip_value=t)) for t in (0.1, 1.0, 3.0)],
-    "AdamW": [
-        Form(partial(torch.optim.AdamW, betas=(MOMENTUM, b), weight_decay=0.0)) for b in (0.95, 0.99, 0.999)
-    ],
+    "AdamW": [Form(partial(ADAM, betas=(MOMENTUM, b))) for b in (0.95, 0.99, 0.999)],
     "Lion": [Form(partial(Lion, momentum=MOMENTUM, keep=keep)) for keep in (0.9, 0.99, 0.999)],
     "phi: identity, rms": _phi("identity", "rms"),
     "phi: tanh, as they come": _phi("tanh", "none"),

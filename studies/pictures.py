@@ -29,7 +29,7 @@ def dot_plot(
             known = [(spread, len(rows) - place - shift) for place, spread in enumerate(spreads) if spread is not None]
             axes.errorbar(
                 [spread.mean for spread, _ in known], [place for _, place in known],
-                xerr=[spread.error if spread.seeds > 1 else 0.0 for spread, _ in known],
+                xerr=[spread.standard_error if spread.seeds > 1 else 0.0 for spread, _ in known],
                 fmt=MARKERS[index], color=COLOURS[index], markersize=5, elinewidth=1.2, label=label,
             )  # fmt: skip
         if chance:

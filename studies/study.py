@@ -36,7 +36,7 @@ class Spread(NamedTuple):
     """A mean over seeds with its standard error."""
 
     mean: float
-    error: float
+    standard_error: float
     seeds: int
 
     @classmethod
@@ -47,12 +47,8 @@ class Spread(NamedTuple):
         error = statistics.stdev(given) / math.sqrt(len(given)) if several else math.nan
         return cls(statistics.fmean(given), error, len(given))
 
-    def facts(self) -> dict[str, float]:
-        """The same for a JSON file."""
-        return {"mean": self.mean, "standard_error": self.error, "seeds": self.seeds}
-
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + (f"+-{self.error:.3f}" if self.seeds > 1 else "")
+        return f"{self.mean:.3f}" + (f"+-{self.standard_error:.3f}" if self.seeds > 1 else "")
 
 
 Cell = str | int | float | Spread | None
@@ -253,7 +249,7 @@ def to_csv(result: Result) -> str:
         cells = [row[at] for row in result.rows]
         columns.append([name, *(cell.mean if isinstance(cell, Spread) else cell for cell in cells)])
         if any(isinstance(cell, Spread) for cell in cells):
-            errors = (cell.error if isinstance(cell, Spread) else None for cell in cells)
+            errors = (cell.standard_error if isinstance(cell, Spread) else None for cell in cells)
             columns.append([f"{name}: standard error", *errors])
     stream = io.StringIO()
     csv.writer(stream, lineterminator="\n").writerows(zip(*columns, strict=True))
@@ -269,7 +265,7 @@ def to_json(study: Study, run: Run, result: Result) -> str:
         "seeds": list(run.seeds),
         "versions": versions(),
         "columns": list(result.columns),
-        "rows": [[cell.facts() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows],
+        "rows": [[cell._asdict() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows],
         "notes": list(result.notes),
         "data": result.data,
     }

@@ -1,9 +1,11 @@
-"""whole: language models as a user trains and runs them, beside a plain transformer and other people's models."""
+"""whole, adopt: language models as a user trains and runs them, beside a plain transformer and other people's models;
+and models of transformers on hecate's kernels, beside their own."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from hecate.models import LanguageModel
-from studies.adopt import reading
 from studies.pictures import bars
 from studies.study import Cell, Result, Run, Study, progress
 from studies.timing import Call, Function, cpu_times
@@ -198,3 +199,111 @@ def trained(model: nn.Module, logits: Function, tokens: Tensor) -> Call:
         optimizer.step()
 
     return step
+
+
+PROMPT, TOKENS = 64, 40
+SIZES = {  # that times are quoted for
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 512,
+}  # fmt: skip
+_GDN = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+_KDA = {
+    "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
+    "moe_intermediate_size": 128, "linear_head_dim": 64, "linear_num_heads": 8,
+}  # fmt: skip
+WIDE: dict[str, dict[str, Any]] = {
+    "qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_moe": _GDN,
+    "qwen4_exp": {**_GDN, "layer_types": None, "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_head_dim": 64},
+    "olmo_hybrid": {**_GDN, "linear_num_key_heads": 8},
+    "kimi_linear": {**_KDA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bailing_hybrid": {**_KDA, "q_lora_rank": 64, "layer_group_size": 4},
+    "glm5_next": {
+        **_KDA, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "head_dim": 0,
+        "index_n_heads": 4, "index_head_dim": 32, "layer_types": None,
+    },
+    "mamba2": {"state_size": 64, "head_dim": 64, "num_heads": 8, "chunk_size": 64, "n_groups": 1},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64,
+        "attn_layer_indices": [3],
+    },
+}  # fmt: skip
+
+
+WAYS = {"prefill": 1, "forward + backward": 1, "token": TOKENS}
+
+
+def adopted(run: Run) -> Result:
+    """Two models of the same weights of every family, one of them adopted: the rule, the relative error of logits, and
+    three ways through each."""
+    import transformers
+
+    from hecate.hf import adopt
+
+    length, rounds = (128, 1) if run.quick else (1024, 4)
+    ids = torch.randint(1, 512, (1, length), generator=torch.Generator().manual_seed(run.seeds[0]))
+    rows: list[list[Cell]] = []
+    ratios: dict[str, list[float]] = {}
+    for family in progress(["qwen3_5", "kimi_linear"] if run.quick else list(WIDE), "families"):
+        plain, own = (families.built(family, **{**SIZES, **WIDE[family]}) for _ in range(2))
+        rule = ", ".join(dict.fromkeys(adopt(own).adopted.values()))
+        with torch.no_grad():
+            theirs, ours = (model(input_ids=ids, use_cache=False).logits for model in (plain, own))
+        cells: list[Cell] = [family, rule, ((ours - theirs).norm() / theirs.norm()).item()]
+        for way, tokens in WAYS.items():
+            calls = {name: through(model, ids)[way] for name, model in (("theirs", plain), ("ours", own))}
+            before, after = (float(each.min()) / tokens for each in cpu_times(calls, rounds).values())
+            cells += [before, after / before]
+        rows.append(cells)
+        ratios[family] = [ratio for ratio in cells[4::2] if isinstance(ratio, float)]
+    columns = ["family", "rule", "logits (relative)"]
+    columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
+    notes = [
+        f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
+        f"batch 1; transformers {transformers.__version__} in torch",
+        "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
+        f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
+    ]
+    series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
+    title, what = "models of transformers, adopted", "CPU time, ours / theirs"
+    draw = partial(bars, rows=list(ratios), series=series, title=title, xlabel=what, line=1, xscale="linear")
+    return Result(columns, rows, notes, draw, data=ratios)
+
+
+ADOPT = Study("adopt", "What does a model of transformers cost on hecate's kernels?", adopted)
+
+
+def through(model: Any, ids: Tensor) -> dict[str, Call]:
+    """A pass over all tokens, one there and back, and TOKENS behind a prompt, each time from a copy of its cache."""
+
+    @torch.no_grad()
+    def prefill() -> None:
+        model(input_ids=ids, use_cache=False)
+
+    def train() -> None:
+        model.train().zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.eval()
+
+    @torch.no_grad()
+    def decode() -> None:
+        given = deepcopy(cache)
+        for _ in range(TOKENS):
+            model(input_ids=ids[:, :1], **given)
+
+    with torch.no_grad():
+        cache = reading(model, ids[:, :PROMPT])
+    return dict(zip(WAYS, (prefill, train, decode), strict=True))
+
+
+def reading(model: Any, prompt: Tensor) -> dict[str, Any]:
+    """What a model of transformers is given beside its next token once it has read a prompt."""
+    from transformers import DynamicCache
+
+    name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
+    given = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    model(input_ids=prompt, **given)
+    return given

@@ -77,7 +77,7 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
         if isinstance(value, int | float)
     ]
     assert numbers and all(math.isfinite(value) for value in numbers)
-    assert any(isinstance(cell, Spread) and cell.error > 0 for row in result.rows for cell in row)
+    assert any(isinstance(cell, Spread) and cell.standard_error > 0 for row in result.rows for cell in row)
     if name in SHOWN:
         SHOWN[name](result)
     out = capsys.readouterr().out
@@ -109,18 +109,23 @@ def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
     share = result.rows[0][2]
     assert read(folder / "coins.csv") == [
         ["coin", "claimed", "heads (share)", "heads (share): standard error", "tosses"],
-        ["fair", "0.5", repr(share.mean), repr(share.error), "3"],
+        ["fair", "0.5", repr(share.mean), repr(share.standard_error), "3"],
         ["bent, or so", "", "0.25", "", ""],
     ]
     facts = json.loads((folder / "coins.json").read_text())
-    assert facts["rows"][0] == ["fair", 0.5, {"mean": share.mean, "standard_error": share.error, "seeds": 3}, 3]
+    assert facts["rows"][0] == [
+        "fair",
+        0.5,
+        {"mean": share.mean, "standard_error": share.standard_error, "seeds": 3},
+        3,
+    ]
     assert facts["rows"][1] == ["bent, or so", None, 0.25, None]
     assert facts["seeds"] == [0, 1, 2] and facts["quick"] is False
     assert len(facts["data"]["heads"]) == 3 and facts["data"]["none"] is None
     assert (folder / "coins.png").read_bytes().startswith(PNG)
     out, err = capsys.readouterr()
     assert out.splitlines()[:2] == ["coins: " + study.about, "seeds 0 to 2"]
-    assert f"{share.mean:.3f}+-{share.error:.3f}" in out and "- a note" in out
+    assert f"{share.mean:.3f}+-{share.standard_error:.3f}" in out and "- a note" in out
     assert err == "coins: 3\n"
 
 
@@ -192,7 +197,7 @@ def test_spread():
     spread = Spread.of([1.0, 2.0, 3.0])
     assert spread == (2.0, 1 / math.sqrt(3), 3) and str(spread) == "2.000+-0.577"
     alone = Spread.of([0.5])
-    assert math.isnan(alone.error) and str(alone) == "0.500"
+    assert math.isnan(alone.standard_error) and str(alone) == "0.500"
 
 
 def test_faults_of_a_study_are_named(study):
