@@ -13,8 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from itertools import islice, product
@@ -124,9 +126,19 @@ class Order(NamedTuple):
         """Of what is timed."""
         return torch.float32 if self.dry else torch.bfloat16
 
-    def case(self, config: MemoryConfig, shape: Sequence[int], seed: int = 0) -> Case:
-        """What a call is given."""
-        return draw_case(config, shape, self.device, self.dtype, seed)
+    def case(self, config: MemoryConfig, shape: Sequence[int], seed: int = 0, dtype: torch.dtype | None = None) -> Case:
+        """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
+        g = torch.Generator(self.device).manual_seed(seed)
+        draw: dict[str, Any] = {"generator": g, "device": self.device}
+        q, k, v = (torch.randn(*shape, **draw) for _ in range(3))
+        takes = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
+        gates = {name: torch.rand(*shape[:3], **draw) for name in takes if takes[name]}
+        if config == RULES["kda"]:
+            gates["retain"] = torch.rand(*shape, **draw)
+        gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
+        vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
+        case = {**{name: x.to(dtype or self.dtype) for name, x in vectors.items()}, **gates}
+        return {name: x.requires_grad_() for name, x in case.items()}
 
     def wait(self) -> None:
         """For what the card has been given."""
@@ -148,10 +160,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """What is on disk; a line that was cut short is none."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
+        with suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
     return found
 
 
@@ -321,7 +331,7 @@ PARTS = {
 def error_of(order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype, width: int, kind: str) -> Beside:
     """The largest error, and the tensor that has it."""
     length = order.size.tokens
-    case = draw_case(config, (1, length, 2, width), order.device, dtype, 0)
+    case = order.case(config, (1, length, 2, width), dtype=dtype)
     if kind == "equal keys":
         with torch.no_grad():
             case["k"].copy_(F.normalize(case["k"][:, :1] + 1e-2 * case["k"], dim=-1))
@@ -354,7 +364,7 @@ def timed(order: Order, call: Call, config: MemoryConfig, shape: Sequence[int], 
 
 def one_token(order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool) -> Beside:
     """Milliseconds, and those of moving the state at the rate of a copy."""
-    case = draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
+    case = order.case(config, (1, 1, heads, width), dtype=torch.float32)
     q, k, v, gates = arguments({name: x[:, 0].detach() for name, x in case.items()})
     config = propagating(config)
     with torch.no_grad():
@@ -419,9 +429,9 @@ def by_kernel(order: Order, config: MemoryConfig) -> Beside:
 
 WATCHED = """
 import torch
-from studies.card import RULES, both, draw_case, outputs
+from studies.card import RULES, Order, both, outputs
 for name in ("gated delta", "exact momentum", "delta"):
-    case = draw_case(RULES[name], (1, 70, 2, 64), torch.device("cuda"), torch.bfloat16, 0)
+    case = Order("", "").case(RULES[name], (1, 70, 2, 64))
     both(lambda case: outputs(RULES[name], "triton", case), case)
 torch.cuda.synchronize()
 """
@@ -437,20 +447,6 @@ def watched(order: Order, check: str) -> list[float]:
 
 
 # Calls.
-
-
-def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Case:
-    """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
-    g = torch.Generator(device).manual_seed(seed)
-    q, k, v = (torch.randn(*shape, generator=g, device=device) for _ in range(3))
-    takes = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
-    gates = {name: torch.rand(tuple(shape[:3]), generator=g, device=device) for name in takes if takes[name]}
-    if config == RULES["kda"]:
-        gates["retain"] = torch.rand(*shape, generator=g, device=device)
-    gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
-    vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
-    case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
-    return {name: x.requires_grad_() for name, x in case.items()}
 
 
 def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
@@ -513,15 +509,12 @@ def attention(case: Case) -> Tensor:
 
 def clock(call: Callable[[], object], order: Order) -> float:
     """The median of milliseconds; on a card by its own events, after two calls to warm up."""
-    for _ in range(0 if order.dry else 2):
-        call()
+    if order.dry:
+        return 1e3 * max(statistics.median(timeit.repeat(call, number=1, repeat=order.size.repeats)), 1e-9)
+    call()
+    call()
     taken = []
     for _ in range(order.size.repeats):
-        if order.dry:
-            at = time.perf_counter()
-            call()
-            taken.append(1e3 * (time.perf_counter() - at))
-            continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
