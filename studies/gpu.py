@@ -32,8 +32,7 @@ from hecate.errors import ConfigError
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.run import versions
 from studies.card import LOST, PARTS, Order, add, results, rows_of
-from studies.pictures import bars
-from studies.study import Cell, Result, Run, Spread, Study, progress
+from studies.study import Cell, Result, Run, Spread, Study, bars, progress
 
 SECONDS = 600.0  # of all parts
 PATIENCE = 90.0  # seconds that a row may take

@@ -21,8 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hecate.data import Bundled
 from hecate.optim import PhiMomentum
-from studies.pictures import dot_plot
-from studies.study import Result, Run, Spread, Study, progress
+from studies.study import Result, Run, Spread, Study, dot_plot, progress
 
 GRID = tuple(10.0 ** (-half / 2) for half in range(11))  # learning rates, from 1 to 1e-5
 JUDGES = (1000, 1001)  # seeds that rates and thresholds are chosen on

@@ -23,7 +23,7 @@ from rich.progress import track
 from hecate.compare import interval
 from hecate.compare.report import finite
 from hecate.errors import ConfigError, not_known
-from hecate.figure import figure_type, images
+from hecate.figure import COLOURS, GREY, MARKERS, figure_type, finish, images, one_legend, ticks
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import print_table
 from hecate.train.run import versions
@@ -178,14 +178,6 @@ def studies() -> dict[str, Study]:
     return dict(sorted(found.items()))
 
 
-def find_study(name: str) -> Study:
-    """A study by name; `ConfigError` says which there are."""
-    known = studies()
-    if name not in known:
-        raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
-    return known[name]
-
-
 def list_studies() -> None:
     """Prints the name and the question of every study."""
     print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
@@ -212,12 +204,13 @@ def run_study(
 ) -> Result | None:  # fmt: skip
     """Runs, prints and writes; a quick run's files are called NAME-quick, a dry one's NAME-dry. None, and a sentence
     printed, where there is nothing to measure here."""
-    study = find_study(name)
+    known = studies()
+    if name not in known:
+        raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
+    study = known[name]
     if (dry or seconds is not None) and not study.on_card:
         raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
     count = (min(2, study.seeds) if quick else study.seeds) if seeds is None else seeds
-    if type(count) is not int or count < 1:
-        raise ConfigError(f"a study needs at least one seed, got {count}")
     if figure:
         figure_type("the figure, which --no-figure leaves out,")
     print(f"{name}: {study.about}")
@@ -276,3 +269,73 @@ def _text(cell: Cell) -> str:
     if cell is None:
         return "-"
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+# Pictures that studies share: contenders as dots, as bars, and as lines over what is varied.
+
+Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
+Lines = Mapping[str, Mapping[Any, float]]  # what a line has at every place, by its label
+
+
+def dot_plot(
+    figure: Any, rows: Sequence[str], panels: Mapping[str, Dots], xlabel: str, chance: Sequence[float] = ()
+) -> None:
+    """A panel a task, a row a contender, the first on top: means with standard errors; marks of a row stand one below
+    the other.
+
+    Args:
+        panels: the dots of each panel by its title.
+        chance: what guessing scores in each panel, drawn as a line.
+    """
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for number, (axes, (title, dots)) in enumerate(zip(all_axes, panels.items(), strict=True)):
+        for index, (label, spreads) in enumerate(dots.items()):
+            shift = 0.5 * (index / max(1, len(dots) - 1) - 0.5) if len(dots) > 1 else 0.0
+            known = [(spread, len(rows) - place - shift) for place, spread in enumerate(spreads) if spread is not None]
+            axes.errorbar(
+                [spread.mean for spread, _ in known], [place for _, place in known],
+                xerr=[spread.standard_error if spread.seeds > 1 else 0.0 for spread, _ in known],
+                fmt=MARKERS[index], color=COLOURS[index], markersize=5, elinewidth=1.2, label=label,
+            )  # fmt: skip
+        if chance:
+            axes.axvline(chance[number], color=GREY, linestyle=":", linewidth=1)
+        finish(axes, title, xlabel, "", legend=False)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_yticks(range(len(rows), 0, -1), rows)
+        axes.set_ylim(0.3, len(rows) + 0.7)
+    if len(dots) > 1:
+        one_legend(figure, axes, len(dots))
+
+
+def bars(
+    figure: Any, rows: Sequence[str], series: Mapping[str, Sequence[float | None]], title: str, xlabel: str,
+    *, line: float | None = None, xscale: str = "log",
+) -> None:  # fmt: skip
+    """A group of bars a row, the first on top: one of each series that knows the row; `line` is what they stand
+    beside."""
+    axes, height = figure.subplots(), 0.8 / len(series)
+    for index, (label, values) in enumerate(series.items()):
+        known = [(row + (index - (len(series) - 1) / 2) * height, x) for row, x in enumerate(values) if x is not None]
+        axes.barh([at for at, _ in known], [x for _, x in known], 0.95 * height, color=COLOURS[index], label=label)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.invert_yaxis()
+    if line is not None:
+        axes.axvline(line, color=GREY, linewidth=1)
+    finish(axes, title, xlabel, "", legend=False, xscale=xscale if any(map(any, series.values())) else "linear")
+    if len(series) > 1:
+        one_legend(figure, axes, len(series))
+
+
+def line_plot(figure: Any, panels: Mapping[str, Lines], xlabel: str, ylabels: Sequence[str]) -> None:
+    """A panel a quantity, both axes logarithmic; one without a label shares the y axis of the first. A line looks the
+    same in all of them, and the last has every one."""
+    labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+    looks = {label: (COLOURS[at], MARKERS[at]) for at, label in enumerate(labels)}
+    all_axes = figure.subplots(1, len(panels), sharey=not all(ylabels))
+    for axes, ylabel, (title, lines) in zip(all_axes, ylabels, panels.items(), strict=True):
+        for label, points in lines.items():
+            colour, marker = looks[label]
+            axes.loglog(list(points), list(points.values()), color=colour, marker=marker, label=label)
+        ticks(axes, sorted({x for points in lines.values() for x in points}))
+        finish(axes, title, xlabel, ylabel, legend=False)
+    one_legend(figure, axes, len(looks))

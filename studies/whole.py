@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from hecate.models import LanguageModel
-from studies.pictures import bars
-from studies.study import Cell, Result, Run, Study, progress
+from studies.study import Cell, Result, Run, Study, bars, progress
 from studies.timing import Call, Function, cpu_times
 from tests.hf import families
 

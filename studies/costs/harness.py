@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
-from studies.pictures import bars
-from studies.study import Cell, Result, Run, Study, progress
+from studies.study import Cell, Result, Run, Study, bars, progress
 from studies.timing import Call, Function, cpu_times, forward, forward_backward
 
 BATCH, HEADS, WIDTH = 2, 4, 64

@@ -22,8 +22,7 @@ from hecate.engine import Plan, choose
 from hecate.nn import Memory
 from hecate.processes import safe_path
 from hecate.rule import RULES, MemoryConfig, named_rule
-from studies.pictures import bars
-from studies.study import Result, Run, Study, progress
+from studies.study import Result, Run, Study, bars, progress
 
 CHUNK = 64
 LINKS = "linear"  # where rules with a link take it in chunks: the memory moves from it in the primal
