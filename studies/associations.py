@@ -137,9 +137,8 @@ def train(
     g = torch.Generator().manual_seed(1_000_000 + seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
     losses: list[float] = []
-    best, strikes, step = math.inf, 0, 0
-    while step < steps:
-        step += 1
+    best, strikes = math.inf, 0
+    for step in range(1, steps + 1):
         pairs = draw_pairs(count, length, BATCH, replace, g)
         at = torch.randint(length, (BATCH, 1), generator=g)
         asked = pairs.keys.gather(1, at)
@@ -156,7 +155,7 @@ def train(
         best = min(best, losses[-1])
         if losses[-1] <= ENOUGH or strikes >= PATIENCE or not math.isfinite(losses[-1]):
             return Trained(losses, step, True)
-    return Trained(losses, step, False)
+    return Trained(losses, steps, False)
 
 
 @torch.no_grad()

@@ -121,13 +121,9 @@ class Order(NamedTuple):
         """All of them, or two."""
         return {name: RULES[name] for name in list(RULES)[: 2 if self.quick else None]}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is timed."""
-        return torch.float32 if self.dry else torch.bfloat16
-
     def case(self, config: MemoryConfig, shape: Sequence[int], seed: int = 0, dtype: torch.dtype | None = None) -> Case:
         """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
+        dtype = dtype or (torch.float32 if self.dry else torch.bfloat16)
         g = torch.Generator(self.device).manual_seed(seed)
         draw: dict[str, Any] = {"generator": g, "device": self.device}
         q, k, v = (torch.randn(*shape, **draw) for _ in range(3))
@@ -137,7 +133,7 @@ class Order(NamedTuple):
             gates["retain"] = torch.rand(*shape, **draw)
         gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
         vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
-        case = {**{name: x.to(dtype or self.dtype) for name, x in vectors.items()}, **gates}
+        case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
         return {name: x.requires_grad_() for name, x in case.items()}
 
     def wait(self) -> None:

@@ -164,16 +164,14 @@ def prepare(folder: Path, python: str) -> None:
     Raises:
         ConfigError: pip cannot get it.
     """
-    pins = [f"{name}=={version(name)}" for name in needed({"hecate-memory", "fla-core"}) - {"hecate-memory"}]
+    pins = sorted(f"{name}=={version(name)}" for name in needed({"hecate-memory", "fla-core"}) - {"hecate-memory"})
     command = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--no-compile"]
-    command += ["--target", str(folder)]
-    wheels = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
-    for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
-        wheels += ["--platform", tag]
-    done = subprocess.run([*command, *wheels, *sorted(pins)], capture_output=True, text=True, check=False)
+    command += ["--target", str(folder), "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    command += [f"--platform={tag}_x86_64" for tag in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
+    done = subprocess.run([*command, *pins], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"pip cannot fill --prepare {folder} for Python {python}: {done.stderr.strip()[-300:]}")
-    print(f"{folder}: {', '.join(sorted(pins))}")
+    print(f"{folder}: {', '.join(pins)}")
     print(f"on the card: PYTHONPATH={folder} python3 -m studies gpu --no-figure --seconds 385 --out OUT")
 
 

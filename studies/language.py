@@ -49,11 +49,10 @@ def models() -> dict[str, Model]:
     """Token mixing of a block, by the name in the table."""
     around = {"conv_kernel": 4, "output_gate": True}  # what a memory layer has around it by default
     hope = load_experiment("hope").model.model_dump(include={"self_reference", "levels"}, exclude_unset=True)
+    levels = [{"name": "deep", "memory": "titans"}, {"name": "fast", "memory": REFERENCE}]
     return {
         **{rule: {"memory": rule} for rule in (REFERENCE, "kda", "titans", "delta_product")},
-        "levels: titans, then gated_delta": {
-            "levels": [{"name": "deep", "memory": "titans"}, {"name": "fast", "memory": REFERENCE}]
-        },
+        "levels: titans, then gated_delta": {"levels": levels},
         TRANSFORMER: {"attention": {"kind": "attention", **around}},
         f"the same, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW, **around}},
         "plain GPT": {"attention": {"kind": "attention"}},
@@ -135,12 +134,12 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         "attention: the state is the cache of all that was read, 0 before the first token",
         *found.notes,
     ]
-    return Result(
-        columns, rows, notes, partial(_draw, found, spreads, places, sizes), (12.5, 4.8), {"positions": places}
-    )
+    draw = partial(_draw, found, spreads, places, sizes)
+    return Result(columns, rows, notes, draw, (12.5, 4.8), {"positions": places})
 
 
 Places = list[tuple[float, float, float, float]]
+Intervals = Mapping[str, Interval]
 
 
 def _places(found: Comparison, cell: str) -> Places:
@@ -154,9 +153,7 @@ def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
     return sum(n * loss for n, loss in chosen) / sum(n for n, _ in chosen) if chosen else None
 
 
-def _draw(
-    found: Comparison, spreads: Mapping[str, Interval], places: Mapping[str, Places], sizes: Sizes, figure: Any
-) -> None:
+def _draw(found: Comparison, spreads: Intervals, places: Mapping[str, Places], sizes: Sizes, figure: Any) -> None:
     names = sorted(spreads, key=lambda name: spreads[name].mean)
     curves = {name: found.of(name)[0].get("curve") or () for name in names}  # of the first seed
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
@@ -170,11 +167,9 @@ def _draw(
     for index, name in enumerate(names):
         look = {"color": COLOURS[index % 7], "linestyle": DASHES[(index + index // 7) % 7], "label": name}
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
-        if late:
-            right.plot(*zip(*late, strict=True), marker=".", **look)
+        right.plot(*zip(*late, strict=True), marker=".", **look)
         read = [(tokens, loss) for tokens, loss in curves[name] if tokens >= sizes.tokens / 10]
-        if read:
-            middle.plot(*zip(*read, strict=True), **look)
+        middle.plot(*zip(*read, strict=True), **look)
     right.axvline(sizes.context, color=GREY, linestyle=":", linewidth=1)
     right.set_xscale("log", base=2)
     unit = "loss (nats/byte)"

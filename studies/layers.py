@@ -1,6 +1,6 @@
 """recall, words: small layers, trained on a task and judged there and beyond it: what they answer of pairs that others
-replace, from long ago, or more than keys are wide; and whether they keep count beyond the lengths of training, of parity
-and of the words of S_3 and S_5."""
+replace, from long ago, or more than keys are wide; and whether they keep count beyond the lengths of training, in
+parity and words of S_3 and S_5."""
 
 from __future__ import annotations
 

@@ -116,29 +116,22 @@ class _Running:
 
     def __init__(self, level: Level, number: int) -> None:
         g = torch.Generator().manual_seed(number)
-        whole = level.width == WIDTH
+        whole, decays = level.width == WIDTH, level.half_life != NEVER
         eye = torch.eye(WIDTH, dtype=torch.float32)
         self.key, self.value = (eye if whole else haar(WIDTH, g)[:, : level.width].float() for _ in range(2))
-        decays = level.half_life != NEVER
         rule = {"retention": "decay" if decays else "none", "read": "before"}
         self.rule = LevelConfig.model_validate({"name": f"level {number}", "period": level.period, "memory": rule}).rule
-        retain = 0.5 ** (1 / level.half_life) if decays else None
-        self.gates = Gates(lr=level.lr, retain=retain)
+        self.gates = Gates(lr=level.lr, retain=0.5 ** (1 / level.half_life) if decays else None)
         self.state: MemoryState | None = None
 
-    def write(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Writes [S, T, D] tokens; what was predicted of each before it was written."""
-        k = normalize(keys @ self.key, dim=-1).unsqueeze(2)
-        v = (values @ self.value).unsqueeze(2)
-        y, self.state = memory_scan(self.rule, k, k, v, self.gates, state=self.state)
-        return y.squeeze(2) @ self.value.T
-
-    def read(self, keys: Tensor) -> Tensor:
-        """Predictions [S, N, D] for queries; writes nothing."""
-        q = normalize(keys @ self.key, dim=-1).unsqueeze(2)
-        v = q.new_zeros(*q.shape[:3], self.value.shape[1])
-        masked = torch.zeros(q.shape[:2], dtype=torch.bool)
-        y, _ = memory_scan(self.rule, q, q, v, self.gates, state=self.state, write_mask=masked)
+    def __call__(self, keys: Tensor, values: Tensor | None = None) -> Tensor:
+        """Predictions [S, T, D] for keys; with values they are those before each was written, else nothing is."""
+        k, mask = normalize(keys @ self.key, dim=-1).unsqueeze(2), None
+        if values is None:
+            mask = torch.zeros(k.shape[:2], dtype=torch.bool)
+        v = k.new_zeros(k.shape) if values is None else (values @ self.value).unsqueeze(2)
+        y, state = memory_scan(self.rule, k, k, v, self.gates, state=self.state, write_mask=mask)
+        self.state = self.state if values is None else state
         return y.squeeze(2) @ self.value.T
 
 
@@ -154,7 +147,7 @@ def measure(system: System, stream: Stream) -> Recall:
         values = stream.values[:, now, None].expand(-1, -1, WIDTH)
         target = stream.code.gather(1, values)
         for level in reversed(levels):
-            known = level.write(stream.keys[:, now], target)
+            known = level(stream.keys[:, now], target)
             target = target - known if system.residual else target
         table, binding = _asked(levels, stream, end)
         tables.append(table)
@@ -170,7 +163,7 @@ def _asked(levels: list[_Running], stream: Stream, end: int) -> tuple[Tensor, Te
     recent = slice(max(0, end - AGES), end)
     keys = torch.cat([stream.table_keys, stream.keys[:, recent]], 1)
     values = torch.cat([stream.table_values, stream.values[:, recent]], 1)
-    seen = torch.stack([level.read(keys) for level in levels]).sum(0)
+    seen = torch.stack([level(keys) for level in levels]).sum(0)
     right = ((seen @ stream.code.mT).argmax(-1) == values).float()
     tables = right[:, : 2 * TABLE].unflatten(-1, (2, TABLE)).mean(-1)
     by_age = right[:, 2 * TABLE :].masked_fill(stream.from_table[:, recent], math.nan).flip(-1)

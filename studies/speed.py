@@ -88,18 +88,17 @@ SPEED = Study("speed", "From which length on is linear attention faster than sof
 
 def contenders(seed: int) -> dict[str, Function]:
     """Ways of attending, `[B, H, T, D]` each, causal and not; those named alike compute the same function."""
-    relu, features = ReLU(), PerformerReLU(num_features=FEATURES)
+    features, nothing = PerformerReLU(num_features=FEATURES), Params(learned={}, frozen={})
     params = features.init(WIDTH, generator=torch.Generator().manual_seed(seed))
-    nothing: Params = {"learned": {}, "frozen": {}}
-    return {
+    ways: dict[str, Function] = {
         "naive softmax": naive,
         "torch SDPA": F.scaled_dot_product_attention,
-        "ReLU": partial(linear, relu, nothing),
+        "ReLU": partial(linear, ReLU(), nothing),
         "266 ReLU features": partial(linear, features, params),
-        "naive softmax, causal": partial(naive, causal=True),
-        "torch SDPA, causal": partial(F.scaled_dot_product_attention, is_causal=True),
-        "ReLU, causal": partial(causal, relu, nothing),
-        "266 ReLU features, causal": partial(causal, features, params),
+    }
+    return {
+        **ways,
+        **{f"{name}, causal": partial(way, is_causal=True) for name, way in ways.items()},
         "gated delta, causal": partial(gated, "gated_delta", 2),
         "titans_linear, causal": partial(gated, "titans_linear", 3),
     }
@@ -110,28 +109,24 @@ def longest(name: str) -> float:
     return LONGEST.get(name.removesuffix(", causal"), math.inf)
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+def naive(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """Softmax attention by its formula, every score in memory."""
     scores = q @ k.mT / q.shape[-1] ** 0.5
-    if causal:
+    if is_causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(ahead, -math.inf)
     return scores.softmax(-1) @ v
 
 
-def linear(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """phi(q) (phi(k)^T v) / phi(q).sum phi(k): every query sees all keys."""
-    phi_q, phi_k = (feature_map(x.transpose(1, 2), params).transpose(1, 2) for x in (q, k))
+def linear(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """phi(q) (phi(k)^T v) / phi(q).sum phi(k): every query sees all keys, or by `memory_scan` those up to its own."""
+    q, k, tokens = (x.transpose(1, 2) for x in (q, k, v))
+    if is_causal:
+        config = MemoryConfig(bias="dot", feature_map=feature_map, normalizer="sum")
+        return memory_scan(config, q, k, tokens, Gates(lr=1.0), phi_params=params)[0].transpose(1, 2)
+    phi_q, phi_k = (feature_map(x, params).transpose(1, 2) for x in (q, k))
     weight = (phi_q @ phi_k.sum(-2).unsqueeze(-1)) + EPS
     return phi_q @ (phi_k.mT @ v) / weight
-
-
-def causal(feature_map: FeatureMap, params: Params, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same, every query seeing the keys up to its own, by `memory_scan`."""
-    config = MemoryConfig(bias="dot", feature_map=feature_map, normalizer="sum")
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y, _ = memory_scan(config, q, k, v, Gates(lr=1.0), phi_params=params)
-    return y.transpose(1, 2)
 
 
 def gated(rule: str, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -198,27 +198,28 @@ def run_studies(names: Sequence[str], **how: Any) -> None:
         print_table(("study", "seconds"), took)
 
 
-def run_study(
-    name: str, *, quick: bool = False, seeds: int | None = None, out: Path, figure: bool = True, dry: bool = False,
-    seconds: float | None = None,
-) -> Result | None:  # fmt: skip
+def run_study(name: str, *, seeds: int | None = None, figure: bool = True, **how: Any) -> Result | None:
     """Runs, prints and writes; a quick run's files are called NAME-quick, a dry one's NAME-dry. None, and a sentence
-    printed, where there is nothing to measure here."""
+    printed, where there is nothing to measure here.
+
+    Args:
+        how: the other fields of a `Run`.
+    """
     known = studies()
     if name not in known:
         raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
-    study = known[name]
-    if (dry or seconds is not None) and not study.on_card:
+    study, run = known[name], Run(name, (), **how)
+    if (run.dry or run.seconds is not None) and not study.on_card:
         raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
-    count = (min(2, study.seeds) if quick else study.seeds) if seeds is None else seeds
+    count = (min(2, study.seeds) if run.quick else study.seeds) if seeds is None else seeds
+    run = run._replace(seeds=range(count))
     if figure:
         figure_type("the figure, which --no-figure leaves out,")
     print(f"{name}: {study.about}")
-    if study.on_card and not dry and not torch.cuda.is_available():
+    if study.on_card and not run.dry and not torch.cuda.is_available():
         print(f"skipped: {NO_CARD.format(name)}")
         return None
     print(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
-    run = Run(name, range(count), quick, out, dry, seconds)
     result = study.answer(run)
     print_table(result.columns, [[_text(cell) for cell in row] for row in result.rows])
     for note in result.notes:
@@ -226,10 +227,10 @@ def run_study(
     contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, run, result)}
     if figure:
         contents |= images(result.size, result.draw)
-    with refusing(f"write {out}", "choose another --out"):
-        make_folder(out)
+    with refusing(f"write {run.out}", "choose another --out"):
+        make_folder(run.out)
         for ending, content in contents.items():
-            path = out / f"{run.stem}.{ending}"
+            path = run.out / f"{run.stem}.{ending}"
             write_file(path, content)
             print(path)
     return result
@@ -251,18 +252,10 @@ def to_csv(result: Result) -> str:
 
 def to_json(study: Study, run: Run, result: Result) -> str:
     """Everything but the drawing; NaN, which JSON lacks, is null."""
-    facts = {
-        "study": study.name,
-        "about": study.about,
-        "quick": run.quick,
-        "seeds": list(run.seeds),
-        "versions": versions(),
-        "columns": list(result.columns),
-        "rows": [[cell._asdict() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows],
-        "notes": list(result.notes),
-        "data": result.data,
-    }
-    return json.dumps(finite(facts), indent=1, allow_nan=False) + "\n"
+    facts = {"study": study.name, "about": study.about, "quick": run.quick, "seeds": list(run.seeds)}
+    rows = [[cell._asdict() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows]
+    found = {"columns": result.columns, "rows": rows, "notes": result.notes, "data": result.data}
+    return json.dumps(finite({**facts, "versions": versions(), **found}), indent=1, allow_nan=False) + "\n"
 
 
 def _text(cell: Cell) -> str:
@@ -274,12 +267,11 @@ def _text(cell: Cell) -> str:
 # Pictures that studies share: contenders as dots, as bars, and as lines over what is varied.
 
 Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
+Panels = Mapping[str, Dots]
 Lines = Mapping[str, Mapping[Any, float]]  # what a line has at every place, by its label
 
 
-def dot_plot(
-    figure: Any, rows: Sequence[str], panels: Mapping[str, Dots], xlabel: str, chance: Sequence[float] = ()
-) -> None:
+def dot_plot(figure: Any, rows: Sequence[str], panels: Panels, xlabel: str, chance: Sequence[float] = ()) -> None:
     """A panel a task, a row a contender, the first on top: means with standard errors; marks of a row stand one below
     the other.
 

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,26 +29,19 @@ LINKS = "linear"  # where rules with a link take it in chunks: the memory moves 
 CHUNKED = ("titans", "yaad", "moneta", "memora", "omeganet", "atlas")
 
 
-class Size(NamedTuple):
-    """Of the layer and what it is given, and how often that is timed."""
-
-    width: int = 256
-    heads: int = 4
-    batch: int = 2
-    length: int = 512
-    repeats: int = 5
+FULL, TINY = (256, 4, 2, 512, 5), (16, 2, 1, 8, 1)  # width and heads of the layer, rows and tokens it is given, repeats
 
 
-def measure(rule: str, chunk: int | None, size: Size) -> dict[str, Any]:
+def measure(rule: str, chunk: int | None, size: tuple[int, int, int, int, int]) -> dict[str, Any]:
     """One rule in this process, as it is or in chunks: a pass to warm up, one for its memory, then the timed ones. The
     peak is the resident memory that a pass added at its largest moment; None where the system does not say."""
+    width, heads, batch, length, repeats = size
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     config = named_rule(rule) if chunk is None else chunked(named_rule(rule), chunk)
     source = torch.Generator().manual_seed(0)
-    layer = Memory(size.width, size.heads, config, generator=source, dtype=torch.float32)
-    shape = (size.batch, size.length, size.width)
-    x, cotangent = (torch.randn(shape, generator=source, dtype=torch.float32) for _ in range(2))
+    layer = Memory(width, heads, config, generator=source, dtype=torch.float32)
+    x, cotangent = (torch.randn(batch, length, width, generator=source, dtype=torch.float32) for _ in range(2))
     leaves = [x.requires_grad_(), *layer.parameters()]
 
     def once() -> int:
@@ -59,13 +52,13 @@ def measure(rule: str, chunk: int | None, size: Size) -> dict[str, Any]:
     held = once()
     peak = added_mib(once)
     spent: list[float] = []
-    while len(spent) < size.repeats and (not spent or sum(spent) < 20):
+    while len(spent) < repeats and (not spent or sum(spent) < 20):
         start = time.process_time()
         once()
         spent.append(time.process_time() - start)
     d_phi = config.feature_map.output_dim(layer.d_key)
-    call = Plan.sketch(config, length=size.length, shape=(layer.d_value, d_phi), dtype=config.dtype)
-    speed = size.batch * size.length / statistics.median(spent)
+    call = Plan.sketch(config, length=length, shape=(layer.d_value, d_phi), dtype=config.dtype)
+    speed = batch * length / statistics.median(spent)
     return {"engine": choose(call).name, "tokens_per_second": speed, "state_mib": held / 2**20, "peak_mib": peak}
 
 
@@ -115,7 +108,7 @@ def rules(run: Run) -> Result:
         found = {rule: evidence(rule, run.quick) for rule in progress(names, "rules against their papers")}
     finally:
         torch.set_default_dtype(before)
-    size = Size(16, 2, 1, 8, 1) if run.quick else Size()
+    size = TINY if run.quick else FULL
     jobs = [(rule, None) for rule in names] + [(rule, CHUNK) for rule in names if rule in CHUNKED]
     if run.quick:
         costs = {job: measure(*job, size) for job in progress(jobs, "costs of rules")}
@@ -141,8 +134,8 @@ def rules(run: Run) -> Result:
         f"error: largest of outputs and states of {engines}, relative in norm, against the function of tests.reference",
         "error of gradients: by each input and weight along random directions, against differences of that function of "
         "fourth order",
-        f"tokens/s: forward + backward of nn.Memory, width {size.width}, {size.heads} heads, {size.batch} x "
-        f"{size.length} tokens, float32, one thread, median of CPU time; the engine is the one that auto takes",
+        f"tokens/s: forward + backward of nn.Memory, width {size[0]}, {size[1]} heads, {size[2]} x "
+        f"{size[3]} tokens, float32, one thread, median of CPU time; the engine is the one that auto takes",
         f"chunk 64: gradients of a chunk at its start; rules with a link take it there, link_at={LINKS!r}",
         f"peak: resident memory that a pass adds at its largest moment, in {place}",
     ]
