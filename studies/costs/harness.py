@@ -16,6 +16,7 @@ from studies.study import Cell, Result, Run, Study, bars, progress
 from studies.timing import Call, Function, cpu_times, forward, forward_backward
 
 BATCH, HEADS, WIDTH = 2, 4, 64
+TOLERANCE = 1e-3
 
 
 class Size(NamedTuple):
@@ -43,11 +44,12 @@ def cost_of(ours: float, theirs: float) -> Cost:
 
 
 class Peer(NamedTuple):
-    """The other side: its function, and what pip is to install where that is None."""
+    """The other side: its function, what pip is to install where that is None, and whether it computes the same."""
 
     name: str
     call: Function | None
     package: str = ""
+    same: bool = True
 
 
 class Row(NamedTuple):
@@ -63,20 +65,12 @@ class Row(NamedTuple):
 
 
 def compare(
-    case: str,
-    ours: Function,
-    peer: Peer,
-    inputs: Sequence[Tensor],
-    repeats: int,
-    *,
-    tolerance: float | None = 1e-3,
-    directions: str = "fb",
+    case: str, ours: Function, peer: Peer, inputs: Sequence[Tensor], repeats: int, directions: str = "fb"
 ) -> Row:
     """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
 
-    Refuses to time results, gradients included, that differ by more than `tolerance` of their
-    norm; None says that the peer computes another function. Where the peer is not installed the row
-    says so.
+    Refuses to time results, gradients included, of the same function that differ by more than TOLERANCE of their norm.
+    Where the peer is not installed the row says so.
     """
     row = Row(case, peer.name)
     if peer.call is None:
@@ -85,19 +79,17 @@ def compare(
     for name, measure in (("f", forward), ("b", forward_backward)):
         if name in directions:
             sides = measure(ours, inputs), measure(peer.call, inputs)
-            if tolerance is not None:
-                errors.append(difference(*(side() for side in sides)))
-                if not errors[-1] <= tolerance:
+            if peer.same:
+                errors.append(max(distance(*pair) for pair in zip(*(side() for side in sides), strict=True)))
+                if not errors[-1] <= TOLERANCE:
                     raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
             costs[name] = timed(*sides, repeats)
     return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
 
 
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest relative distance between two lists of tensors."""
-    return max(
-        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30)) for a, b in zip(ours, theirs, strict=True)
-    )
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Relative, in norm."""
+    return float((ours - theirs).detach().norm() / theirs.detach().norm().clamp(min=1e-30))
 
 
 def timed(ours: Call, theirs: Call, repeats: int) -> Cost:

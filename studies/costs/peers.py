@@ -49,7 +49,7 @@ def sdpa() -> Peer:
         heads = (item.transpose(1, 2) for item in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
-    return Peer("torch SDPA, causal", run)
+    return Peer("torch SDPA, causal", run, same=False)
 
 
 def stock() -> Peer:
