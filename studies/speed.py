@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from hecate.engine import memory_scan, memory_step
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
-from studies.costs.harness import HEADS, WIDTH, drawn
+from studies.costs.harness import HEADS, WIDTH, Call, Function, cpu_times, drawn, forward, forward_backward
 from studies.study import Cell, Result, Run, Spread, Study, line_plot, progress
-from studies.timing import Call, Function, cpu_times, forward, forward_backward
 
 FEATURES = 266  # int(64 log 64): the default of Performers
 # Above it the scores of naive softmax and their softmax alone take gigabytes, and a call of SDPA takes seconds.

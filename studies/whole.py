@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from hecate.models import LanguageModel
+from studies.costs.harness import Call, Function, cpu_times
 from studies.study import Cell, Result, Run, Study, bars, progress
-from studies.timing import Call, Function, cpu_times
 from tests.hf import families
 
 WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512

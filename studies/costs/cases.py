@@ -27,10 +27,9 @@ from hecate.optim.lift import STEPS
 from hecate.processes import safe_path
 from hecate.rule import RULES
 from studies.costs import peers
-from studies.costs.harness import HEADS, WIDTH, Peer, Row, Size, compare, cost, cost_of, drawn, scan, timed
+from studies.costs.harness import HEADS, WIDTH, Call, Peer, Row, Size, compare, cost, drawn, scan, timed
 from studies.costs.peers import matrix_loop, mlp_loop
 from studies.study import Result, Run, Study, bars, progress
-from studies.timing import Call, Function, forward_backward, peak_mib
 from tests.oracle.peers import Titans
 
 TAPE: dict[str, Any] = {"engine": "sequential", "autodiff": "tape"}
@@ -143,15 +142,7 @@ def tape(size: Size) -> Iterator[Row]:
         ("matrix memory, gated", scan(MemoryConfig(retention="decay"), **TAPE), matrix_loop, inputs),
     ):
         peer = Peer("plain torch loop under autograd", theirs)
-        row = compare(f"{name}, token loop, T={length}", ours, peer, given, size.fewer(3), directions="b")
-        yield row._replace(memory=cost_of(*(_peak(function, given) for function in (ours, theirs))))
-
-
-def _peak(function: Function, inputs: tuple[Tensor, ...]) -> float:
-    run = forward_backward(function, inputs)
-    run()
-    gc.collect()
-    return peak_mib(run)
+        yield compare(f"{name}, token loop, T={length}", ours, peer, given, size.fewer(3), memory=True)
 
 
 def _tape(deep: structure.MLP, *inputs: Tensor) -> Tensor:

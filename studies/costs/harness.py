@@ -1,22 +1,27 @@
 """Comparisons as studies: inputs, equal results first, then medians of interleaved runs in process CPU time, and their
-ratio, ours / peer."""
+ratio, ours / peer; and the clock itself, which calls all sides in turn, a sample of each per round."""
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
 from studies.study import Cell, Result, Run, Study, bars, progress
-from studies.timing import Call, Function, cpu_times, forward, forward_backward
 
+K = TypeVar("K", bound=Hashable)
+Call = Callable[[], object]
+Function = Callable[..., Tensor]
 BATCH, HEADS, WIDTH = 2, 4, 64
 TOLERANCE = 1e-3
+LEAST = 0.005  # seconds that a sample lasts at least: the clock's own resolution does not show
 
 
 class Size(NamedTuple):
@@ -64,10 +69,8 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def compare(
-    case: str, ours: Function, peer: Peer, inputs: Sequence[Tensor], repeats: int, directions: str = "fb"
-) -> Row:
-    """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
+def compare(case: str, ours: Function, peer: Peer, inputs: Sequence[Tensor], repeats: int, memory: bool = False) -> Row:
+    """Both sides on the same inputs, forward and forward with backward; or the latter alone, and its memory.
 
     Refuses to time results, gradients included, of the same function that differ by more than TOLERANCE of their norm.
     Where the peer is not installed the row says so.
@@ -76,15 +79,18 @@ def compare(
     if peer.call is None:
         return row._replace(note=f"absent: pip install {peer.package}")
     errors, costs = [], {}
-    for name, measure in (("f", forward), ("b", forward_backward)):
-        if name in directions:
-            sides = measure(ours, inputs), measure(peer.call, inputs)
-            if peer.same:
-                errors.append(max(distance(*pair) for pair in zip(*(side() for side in sides), strict=True)))
-                if not errors[-1] <= TOLERANCE:
-                    raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
-            costs[name] = timed(*sides, repeats)
-    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
+    for name, measure in {"forward": forward, "both": forward_backward}.items():
+        if memory and name == "forward":
+            continue
+        sides = measure(ours, inputs), measure(peer.call, inputs)
+        if peer.same:
+            errors.append(max(distance(*pair) for pair in zip(*(side() for side in sides), strict=True)))
+            if not errors[-1] <= TOLERANCE:
+                raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
+        costs[name] = timed(*sides, repeats)
+    if memory:
+        costs["memory"] = cost_of(*map(peak_mib, sides))
+    return row._replace(**costs, error=max(errors, default=None))
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -156,3 +162,76 @@ def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
     ratios = [cost and cost["ratio"] for cost in (row.forward, row.both, row.memory)]
     return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
+
+
+def cpu_times(runs: Mapping[K, Call], rounds: int) -> dict[K, Tensor]:
+    """Milliseconds of process CPU time per call, `[rounds]` for every run.
+
+    Every run is called once to warm up, then as often per sample as makes it last; the runs take
+    turns, so that whatever else the machine does falls on all of them.
+    """
+    calls = {}
+    for name, run in runs.items():
+        run()
+        calls[name] = max(1, round(1e3 * LEAST / max(_sample(run, 1), 1e-3)))
+    samples: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(_sample(run, calls[name]))
+    return {name: torch.tensor(taken, dtype=torch.float64) for name, taken in samples.items()}
+
+
+def _sample(run: Call, calls: int) -> float:
+    start = time.process_time()
+    for _ in range(calls):
+        run()
+    return 1e3 * (time.process_time() - start) / calls
+
+
+def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """The output alone, without recording."""
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            return [function(*inputs)]
+
+    return run
+
+
+def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    """The output and the gradients of all inputs for one fixed cotangent; 0 where unused."""
+    cotangent: list[Tensor] = []
+
+    def run() -> list[Tensor]:
+        leaves = [item.detach().requires_grad_() for item in inputs]
+        y = function(*leaves)
+        if not cotangent:
+            generator = torch.Generator().manual_seed(1)
+            cotangent.append(torch.randn(y.shape, generator=generator, dtype=y.dtype))
+        found = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
+        grads = [grad for grad in found if grad is not None]
+        return [y, *grads]
+
+    return run
+
+
+def peak_mib(run: Call) -> float:
+    """Most memory that torch's CPU allocator holds at once during a second run, beyond what it held.
+
+    The profiler's record of every allocation, temporaries inside operators and the backward pass
+    included; memory that does not come from torch is not seen.
+    """
+    run()
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    changes = [
+        (event.start_ns(), event.nbytes())
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
+    held = peak = 0
+    for _, change in sorted(changes, key=lambda item: item[0]):
+        held += change
+        peak = max(peak, held)
+    return peak / 2**20

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from studies.costs.harness import WIDTH, Peer
-from studies.timing import Function
+from studies.costs.harness import WIDTH, Function, Peer
 from tests.oracle import peers
 
 Slope = Callable[[Tensor], Tensor]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from studies import Spread
+from studies.costs.harness import cpu_times, forward_backward
 from studies.speed import EPS, HEADS, WAYS, WIDTH, contenders, crossing, crossover, draw_inputs, longest, ratio
-from studies.timing import cpu_times, forward_backward
 
 pytestmark = pytest.mark.usefixtures("float32")
 
