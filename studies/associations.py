@@ -75,7 +75,7 @@ class Associator(nn.Module):
 
         self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
         self.key, self.query = (
-            uniform(WIDTH**-0.5 if rule else math.sqrt(6 / (n + WIDTH)), n, WIDTH) for n in (fan, width)
+            uniform(math.sqrt(6 / (n + WIDTH)) if rule is None else WIDTH**-0.5, n, WIDTH) for n in (fan, width)
         )
         self.key_bias, self.query_bias = (uniform(n**-0.5, WIDTH) for n in (fan, width))
         self.gate, self.gate_bias = uniform(fan**-0.5, fan, 1), uniform(fan**-0.5, 1)

@@ -230,10 +230,8 @@ def levels(run: Run) -> Result:
         f"score: mean of A after B and bindings, age 1-{RECENT}; gates were chosen by it, on other seeds, so older "
         "bindings did not count; minus two heads: seed by seed, as all saw the same tokens",
         f"size: at most {WIDTH * WIDTH} weights everywhere; a level with a period also carries the sum of its window",
-        "heads, and levels but for 'residual', are written with every value; a residual level with what slower ones do "
-        "not know; reads are added up",
-        "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is published for this "
-        "world",
+        "reads are added up; a level is written with every value, a 'residual' one with what slower ones do not know",
+        "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is published here",
         *(f"gates of {name}: {'; '.join(map(str, o.systems[o.chosen].levels))}" for name, o in outcomes.items()),
     ]
     data = {}

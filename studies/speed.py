@@ -61,8 +61,7 @@ def speed(run: Run) -> Result:
         "claimed: a document on ReLU linear attention, without a source; its numbers are N / 341, "
         "a straight line, and say 'softmax' without saying which",
         "faster " + "; ".join(crossings),
-        f"naive softmax is not run above {longest('naive softmax')} tokens, where its scores alone take gigabytes, "
-        f"SDPA not above {longest('torch SDPA')}",
+        f"naive softmax is not run above {longest('naive softmax')} tokens, SDPA not above {longest('torch SDPA')}",
         "266 features = int(64 log 64), Performers' own choice, cost four times the products of 64",
         "ms: causal, forward and backward; gates of gated_delta and titans_linear are of each token",
     ]

@@ -173,8 +173,7 @@ def whole(run: Run) -> Result:
     notes = [
         f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
         f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
-        "step / transformer: the median of ratios within a round, bfloat16 by autocast; a token: batch 1, without "
-        "gradients",
+        "step / transformer: medians of ratios within a round, bfloat16 by autocast; a token: batch 1, no gradients",
         "models of transformers in plain torch, which is all that they have on a CPU",
     ]
 

@@ -27,7 +27,7 @@ from hecate.optim.lift import STEPS
 from hecate.processes import safe_path
 from hecate.rule import RULES
 from studies.costs import peers
-from studies.costs.harness import HEADS, WIDTH, Call, Peer, Row, Size, compare, cost, drawn, scan, timed
+from studies.costs.harness import HEADS, WIDTH, Call, Peer, Row, Size, compare, drawn, scan, timed
 from studies.costs.peers import matrix_loop, mlp_loop
 from studies.study import Result, Run, Study, bars, progress
 from tests.oracle.peers import Titans
@@ -36,12 +36,11 @@ TAPE: dict[str, Any] = {"engine": "sequential", "autodiff": "tape"}
 TURNS = 20  # times as many samples of a token as of a sequence
 
 
-@cost
 def linear(size: Size) -> Iterator[Row]:
     """Causal linear attention against a C++ kernel, softmax attention and performer-pytorch."""
     case, inputs = "linear attention, T={}".format, drawn(size.length)
     ours, softmax = scan(named_rule("hebbian")), peers.sdpa()
-    for peer in (peers.stock(), peers.native(), softmax):
+    for peer in (peers.fast_transformers(), peers.fast_transformers(native=True), softmax):
         yield compare(case(size.length), ours, peer, inputs, size.repeats)
     long = size.short(16384)
     yield compare(case(long), ours, softmax, drawn(long, batch=1), size.fewer(9))
@@ -53,7 +52,6 @@ def linear(size: Size) -> Iterator[Row]:
     yield compare(name, scan(config, phi_params=params), peer, inputs, size.fewer(3))
 
 
-@cost
 def delta(size: Size) -> Iterator[Row]:
     """The delta rule against fla-core's chunked reference."""
 
@@ -64,7 +62,6 @@ def delta(size: Size) -> Iterator[Row]:
     yield compare(f"delta, T={size.length}", ours, peer, drawn(size.length, 1), size.repeats)
 
 
-@cost
 def gated_delta(size: Size) -> Iterator[Row]:
     """The gated delta rule against fla-core's chunked reference."""
 
@@ -76,7 +73,6 @@ def gated_delta(size: Size) -> Iterator[Row]:
     yield compare(f"gated delta, T={size.length}", ours, peer, drawn(size.length, 2), size.repeats)
 
 
-@cost
 def titans(size: Size) -> Iterator[Row]:
     """Titans with one linear layer: exact token by token, where the peer approximates."""
     name, weight = "titans-pytorch, chunks of 64 (an approximation)", torch.zeros(4, WIDTH, WIDTH, dtype=torch.float32)
@@ -85,7 +81,6 @@ def titans(size: Size) -> Iterator[Row]:
     yield compare(f"Titans linear with momentum, exact, T={size.length}", ours, peer, inputs, size.repeats)
 
 
-@cost
 def mlp(size: Size) -> Iterator[Row]:
     """Titans with two layers and gradients frozen at a chunk's start, the same function."""
     deep, chunk = structure.MLP(layers=2, expansion=1, activation="gelu"), 64
@@ -112,7 +107,6 @@ def _chunks(config: MemoryConfig, initial: dict[str, Tensor], *inputs: Tensor) -
     return memory_scan(config, q, k, v, Gates(lr, retain, momentum), initial=initial)[0]
 
 
-@cost
 def biases(size: Size) -> Iterator[Row]:
     """Biases for which no peer has a parallel form, against the rule's token loop."""
     length, near = size.short(512), {"p": 1.01, "eps": 1e-2}
@@ -130,7 +124,6 @@ def _power(error: Tensor, p: float, eps: float) -> Tensor:
     return (error.square() / (radius + eps)) ** (p - 1) * error / radius
 
 
-@cost
 def tape(size: Size) -> Iterator[Row]:
     """`autodiff="tape"` keeps of the order of sqrt(T) states; autograd keeps all of them."""
     length = size.short(512)
@@ -151,7 +144,6 @@ def _tape(deep: structure.MLP, *inputs: Tensor) -> Tensor:
     return memory_scan(config, q, k, v, Gates(lr, retain), initial={"w1": w1, "w2": w2}, **TAPE)[0]
 
 
-@cost
 def engines(size: Size) -> Iterator[Row]:
     """What `engine="auto"` has to choose from."""
     length, ttt = size.short(512), named_rule("ttt_linear")
@@ -170,7 +162,6 @@ def engines(size: Size) -> Iterator[Row]:
             yield compare(f"{name}, engine {engine}, T={length}", run, peer, inputs, size.fewer(4))
 
 
-@cost
 def token(size: Size) -> Iterator[Row]:
     """One token of one sequence over the same arithmetic in five torch calls: by name, and as fast as torch has it."""
     rules = {
@@ -238,7 +229,6 @@ PLAIN: dict[str, Make] = {
 }
 
 
-@cost
 def optim(size: Size) -> Iterator[Row]:
     """Each optimiser against foreach SGD and AdamW; those that orthogonalise against torch's Muon.
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -225,13 +226,6 @@ def peak_mib(run: Call) -> float:
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
-        held += change
-        peak = max(peak, held)
-    return peak / 2**20
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    in_time = sorted(events, key=lambda event: event.start_ns())
+    return max(0, *accumulate(event.nbytes() for event in in_time)) / 2**20

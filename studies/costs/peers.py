@@ -51,20 +51,17 @@ def sdpa() -> Peer:
     return Peer("torch SDPA, causal", run, same=False)
 
 
-def stock() -> Peer:
-    """fast-transformers' C++ kernel as pip builds it."""
+def fast_transformers(native: bool = False) -> Peer:
+    """fast-transformers' C++ kernel as pip builds it, or built for this processor into the folder NATIVE."""
     package = "pytorch-fast-transformers"
+    if native:
+        how = f"--target {NATIVE} {package} with CFLAGS='-O3 -march=native'"
+        return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
 
     def made() -> Function:
         return _causal_product(Path(str(importlib.metadata.distribution(package).locate_file(""))))
 
     return peer("fast-transformers C++, stock build", package, made)
-
-
-def native() -> Peer:
-    """The same built for this processor, into the folder NATIVE."""
-    how = f"--target {NATIVE} pytorch-fast-transformers with CFLAGS='-O3 -march=native'"
-    return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
 
 
 def _causal_product(folder: Path) -> Function:
