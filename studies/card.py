@@ -18,9 +18,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from importlib import import_module
 from itertools import islice, product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -35,21 +35,23 @@ from hecate.rule import Gates, MemoryConfig, named_rule
 from hecate.train.trainer import compile_chunks
 
 LOST = 3  # how a process ends whose card answers no more
+QUIET: dict[str, Any] = {"on_nonfinite": "propagate"}  # without a look for what is no number
 RULES = {
-    "gated delta": named_rule("gated_delta"),
-    "exact momentum": named_rule("titans_linear"),
-    "huber": MemoryConfig(bias="huber", retention="decay"),
-    "delta": MemoryConfig(),
-    "kda": named_rule("kda"),
-    "linear attention": MemoryConfig(bias="dot"),
+    "gated delta": named_rule("gated_delta").model_copy(update=QUIET),
+    "exact momentum": named_rule("titans_linear").model_copy(update=QUIET),
+    "huber": MemoryConfig(bias="huber", retention="decay", **QUIET),
+    "delta": MemoryConfig(**QUIET),
+    "kda": named_rule("kda").model_copy(update=QUIET),
+    "linear attention": MemoryConfig(bias="dot", **QUIET),
 }
+LP: dict[str, Any] = {"kind": "lp", "p": 3.0}
 MORE = {  # whether they are right, and no more
-    "lp": MemoryConfig(bias={"kind": "lp", "p": 3.0}, retention="decay"),
-    "kl": MemoryConfig(bias="kl", retention="decay"),
-    "huber, momentum": MemoryConfig(bias="huber", retention="decay", algorithm="momentum"),
-    "lp and lq, token by token": MemoryConfig(bias={"kind": "lp", "p": 3.0}, retention={"kind": "lq", "eps": 1e-3}),
-    "elastic net, token by token": MemoryConfig(retention="elastic_net"),
-    "sphere, token by token": MemoryConfig(bias="huber", retention="sphere"),
+    "lp": MemoryConfig(bias=LP, retention="decay", **QUIET),
+    "kl": MemoryConfig(bias="kl", retention="decay", **QUIET),
+    "huber, momentum": MemoryConfig(bias="huber", retention="decay", algorithm="momentum", **QUIET),
+    "lp and lq, token by token": MemoryConfig(bias=LP, retention={"kind": "lq", "eps": 1e-3}, **QUIET),
+    "elastic net, token by token": MemoryConfig(retention="elastic_net", **QUIET),
+    "sphere, token by token": MemoryConfig(bias="huber", retention="sphere", **QUIET),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gated delta": {"memory": "gated_delta"},
@@ -62,10 +64,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax attention, torch.compile": {"attention": {"kind": "attention"}},
 }
 PEERS = {  # of fla, called directly: what a rule's own call leaves to add
-    "linear attention": ("fla.ops.simple_gla", "chunk_simple_gla"),
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
-    "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda"),
+    "linear attention": "fla.ops.simple_gla:chunk_simple_gla",
+    "delta": "fla.ops.delta_rule:chunk_delta_rule",
+    "gated delta": "fla.ops.gated_delta_rule:chunk_gated_delta_rule",
+    "kda": "fla.ops.kda:chunk_kda",
 }
 Case = dict[str, Tensor]  # q, k, v `[B, T, H, D]` and the gates that a config takes, by name
 Call = Callable[[Case], Tensor]
@@ -362,7 +364,6 @@ def one_token(order: Order, config: MemoryConfig, heads: int, width: int, in_pla
     """Milliseconds, and those of moving the state at the rate of a copy."""
     case = order.case(config, (1, 1, heads, width), dtype=torch.float32)
     q, k, v, gates = arguments({name: x[:, 0].detach() for name, x in case.items()})
-    config = propagating(config)
     with torch.no_grad():
         _, state = memory_step(config, q, k, v, gates)
         call: Callable[[], object] = partial(Stepper(config, state, in_place=in_place), q, k, v, gates)
@@ -451,16 +452,9 @@ def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
     return q, k, v, Gates(**{name: x for name, x in case.items() if name not in ("q", "k", "v")})
 
 
-@cache
-def propagating(config: MemoryConfig) -> MemoryConfig:
-    """The config without its look for what is no number: one object, as a layer has, which keeps what it knows of a
-    call."""
-    return config.model_copy(update={"on_nonfinite": "propagate"})
-
-
 def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
     """Those of a scan alone."""
-    return memory_scan(propagating(config), *arguments(case), engine=engine)[0]
+    return memory_scan(config, *arguments(case), engine=engine)[0]
 
 
 def both(call: Call, case: Case) -> None:
@@ -472,7 +466,7 @@ def both(call: Call, case: Case) -> None:
 def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | None = None) -> Case:
     """Outputs, the last weights and the gradients of all inputs."""
     own = {name: x.detach().requires_grad_() for name, x in case.items()}
-    y, state = memory_scan(propagating(config), *arguments(own), engine=engine, cu_seqlens=borders)
+    y, state = memory_scan(config, *arguments(own), engine=engine, cu_seqlens=borders)
     found = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
@@ -482,11 +476,10 @@ def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | Non
 
 def peer(name: str, case: Case) -> Tensor:
     """fla's own call of a rule, on inputs as it wants them."""
-    module, function = PEERS[name]
-    kernel = getattr(import_module(module), function)
+    kernel = resolve_name(PEERS[name])
     # On Hopper with Triton 3.4 to 3.7.0 it refuses a gated backward pass, whose numbers are wrong there. Its time can
     # be taken all the same, and no number of it is used.
-    vars(import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True
+    resolve_name("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
     q, k, v, _ = arguments(case)
     if name == "linear attention":
         y: Tensor = kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]

@@ -84,9 +84,10 @@ def start(order: Order) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-P", "-c", CODE, json.dumps(order._asdict())], env=own, **how)
 
 
-def run_part(
-    order: Order, limit: float, start: Callable[[Order], subprocess.Popen[bytes]] = start, patience: float = PATIENCE
-) -> None:
+Start = Callable[[Order], subprocess.Popen[bytes]]
+
+
+def run_part(order: Order, limit: float, start: Start = start, patience: float = PATIENCE) -> None:
     """A part within its seconds, in one process or in several; one that ends before its time costs the row that it had
     begun, and goes on behind it in a new process."""
     path, stop = Path(order.rows), time.monotonic() + limit

@@ -33,8 +33,7 @@ Model = Mapping[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Of the models of a study: width, layers, heads, context, sequences of a step, bytes of a run, and batches that it
-    is judged on."""
+    """Of the models of a study: width, layers, heads, context, sequences of a step, and bytes of a run."""
 
     width: int
     layers: int
@@ -42,7 +41,6 @@ class Sizes(NamedTuple):
     context: int
     batch: int
     tokens: float
-    judged: int = 32
 
 
 def models() -> dict[str, Model]:
@@ -87,7 +85,7 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
     def made(model: Model, ratio: float) -> Cell:
         shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
         budget = {
-            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": sizes.judged,
+            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": 32,
             "checkpoint_every": 1000, "threads": 1,
         }  # fmt: skip
         given = {"name": "language", "data": data, "model": shape, "budget": budget, "optim": {"warmup": 100}}

@@ -38,11 +38,10 @@ class Outcome(NamedTuple):
 
 def settled(
     models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
-    since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, kept: Kept | None = None,
+    kept: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None,
 ) -> Outcome:  # fmt: skip
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
     the first model, then the model at that rate. Runs that are kept are not run again."""
-    keep = kept or Kept()
 
     def run(model: int, lr: float, seed: int) -> tuple[list[float], int]:
         """Accuracies of a trained layer by task, and bytes of its state."""
@@ -53,7 +52,7 @@ def settled(
                 _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
             return [judged(trainer, task, since) for task in tasks], bytes_of(state)
 
-        scores, size = keep([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
+        scores, size = kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
         return scores, size
 
     def score(lr: float, model: int) -> float:
@@ -185,7 +184,7 @@ def recall(run: Run) -> Result:
         for name in progress(QUICK if run.quick else tuple(task.models), kind):
             mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
             tasks = [at(task.data, length) for length in task.lengths]
-            found[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, since, mixer, kept)
+            found[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, kept, since, mixer)
     return report(found)
 
 
@@ -283,7 +282,7 @@ def words(run: Run) -> Result:
         scores = []
         for name in progress(names, f"{task}, {own} steps each"):
             model, able = every[name]
-            found = settled([model], tasks, own, rates, run.seeds, 0.5, kept=kept)
+            found = settled([model], tasks, own, rates, run.seeds, kept, 0.5)
             scores.append([Spread.of(values) for values in found.scores])
             known = None if able is None else "yes" if task in able else "no"
             rows.append([task, name, found.bytes, own, found.lr, known, *scores[-1]])

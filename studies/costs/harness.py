@@ -80,9 +80,8 @@ def compare(case: str, ours: Function, peer: Peer, inputs: Sequence[Tensor], rep
     if peer.call is None:
         return row._replace(note=f"absent: pip install {peer.package}")
     errors, costs = [], {}
-    for name, measure in {"forward": forward, "both": forward_backward}.items():
-        if memory and name == "forward":
-            continue
+    ways = {"both": forward_backward} if memory else {"forward": forward, "both": forward_backward}
+    for name, measure in ways.items():
         sides = measure(ours, inputs), measure(peer.call, inputs)
         if peer.same:
             errors.append(max(distance(*pair) for pair in zip(*(side() for side in sides), strict=True)))
@@ -105,9 +104,7 @@ def timed(ours: Call, theirs: Call, repeats: int) -> Cost:
     return cost_of(*(statistics.median(times.tolist()) for times in found.values()))
 
 
-def drawn(
-    length: int, gates: int = 0, *, largest: float = 1.0, batch: int = BATCH, seed: int = 0
-) -> tuple[Tensor, ...]:
+def drawn(length: int, gates: int = 0, largest: float = 1.0, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, ...]:
     """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
     0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
     of_tokens, of_gates = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))

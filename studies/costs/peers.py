@@ -119,9 +119,7 @@ def together(outputs: list[Tensor], like: Tensor) -> Tensor:
     return torch.stack(outputs, 1).unflatten(0, (-1, like.shape[2])).transpose(1, 2)
 
 
-def matrix_loop(
-    q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, *, slope: Slope = lambda error: error
-) -> Tensor:
+def matrix_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, slope: Slope = torch.positive) -> Tensor:
     """M = retain M - lr slope(M k - v) k^T; y = M q."""
     memory = q.new_zeros(q.shape[0] * q.shape[2], v.shape[-1], q.shape[-1])
     outputs = []

@@ -13,6 +13,7 @@ from hecate.gym.training import trained
 from hecate.rule import MemoryConfig
 from studies import layers
 from studies.layers import Outcome, best, judged, settled
+from studies.study import Kept
 
 pytestmark = pytest.mark.usefixtures("float32")
 
@@ -98,7 +99,7 @@ def test_rates_and_models_are_chosen_on_a_seed_of_its_own(monkeypatch):
     monkeypatch.setattr(layers, "trained", trained)
     monkeypatch.setattr(layers, "judged", lambda run, task, since: run.score + since)
     monkeypatch.setattr(layers, "bytes_of", lambda state: 7)
-    found = settled(["first", "second", "third"], ["task"], 1, (1, 2, 4), [0, 1, 2], 0.5)
+    found = settled(["first", "second", "third"], ["task"], 1, (1, 2, 4), [0, 1, 2], Kept(), 0.5)
     assert asked[:6] == [
         (1000, model, lr) for model, lr in zip(["first"] * 3 + ["second", "third"], (1, 2, 4, 2, 2), strict=True)
     ] + [(0, "second", 2)]
