@@ -13,7 +13,3 @@ import os
 
 # Read when torch loads: keeps the profiler's own log off the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-from studies.study import Result, Run, Spread, Study, progress, studies
-
-__all__ = ["Result", "Run", "Spread", "Study", "progress", "studies"]

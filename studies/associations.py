@@ -74,9 +74,8 @@ class Associator(nn.Module):
             return nn.Parameter((2 * drawn - 1) * bound)
 
         self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
-        self.key, self.query = (
-            uniform(math.sqrt(6 / (n + WIDTH)) if rule is None else WIDTH**-0.5, n, WIDTH) for n in (fan, width)
-        )
+        bounds = {n: math.sqrt(6 / (n + WIDTH)) if rule is None else WIDTH**-0.5 for n in (fan, width)}
+        self.key, self.query = (uniform(bound, n, WIDTH) for n, bound in bounds.items())
         self.key_bias, self.query_bias = (uniform(n**-0.5, WIDTH) for n in (fan, width))
         self.gate, self.gate_bias = uniform(fan**-0.5, fan, 1), uniform(fan**-0.5, 1)
 
@@ -221,15 +220,13 @@ class Setting(NamedTuple):
             steps = contender.quick_steps if run.quick else STEPS
             for count in progress((self.quick_size,) if run.quick else self.sizes, contender.name):
                 published = contender.published[self.sizes.index(count)]
-                fitted = [
-                    kept([contender.name, count, seed, steps], partial(self.fit, contender.rule, count, seed, steps))
-                    for seed in run.seeds
-                ]
+                fit = partial(self.fit, contender.rule, count, steps)
+                fitted = [kept([contender.name, count, seed, steps], partial(fit, seed)) for seed in run.seeds]
                 trained, other = [Trained(*own) for own, _ in fitted], [loss for _, loss in fitted if self.again]
                 found.append(Outcome(contender, count, published, trained, other))
         return found
 
-    def fit(self, rule: Any, count: int, seed: int, steps: int) -> tuple[Trained, float | None]:
+    def fit(self, rule: Any, count: int, steps: int, seed: int) -> tuple[Trained, float | None]:
         """A training; where keys are written again, its last loss on sequences as long as those of training."""
         model, length = self.model(count, rule, torch.Generator().manual_seed(seed)), 2 * count if self.again else count
         trained = train(model, count, length, self.again, seed, steps, eval_length=count)

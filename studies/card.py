@@ -482,12 +482,10 @@ def peer(name: str, case: Case) -> Tensor:
     resolve_name("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
     q, k, v, _ = arguments(case)
     if name == "linear attention":
-        y: Tensor = kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
-    else:
-        decay = {"g": case["retain"].log()} if "retain" in case else {}
-        units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
-        y = kernel(q=q, k=k, v=v, beta=case["lr"], scale=1.0, **decay, **units)[0]
-    return y
+        return kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
+    decay = {"g": case["retain"].log()} if "retain" in case else {}
+    units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
+    return kernel(q=q, k=k, v=v, beta=case["lr"], scale=1.0, **decay, **units)[0]
 
 
 def attention(case: Case) -> Tensor:

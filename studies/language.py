@@ -84,10 +84,8 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
 
     def made(model: Model, ratio: float) -> Cell:
         shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
-        budget = {
-            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": 32,
-            "checkpoint_every": 1000, "threads": 1,
-        }  # fmt: skip
+        judged = {"eval_every": 1 << 20, "eval_batches": 32, "checkpoint_every": 1000}
+        budget = {"batch_size": sizes.batch, "seq_len": sizes.context, "threads": 1, **judged}
         given = {"name": "language", "data": data, "model": shape, "budget": budget, "optim": {"warmup": 100}}
         return Cell(name, (), ExperimentConfig.model_validate(given))
 

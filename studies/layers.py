@@ -265,9 +265,7 @@ def contenders() -> dict[str, tuple[dict[str, Any], Able]]:
         "delta_product, 2 writes, lr to 1": (rule("delta_product", 1.0), None),
         "delta_product, 2 writes, lr to 2": (rule("delta_product", 2.0), every[:-1]),
         "delta_product, 4 writes, lr to 2": (rule("delta_product", 2.0, writes=4), every),
-        "rwkv7": (rule("rwkv7"), None),
-        "mamba3": (rule("mamba3"), None),
-        "titans_linear": (rule("titans_linear"), None),
+        **{kind: (rule(kind), None) for kind in ("rwkv7", "mamba3", "titans_linear")},
         "attention": ({**around, "attention": {"kind": "attention"}}, ()),
     }
 

@@ -228,13 +228,11 @@ def optim(run: Run) -> Result:
         [name, *(cell for kind in tasks for cell in (spreads[kind][name], f"{chosen[kind][name]:.2g}"))]
         for name in names
     ]
-    own, notes = "phi: tanh, rms", []
+    *others, own = names
+    notes = []
     for kind, scores in found.items():
-        gaps = (
-            f"{name} {Spread.of(a - b for a, b in zip(scores[own], scores[name], strict=True))}"
-            for name in names if name != own
-        )  # fmt: skip
-        notes.append(f"{kind}: {own} minus {', '.join(gaps)}")
+        gaps = {name: Spread.of(a - b for a, b in zip(scores[own], scores[name], strict=True)) for name in others}
+        notes.append(f"{kind}: {own} minus {', '.join(f'{name} {gap}' for name, gap in gaps.items())}")
     notes += [
         f"momentum {MOMENTUM}; a cosine to 0 from the best of {len(GRID)} rates, 1 to 1e-5 (text: to 3e-4), and of "
         "three thresholds or second factors where there are any, chosen on two other seeds; mean +- standard error "

@@ -66,10 +66,8 @@ def speed(run: Run) -> Result:
         "ms: causal, forward and backward; gates of gated_delta and titans_linear are of each token",
     ]
     columns = ["N", "claimed", *(heading for heading, *_ in RATIOS), *(f"{name} (ms)" for name in TIMED)]
-    titles = {
-        "forward": "every query sees all keys", "forward, causal": "causal",
-        "both, causal": "causal, with the backward pass",
-    }  # fmt: skip
+    titles = {"forward": "every query sees all keys", "forward, causal": "causal"}
+    titles |= {"both, causal": "causal, with the backward pass"}
     panels: dict[str, dict[str, dict[int, float]]] = {title: {} for title in titles.values()}
     data: dict[str, dict[int, list[float]]] = {}
     for (name, direction, length), every in taken.items():

@@ -23,11 +23,7 @@ WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
 TRANSFORMER = "transformer (SDPA)"
 SLOW = {"memory": {"kind": "delta", "algorithm": {"kind": "gd", "lr": 0.3}}, "period": 64, "name": "slow"}
 OURS: dict[str, dict[str, Any]] = {
-    "delta": {"memory": "delta"},
-    "gated_delta": {"memory": "gated_delta"},
-    "kda": {"memory": "kda"},
-    "titans_linear": {"memory": "titans_linear"},
-    "mesa": {"memory": "mesa"},
+    **{rule: {"memory": rule} for rule in ("delta", "gated_delta", "kda", "titans_linear", "mesa")},
     "two levels of delta": {"levels": [{"memory": "delta", "name": "fast"}, SLOW]},
     "titans, chunks of 64": {"memory": {"kind": "titans", "chunk": 64}},
 }
@@ -157,10 +153,8 @@ def whole(run: Run) -> Result:
     taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
     gc.collect()
     with torch.no_grad():
-        decoded = [
-            cpu_times({name: reads(prompt[:, :context]) for name, (*_, reads) in made.items()}, 5 * rounds)
-            for context in contexts
-        ]
+        ways = {name: reads for name, (*_, reads) in made.items()}
+        decoded = [cpu_times({name: way(prompt[:, :n]) for name, way in ways.items()}, 5 * rounds) for n in contexts]
     rows: list[list[Cell]] = []
     ratios: dict[str, float] = {}
     for name, (model, *_) in made.items():

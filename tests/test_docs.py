@@ -137,7 +137,7 @@ def test_equations_of_docstrings_become_what_sphinx_reads(monkeypatch: pytest.Mo
 
 def test_pages_name_existing_studies_and_variants():
     from hecate import phi
-    from studies import studies
+    from studies.study import studies
 
     text = "\n".join(path.read_text() for path in PAGES)
     for name in re.findall(r"python -m studies ([a-z][\w-]*)", text):

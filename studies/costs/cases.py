@@ -164,19 +164,16 @@ def engines(size: Size) -> Iterator[Row]:
 
 def token(size: Size) -> Iterator[Row]:
     """One token of one sequence over the same arithmetic in five torch calls: by name, and as fast as torch has it."""
-    rules = {
-        "MemoryConfig()": MemoryConfig(), "delta": named_rule("delta"), "gated delta": named_rule("gated_delta"),
-        "momentum": named_rule("titans_linear"),
-    }  # fmt: skip
+    names = {"delta": "delta", "gated delta": "gated_delta", "momentum": "titans_linear"}
+    rules = {"MemoryConfig()": MemoryConfig(), **{name: named_rule(rule) for name, rule in names.items()}}
     q, k, v, *given = (item[:, 0] for item in drawn(1, 3, batch=1))
     layer = Memory(HEADS * WIDTH, HEADS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     x, memory = v.reshape(1, 1, -1), torch.zeros(1, HEADS, WIDTH, WIDTH)
     with torch.no_grad():
         state = layer(x)[1]
-        runs: dict[str, Call] = {
-            name: partial(stepper(config), q, k, v, Gates(*given[:count]))
-            for count, (name, config) in enumerate(rules.items())
-        }
+        runs: dict[str, Call] = {}
+        for count, (name, config) in enumerate(rules.items()):
+            runs[name] = partial(stepper(config), q, k, v, Gates(*given[:count]))
         runs["nn.Memory"] = partial(layer, x, state)
         for name, run in runs.items():
             for peer, theirs in (("five calls", _five), ("five calls on rows", _five_rows)):
@@ -380,10 +377,7 @@ def rules(run: Run) -> Result:
         f"peak: resident memory that a pass adds at its largest moment, in {place}",
     ]
     series = {"every token": [row[5] for row in rows], f"chunks of {CHUNK}": [row[6] for row in rows]}
-
-    def draw(figure: Any) -> None:
-        bars(figure, names, series, "", "tokens/s, forward + backward")
-
+    draw = partial(bars, rows=names, series=series, title="", xlabel="tokens/s, forward + backward")
     data = {f"{rule}, chunk {chunk}" if chunk else rule: cost for (rule, chunk), cost in costs.items()}
     return Result(columns, rows, notes, draw, size=(8.0, 9.0), data=data)
 

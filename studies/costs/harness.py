@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -125,11 +125,6 @@ def scan(config: MemoryConfig, **options: object) -> Function:
 
 
 COLUMNS = ("case", "peer", "forward", "f + b", "peak memory", "error", "note")
-NOTES = (
-    "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
-    "forward with backward (f + b)",
-    "results agree within the printed error, or the row compares two functions and prints none",
-)
 
 
 def cost(cases: Callable[[Size], Iterator[Row]]) -> Study:
@@ -148,12 +143,14 @@ def measured(cases: Callable[[Size], Iterator[Row]], run: Run) -> Result:
     shown, names = [cells(row) for row in rows], [f"{row.case} / {row.peer}" for row in rows]
     series = {"forward": [row[2] for row in shown], "forward + backward": [row[3] for row in shown]}
     series = {text: ratios for text, ratios in series.items() if any(ratios)}
-    notes, inches = (*NOTES, f"{torch.get_num_threads()} thread(s)"), (9.0, 1.6 + 0.28 * len(rows))
-
-    def draw(figure: Any) -> None:
-        bars(figure, names, series, "ours / peer, less is better", "ratio", line=1)
-
-    return Result(COLUMNS, shown, notes, draw, inches, {"rows": [row._asdict() for row in rows]})
+    notes = [
+        "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
+        "forward with backward (f + b)",
+        "results agree within the printed error, or the row compares two functions and prints none",
+        f"{torch.get_num_threads()} thread(s)",
+    ]
+    draw = partial(bars, rows=names, series=series, title="ours / peer, less is better", xlabel="ratio", line=1)
+    return Result(COLUMNS, shown, notes, draw, (9.0, 1.6 + 0.28 * len(rows)), {"rows": [row._asdict() for row in rows]})
 
 
 def cells(row: Row) -> tuple[Cell, ...]:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from hecate.rule import RULES
-from studies import studies
 from studies.costs import cases
 from studies.costs.harness import Peer, Row, Size, cells, compare, cost_of, forward_backward, peak_mib
-from studies.study import run_study
+from studies.study import run_study, studies
 from tests.oracle import peers
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from studies import Spread
 from studies.costs.harness import cpu_times, forward_backward
 from studies.speed import EPS, HEADS, WAYS, WIDTH, contenders, crossing, crossover, draw_inputs, longest, ratio
+from studies.study import Spread
 
 pytestmark = pytest.mark.usefixtures("float32")
 

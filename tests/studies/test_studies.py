@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hecate.errors import CheckpointError, ConfigError, install_line
-from studies import Result, Spread, Study, studies
 from studies.__main__ import main
-from studies.study import run_study
+from studies.study import Result, Spread, Study, run_study, studies
 from tests.studies import test_capacity, test_overwrite
 
 SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module in (
