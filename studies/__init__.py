@@ -5,8 +5,8 @@
     python -m studies cost              # ours against peers: every group of comparisons
     python -m studies all --quick       # do they all still run?
 
-A study is one file here: a `Study` of a name, a question and the function that answers it. It is no part of
-the installed package: run it from a checkout.
+A study is a name, a question and the function that answers it: a `Study` in a file here. It is no part of the
+installed package: run it from a checkout.
 """
 
 import os

@@ -94,9 +94,7 @@ def progress(items: Sequence[T], what: str) -> Iterator[T]:
     console = Console(stderr=True)
     if not console.is_terminal:
         console.print(f"{what}: {len(items)}", markup=False, highlight=False, soft_wrap=True)
-        yield from items
-        return
-    yield from track(items, description=what, console=console, transient=True)
+    yield from track(items, description=what, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Kept:
@@ -149,7 +147,7 @@ class Run(NamedTuple):
 
 
 class Study(NamedTuple):
-    """One question, and the function that answers it from a run's seeds alone; at the top of a file of this folder.
+    """One question, and the function that answers it from a run's seeds alone; a name in a file of this folder.
 
         LEVELS = Study("levels", "Do several memory levels forget less than one of the same size?", levels, seeds=8)
 

@@ -200,7 +200,7 @@ SAMPLES = 256
 LR = 1e-3
 Make = Callable[..., Optimizer]  # of parameters and a rate
 
-MEMORIES: dict[str, Make] = {
+OURS: dict[str, Make] = {
     "phi_momentum identity": PhiMomentum,
     "phi_momentum tanh": partial(PhiMomentum, feature_map="tanh"),
     "phi_momentum diagonal": partial(PhiMomentum, precondition="diagonal"),
@@ -212,14 +212,13 @@ MEMORIES: dict[str, Make] = {
     "deep_momentum shared": partial(DeepMomentum, shared=True),
     f"dgd mean, {SAMPLES} samples": partial(DGD, batch="mean", unattached="sgd"),
     f"dgd sequential, {SAMPLES} samples": partial(DGD, batch="sequential", unattached="sgd"),
-}
-ORTHOGONAL: dict[str, Make] = {
     "muon": Muon,
     "muon bfloat16": partial(Muon, ns_dtype="bfloat16"),
     "m3 period 8": M3,
     "phi_momentum orthogonalized": partial(PhiMomentum, orthogonalize=True),
 }
-PLAIN: dict[str, Make] = {
+ORTHOGONAL = ("muon", "muon bfloat16", "m3 period 8", "phi_momentum orthogonalized")
+THEIRS: dict[str, Make] = {
     "SGD momentum, foreach": partial(SGD, momentum=0.9, foreach=True),
     "AdamW, foreach": partial(AdamW, foreach=True),
     "torch.optim.Muon": torch.optim.Muon,
@@ -233,9 +232,9 @@ def optim(size: Size) -> Iterator[Row]:
     those that orthogonalise.
     """
     note = f"{sum(p.numel() for p in _model(size).parameters()) / 1e6:.2g}M parameters"
-    for case, make in {**MEMORIES, **ORTHOGONAL}.items():
+    for case, make in OURS.items():
         whitens = case in ORTHOGONAL
-        for peer, other in list(PLAIN.items())[: 3 if whitens else 2]:
+        for peer, other in list(THEIRS.items())[: 3 if whitens else 2]:
             ours, theirs = (_steps(chosen, size, bias=not whitens) for chosen in (make, other))
             taken = timed(ours, theirs, size.fewer(3 if other is torch.optim.Muon else 1))
             yield Row(case, peer, forward=taken, note=note)
