@@ -8,7 +8,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
@@ -341,18 +341,20 @@ def evidence(rule: str, quick: bool) -> tuple[str, float, float]:
 
 
 def rules(run: Run) -> Result:
-    """Every rule of the registry; a quick run takes some nine of them, in tiny layers and one process."""
+    """Every rule of the registry; a quick run takes some nine of them, in tiny layers and this process."""
     names = list(RULES)[:: max(1, len(RULES) // 9) if run.quick else 1]
-    before = torch.get_default_dtype()
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     try:
         found = {rule: evidence(rule, run.quick) for rule in progress(names, "rules against their papers")}
     finally:
         torch.set_default_dtype(before)
-    size, tasks = (TINY, None) if run.quick else (FULL, 1)
+    size = TINY if run.quick else FULL
     jobs = [(rule, None) for rule in names] + [(rule, CHUNK) for rule in names if rule in CHUNKED]
-    with safe_path(), ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=tasks) as pool:
+    pool = ThreadPoolExecutor(1) if run.quick else ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1)
+    with safe_path(), pool:
         costs = {job: pool.submit(measure, *job, size).result() for job in progress(jobs, "costs of rules")}
+    torch.set_num_threads(threads)
     rows = []
     for rule in names:
         (where, values, gradients), own, other = found[rule], costs[rule, None], costs.get((rule, CHUNK))
@@ -365,7 +367,7 @@ def rules(run: Run) -> Result:
         "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "tokens/s, chunk 64", "state MiB",
         "peak MiB",
     ]  # fmt: skip
-    engines, place = ("the token loop", "one process") if run.quick else ("every exact engine", "a process of its own")
+    engines, place = ("the token loop", "this process") if run.quick else ("every exact engine", "a process of its own")
     notes = [
         f"error: largest of outputs and states of {engines}, relative in norm, against the function of tests.reference",
         "error of gradients: by each input and weight along random directions, against differences of that function of "
