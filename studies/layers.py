@@ -43,17 +43,16 @@ def settled(
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
     the first model, then the model at that rate. Runs that are kept are not run again."""
 
-    def run(model: int, lr: float, seed: int) -> tuple[list[float], int]:
+    def run(model: int, lr: float, seed: int) -> Sequence[Any]:
         """Accuracies of a trained layer by task, and bytes of its state."""
 
-        def made() -> tuple[list[float], int]:
+        def made() -> Sequence[Any]:
             trainer = trained(models[model], tasks[0], seed, lr, steps, mixer)
             with torch.no_grad():
                 _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
             return [judged(trainer, task, since) for task in tasks], bytes_of(state)
 
-        scores, size = kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
-        return scores, size
+        return kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
 
     def score(lr: float, model: int) -> float:
         try:
