@@ -5,15 +5,11 @@
     python -m studies cost              # ours against peers: every group of comparisons
     python -m studies all --quick       # do they all still run?
 
-A study is one file here: a subclass of `Study` with a name, a sentence and `run`. It is no part of
-the installed package: run it from a checkout.
+A study is a name, a question and the function that answers it: a `Study` in a file here. It is no part of the
+installed package: run it from a checkout.
 """
 
 import os
 
 # Read when torch loads: keeps the profiler's own log off the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-from studies.study import Progress, Result, Spread, Study, find_study, studies
-
-__all__ = ["Progress", "Result", "Spread", "Study", "find_study", "studies"]

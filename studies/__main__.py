@@ -18,7 +18,7 @@ from hecate.checks import expect_number
 from hecate.errors import HecateError
 from hecate.train.display import Interrupted
 from studies.gpu import prepare
-from studies.run import list_studies, run_studies
+from studies.study import list_studies, run_studies
 
 
 def main(argv: Sequence[str] | None = None) -> None:

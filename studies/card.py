@@ -13,12 +13,14 @@ import statistics
 import subprocess
 import sys
 import time
+import timeit
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
-from importlib import import_module
 from itertools import islice, product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,21 +35,23 @@ from hecate.rule import Gates, MemoryConfig, named_rule
 from hecate.train.trainer import compile_chunks
 
 LOST = 3  # how a process ends whose card answers no more
+QUIET: dict[str, Any] = {"on_nonfinite": "propagate"}  # without a look for what is no number
 RULES = {
-    "gated delta": named_rule("gated_delta"),
-    "exact momentum": named_rule("titans_linear"),
-    "huber": MemoryConfig(bias="huber", retention="decay"),
-    "delta": MemoryConfig(),
-    "kda": named_rule("kda"),
-    "linear attention": MemoryConfig(bias="dot"),
+    "gated delta": named_rule("gated_delta").model_copy(update=QUIET),
+    "exact momentum": named_rule("titans_linear").model_copy(update=QUIET),
+    "huber": MemoryConfig(bias="huber", retention="decay", **QUIET),
+    "delta": MemoryConfig(**QUIET),
+    "kda": named_rule("kda").model_copy(update=QUIET),
+    "linear attention": MemoryConfig(bias="dot", **QUIET),
 }
+LP: dict[str, Any] = {"kind": "lp", "p": 3.0}
 MORE = {  # whether they are right, and no more
-    "lp": MemoryConfig(bias={"kind": "lp", "p": 3.0}, retention="decay"),
-    "kl": MemoryConfig(bias="kl", retention="decay"),
-    "huber, momentum": MemoryConfig(bias="huber", retention="decay", algorithm="momentum"),
-    "lp and lq, token by token": MemoryConfig(bias={"kind": "lp", "p": 3.0}, retention={"kind": "lq", "eps": 1e-3}),
-    "elastic net, token by token": MemoryConfig(retention="elastic_net"),
-    "sphere, token by token": MemoryConfig(bias="huber", retention="sphere"),
+    "lp": MemoryConfig(bias=LP, retention="decay", **QUIET),
+    "kl": MemoryConfig(bias="kl", retention="decay", **QUIET),
+    "huber, momentum": MemoryConfig(bias="huber", retention="decay", algorithm="momentum", **QUIET),
+    "lp and lq, token by token": MemoryConfig(bias=LP, retention={"kind": "lq", "eps": 1e-3}, **QUIET),
+    "elastic net, token by token": MemoryConfig(retention="elastic_net", **QUIET),
+    "sphere, token by token": MemoryConfig(bias="huber", retention="sphere", **QUIET),
 }
 MODELS: dict[str, dict[str, Any]] = {
     "gated delta": {"memory": "gated_delta"},
@@ -60,12 +64,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax attention, torch.compile": {"attention": {"kind": "attention"}},
 }
 PEERS = {  # of fla, called directly: what a rule's own call leaves to add
-    "linear attention": ("fla.ops.simple_gla", "chunk_simple_gla"),
-    "delta": ("fla.ops.delta_rule", "chunk_delta_rule"),
-    "gated delta": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": ("fla.ops.kda", "chunk_kda"),
+    "linear attention": "fla.ops.simple_gla:chunk_simple_gla",
+    "delta": "fla.ops.delta_rule:chunk_delta_rule",
+    "gated delta": "fla.ops.gated_delta_rule:chunk_gated_delta_rule",
+    "kda": "fla.ops.kda:chunk_kda",
 }
 Case = dict[str, Tensor]  # q, k, v `[B, T, H, D]` and the gates that a config takes, by name
+Call = Callable[[Case], Tensor]
+Beside = tuple[list[float], str]  # values, and what they stand beside
 
 
 class Size(NamedTuple):
@@ -117,10 +123,20 @@ class Order(NamedTuple):
         """All of them, or two."""
         return {name: RULES[name] for name in list(RULES)[: 2 if self.quick else None]}
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is timed."""
-        return torch.float32 if self.dry else torch.bfloat16
+    def case(self, config: MemoryConfig, shape: Sequence[int], seed: int = 0, dtype: torch.dtype | None = None) -> Case:
+        """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
+        dtype = dtype or (torch.float32 if self.dry else torch.bfloat16)
+        g = torch.Generator(self.device).manual_seed(seed)
+        draw: dict[str, Any] = {"generator": g, "device": self.device}
+        q, k, v = (torch.randn(*shape, **draw) for _ in range(3))
+        takes = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
+        gates = {name: torch.rand(*shape[:3], **draw) for name in takes if takes[name]}
+        if config == RULES["kda"]:
+            gates["retain"] = torch.rand(*shape, **draw)
+        gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
+        vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
+        case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
+        return {name: x.requires_grad_() for name, x in case.items()}
 
     def wait(self) -> None:
         """For what the card has been given."""
@@ -142,10 +158,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     """What is on disk; a line that was cut short is none."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
+        with suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
     return found
 
 
@@ -157,24 +171,20 @@ def add(path: Path, **row: Any) -> None:
         os.fsync(file.fileno())
 
 
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Which task a row is of."""
-    return row["part"], row["case"], row["way"]
-
-
-def ended(row: dict[str, Any]) -> bool:
-    """Whether a row is a result, or says why there is none."""
-    return "values" in row or "error" in row
+def results(path: Path) -> dict[tuple[str, ...], dict[str, Any]]:
+    """Rows that are a result, or say why there is none, by part, case and way."""
+    ended = (row for row in rows_of(path) if "values" in row or "error" in row)
+    return {(row["part"], row["case"], row["way"]): row for row in ended}
 
 
 def work(order: Order) -> None:
     """The tasks of a share that have no row, one after the other; whatever one raises is its row. Our kernels run here
     whether they are trusted or not: how far they are off is a number, and a time is one all the same."""
     path = Path(order.rows)
-    over = {key(row) for row in rows_of(path) if ended(row)}
+    over = results(path)
     for task in islice(PARTS[order.part].tasks(order), order.share, None, order.shares):
         own = {"part": order.part, "case": task.case, "way": task.way}
-        if key(own) in over:
+        if tuple(own.values()) in over:
             continue
         add(path, **own, begun=time.time(), by=os.getpid())
         start = time.perf_counter()
@@ -251,9 +261,7 @@ def tables(order: Order) -> Iterator[Task]:
     for shape in order.size.shapes:
         batch, length, heads, width = shape
         lead = f"B={batch} T={length} H={heads} D={width}"
-        ways: list[tuple[str, str, MemoryConfig, Callable[[Case], Tensor]]] = [
-            (lead, "SDPA", MemoryConfig(), attention)
-        ]
+        ways: list[tuple[str, str, MemoryConfig, Call]] = [(lead, "SDPA", MemoryConfig(), attention)]
         for name, config in order.rules.items():
             engines = ("triton", "fla", "parallel") if shape == order.size.shapes[0] else ("triton", "fla")
             ways += [(f"{name}, {lead}", engine, config, partial(outputs, config, engine)) for engine in engines]
@@ -318,12 +326,10 @@ PARTS = {
 # What tasks measure.
 
 
-def error_of(
-    order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype, width: int, kind: str
-) -> tuple[list[float], str]:
+def error_of(order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype, width: int, kind: str) -> Beside:
     """The largest error, and the tensor that has it."""
     length = order.size.tokens
-    case = draw_case(config, (1, length, 2, width), order.device, dtype, 0)
+    case = order.case(config, (1, length, 2, width), dtype=dtype)
     if kind == "equal keys":
         with torch.no_grad():
             case["k"].copy_(F.normalize(case["k"][:, :1] + 1e-2 * case["k"], dim=-1))
@@ -338,7 +344,7 @@ def error_of(
 
 def first_call(order: Order, config: MemoryConfig, width: int) -> list[float]:
     """Seconds; both ways of calling, for a forward pass that keeps nothing is a kernel of its own."""
-    case = draw_case(config, (1, 256 if not order.dry else 20, 2, width), order.device, order.dtype, 0)
+    case = order.case(config, (1, 256 if not order.dry else 20, 2, width))
     start = time.perf_counter()
     with torch.no_grad():
         outputs(config, "triton", case)
@@ -347,25 +353,17 @@ def first_call(order: Order, config: MemoryConfig, width: int) -> list[float]:
     return [time.perf_counter() - start]
 
 
-def timed(
-    order: Order, call: Callable[[Case], Tensor], config: MemoryConfig, shape: Sequence[int], back: bool
-) -> list[float]:
+def timed(order: Order, call: Call, config: MemoryConfig, shape: Sequence[int], back: bool) -> list[float]:
     """Milliseconds for every seed, forward alone or with the way back."""
-    taken = []
-    for seed in range(order.seeds):
-        case = draw_case(config, shape, order.device, order.dtype, seed)
-        with torch.set_grad_enabled(back):
-            taken.append(clock(partial(both, call, case) if back else partial(call, case), order))
-    return taken
+    whole: Callable[[Case], object] = partial(both, call) if back else call
+    with torch.set_grad_enabled(back):
+        return [clock(partial(whole, order.case(config, shape, seed)), order) for seed in range(order.seeds)]
 
 
-def one_token(
-    order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool
-) -> tuple[list[float], str]:
+def one_token(order: Order, config: MemoryConfig, heads: int, width: int, in_place: bool, graph: bool) -> Beside:
     """Milliseconds, and those of moving the state at the rate of a copy."""
-    case = draw_case(config, (1, 1, heads, width), order.device, torch.float32, 0)
+    case = order.case(config, (1, 1, heads, width), dtype=torch.float32)
     q, k, v, gates = arguments({name: x[:, 0].detach() for name, x in case.items()})
-    config = propagating(config)
     with torch.no_grad():
         _, state = memory_step(config, q, k, v, gates)
         call: Callable[[], object] = partial(Stepper(config, state, in_place=in_place), q, k, v, gates)
@@ -412,19 +410,15 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     optimizer.zero_grad()
 
 
-def by_kernel(order: Order, config: MemoryConfig) -> tuple[list[float], str]:
+def by_kernel(order: Order, config: MemoryConfig) -> Beside:
     """Milliseconds of all kernels, and of the longest."""
-    case = draw_case(config, order.size.shapes[0], order.device, order.dtype, 0)
-
-    engine = "parallel" if order.dry else "triton"
-
-    def call() -> None:
-        both(partial(outputs, config, engine), case)
-        order.wait()
-
-    call()
+    call = partial(both, partial(outputs, config, "parallel" if order.dry else "triton"))
+    case = order.case(config, order.size.shapes[0])
+    call(case)
+    order.wait()
     with profile(activities=[ProfilerActivity.CPU if order.dry else ProfilerActivity.CUDA]) as seen:
-        call()
+        call(case)
+        order.wait()
     where = "self_cpu_time_total" if order.dry else "self_device_time_total"
     taken = sorted(((1e-3 * getattr(item, where), item.key[:40]) for item in seen.key_averages()), reverse=True)
     return [sum(each for each, _ in taken)], "; ".join(f"{name} {each:.3f}" for each, name in taken[:8])
@@ -432,9 +426,9 @@ def by_kernel(order: Order, config: MemoryConfig) -> tuple[list[float], str]:
 
 WATCHED = """
 import torch
-from studies.card import RULES, both, draw_case, outputs
+from studies.card import RULES, Order, both, outputs
 for name in ("gated delta", "exact momentum", "delta"):
-    case = draw_case(RULES[name], (1, 70, 2, 64), torch.device("cuda"), torch.bfloat16, 0)
+    case = Order("", "").case(RULES[name], (1, 70, 2, 64))
     both(lambda case: outputs(RULES[name], "triton", case), case)
 torch.cuda.synchronize()
 """
@@ -452,41 +446,18 @@ def watched(order: Order, check: str) -> list[float]:
 # Calls.
 
 
-def draw_case(config: MemoryConfig, shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Case:
-    """Keys of unit length and gates `[B, T, H]`; for kda retain of each channel."""
-    g = torch.Generator(device).manual_seed(seed)
-    q, k, v = (torch.randn(*shape, generator=g, device=device) for _ in range(3))
-    wanted = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
-    names = [name for name, takes in wanted.items() if takes]
-    gates = {name: torch.rand(tuple(shape[:3]), generator=g, device=device) for name in names}
-    if config == RULES["kda"]:
-        gates["retain"] = torch.rand(*shape, generator=g, device=device)
-    gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
-    vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
-    case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
-    return {name: x.requires_grad_() for name, x in case.items()}
-
-
 def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
     """A case as a memory is given it."""
-    vectors = ("q", "k", "v")
-    q, k, v = (case[name] for name in vectors)
-    return q, k, v, Gates(**{name: x for name, x in case.items() if name not in vectors})
-
-
-@cache
-def propagating(config: MemoryConfig) -> MemoryConfig:
-    """The config without its look for what is no number: one object, as a layer has, which keeps what it knows of a
-    call."""
-    return config.model_copy(update={"on_nonfinite": "propagate"})
+    q, k, v = (case[name] for name in ("q", "k", "v"))
+    return q, k, v, Gates(**{name: x for name, x in case.items() if name not in ("q", "k", "v")})
 
 
 def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
     """Those of a scan alone."""
-    return memory_scan(propagating(config), *arguments(case), engine=engine)[0]
+    return memory_scan(config, *arguments(case), engine=engine)[0]
 
 
-def both(call: Callable[[Case], Tensor], case: Case) -> None:
+def both(call: Call, case: Case) -> None:
     """Forward and backward."""
     y = call(case)
     torch.autograd.grad(y, list(case.values()), torch.ones_like(y), allow_unused=True)
@@ -495,7 +466,7 @@ def both(call: Callable[[Case], Tensor], case: Case) -> None:
 def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | None = None) -> Case:
     """Outputs, the last weights and the gradients of all inputs."""
     own = {name: x.detach().requires_grad_() for name, x in case.items()}
-    y, state = memory_scan(propagating(config), *arguments(own), engine=engine, cu_seqlens=borders)
+    y, state = memory_scan(config, *arguments(own), engine=engine, cu_seqlens=borders)
     found = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
     cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
@@ -505,19 +476,16 @@ def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | Non
 
 def peer(name: str, case: Case) -> Tensor:
     """fla's own call of a rule, on inputs as it wants them."""
-    module, function = PEERS[name]
-    kernel = getattr(import_module(module), function)
+    kernel = resolve_name(PEERS[name])
     # On Hopper with Triton 3.4 to 3.7.0 it refuses a gated backward pass, whose numbers are wrong there. Its time can
     # be taken all the same, and no number of it is used.
-    vars(import_module("fla.ops.common.chunk_o"))["TRITON_ABOVE_3_7_1"] = True
+    resolve_name("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
     q, k, v, _ = arguments(case)
     if name == "linear attention":
-        y: Tensor = kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
-    else:
-        decay = {"g": case["retain"].log()} if "retain" in case else {}
-        units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
-        y = kernel(q=q, k=k, v=v, beta=case["lr"], scale=1.0, **decay, **units)[0]
-    return y
+        return kernel(q, k, v * case["lr"].unsqueeze(-1).to(v), scale=1.0)[0]
+    decay = {"g": case["retain"].log()} if "retain" in case else {}
+    units = {"use_qk_l2norm_in_kernel": True} if RULES[name].key_norm == "l2" else {}
+    return kernel(q=q, k=k, v=v, beta=case["lr"], scale=1.0, **decay, **units)[0]
 
 
 def attention(case: Case) -> Tensor:
@@ -528,15 +496,12 @@ def attention(case: Case) -> Tensor:
 
 def clock(call: Callable[[], object], order: Order) -> float:
     """The median of milliseconds; on a card by its own events, after two calls to warm up."""
-    for _ in range(0 if order.dry else 2):
-        call()
+    if order.dry:
+        return 1e3 * max(statistics.median(timeit.repeat(call, number=1, repeat=order.size.repeats)), 1e-9)
+    call()
+    call()
     taken = []
     for _ in range(order.size.repeats):
-        if order.dry:
-            at = time.perf_counter()
-            call()
-            taken.append(1e3 * (time.perf_counter() - at))
-            continue
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()

@@ -18,11 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import distributions, requires, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -30,46 +31,34 @@ from hecate.engine.triton.parity import here
 from hecate.errors import ConfigError
 from hecate.files import make_folder, refusing, write_file
 from hecate.train.run import versions
-from studies.card import LOST, PARTS, Order, add, ended, key, rows_of
-from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Spread, Study
+from studies.card import LOST, PARTS, Order, add, results, rows_of
+from studies.study import Cell, Result, Run, Spread, Study, bars, progress
 
-HOW = "there is no CUDA device here; on a machine with one run `python -m studies gpu`, some ten minutes"
 SECONDS = 600.0  # of all parts
 PATIENCE = 90.0  # seconds that a row may take
 LEAST = 8.0  # seconds that a process takes to begin
 CODE = "import json, sys; from studies.card import Order, work; work(Order(**json.loads(sys.argv[1])))"
-COLUMNS = ("part", "case", "way", "value", "unit", "against", "peak (MiB)")
 
 
-class Gpu(Study):
-    """Ceilings, parity, first calls, tables, decoding, training, kernels, sanitizer."""
+def gpu(run: Run) -> Result:
+    """Ceilings, parity, first calls, tables, decoding, training, kernels, sanitizer, as far as the seconds reach; what
+    failed is a note that says so."""
+    where = "a CPU, which tells only that the code runs" if run.dry else torch.cuda.get_device_name()
+    path = run.out / f"{run.stem}-rows.jsonl"
+    kernels = here("cpu") if find_spec("triton") else {}  # the versions that they hold for, and their text
+    facts = {"facts": {**versions(), **kernels, "device": where}, "seeds": len(run.seeds)}
+    with refusing(f"write {path}", "choose another --out"):
+        begin(path, facts)
+    stop = time.monotonic() + (SECONDS if run.seconds is None else run.seconds)
+    for name in progress(list(PARTS), "parts"):
+        shares = min(14, os.cpu_count() or 1) if PARTS[name].beside and not run.dry else 1
+        order = Order(name, str(path.resolve()), run.dry, run.quick, len(run.seeds), shares=shares)
+        run_part(order, min(PARTS[name].limit, stop - time.monotonic()))
+    return told(path, where)
 
-    name: ClassVar[str] = "gpu"
-    about: ClassVar[str] = "What do the engines do on a GPU, beside fla's kernels and torch's attention?"
-    count: ClassVar[int] = 2
-    timed: ClassVar[bool] = True
-    on_card: ClassVar[bool] = True
 
-    def skipped(self) -> str | None:
-        """Without a card there is nothing to measure."""
-        return None if self.dry or torch.cuda.is_available() else HOW
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every part, as far as the seconds reach; what failed is a note that says so."""
-        where = "a CPU, which tells only that the code runs" if self.dry else torch.cuda.get_device_name()
-        path = self.out / f"{self.stem(quick)}-rows.jsonl"
-        kernels = here("cpu") if installed("triton") else {}  # the versions that they hold for, and their text
-        facts = {"facts": {**versions(), **kernels, "device": where}, "seeds": len(seeds)}
-        with refusing(f"write {path}", "choose another --out"):
-            begin(path, facts)
-        stop = time.monotonic() + (SECONDS if self.seconds is None else self.seconds)
-        for name in progress(list(PARTS), "parts"):
-            beside = PARTS[name].beside and not self.dry
-            shares = min(14, os.cpu_count() or 1) if beside else 1
-            order = Order(name, str(path.resolve()), self.dry, quick, len(seeds), shares=shares)
-            run_part(order, min(PARTS[name].limit, stop - time.monotonic()))
-        return result(path, where)
+ABOUT = "What do the engines do on a GPU, beside fla's kernels and torch's attention?"
+GPU = Study("gpu", ABOUT, gpu, seeds=2, on_card=True)
 
 
 def begin(path: Path, facts: dict[str, Any]) -> None:
@@ -87,7 +76,7 @@ def start(order: Order) -> subprocess.Popen[bytes]:
     log beside the rows. Without a card kernels are interpreted."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    if order.dry and installed("triton"):
+    if order.dry and find_spec("triton"):
         own["TRITON_INTERPRET"] = "1"
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
@@ -95,9 +84,10 @@ def start(order: Order) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-P", "-c", CODE, json.dumps(order._asdict())], env=own, **how)
 
 
-def run_part(
-    order: Order, limit: float, start: Callable[[Order], subprocess.Popen[bytes]] = start, patience: float = PATIENCE
-) -> None:
+Start = Callable[[Order], subprocess.Popen[bytes]]
+
+
+def run_part(order: Order, limit: float, start: Start = start, patience: float = PATIENCE) -> None:
     """A part within its seconds, in one process or in several; one that ends before its time costs the row that it had
     begun, and goes on behind it in a new process."""
     path, stop = Path(order.rows), time.monotonic() + limit
@@ -130,9 +120,8 @@ def run_part(
 
 def unfinished(path: Path, pid: int) -> dict[str, Any] | None:
     """The row that a process has begun, and no more."""
-    rows = rows_of(path)[1:]
-    over = {key(row) for row in rows if ended(row)}
-    return next((row for row in rows if row.get("by") == pid and key(row) not in over), None)
+    over, begun = results(path), (row for row in rows_of(path) if row.get("by") == pid)
+    return next((row for row in begun if (row["part"], row["case"], row["way"]) not in over), None)
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
@@ -142,13 +131,11 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def result(path: Path, where: str) -> Result:
-    """The table, and what has no value."""
-    found = {key(row): row for row in rows_of(path)[1:] if ended(row)}
+def told(path: Path, where: str) -> Result:
+    """The table, what has no value, and milliseconds of the first shape of the tables, way by way."""
     rows: list[list[Cell]] = []
     unmeasured = []
-    for part, case, way in found:
-        row = found[part, case, way]
+    for (part, case, way), row in results(path).items():
         if "error" in row:
             unmeasured.append(f"{part}: {case}: {way}: {row['error']}")
             continue
@@ -156,17 +143,17 @@ def result(path: Path, where: str) -> Result:
         rows.append([part, case, way, value, row["unit"], row["against"], row["peak"]])
     notes = [f"Measured on {where}, torch {torch.__version__}; times are medians, spread over seeds."]
     notes += [f"Unmeasured: {what}." for what in unmeasured]
-    return Result(COLUMNS, rows, notes, lambda figure: draw(figure, rows), data={"unmeasured": unmeasured})
 
+    def draw(figure: Any) -> None:
+        timed = [row for row in rows if row[0] == "tables"]
+        lead = str(timed[0][1]).rpartition(", ")[2] if timed else ""
+        shown = [row for row in timed if str(row[1]).endswith(lead)]
+        labels = [f"{row[1]}: {row[2]}".replace(f", {lead}", "") for row in shown]
+        values: list[Any] = [row[3].mean if isinstance(row[3], Spread) else row[3] for row in shown]
+        bars(figure, labels, {"median": values}, "What calls take", f"milliseconds, {lead}")
 
-def draw(figure: Any, rows: Sequence[Sequence[Cell]]) -> None:
-    """Milliseconds of the first shape of the tables, way by way."""
-    timed = [row for row in rows if row[0] == "tables"]
-    lead = str(timed[0][1]).rpartition(", ")[2] if timed else ""
-    shown = [row for row in timed if str(row[1]).endswith(lead)]
-    labels = [f"{row[1]}: {row[2]}".replace(f", {lead}", "") for row in shown]
-    values: list[Any] = [row[3].mean if isinstance(row[3], Spread) else row[3] for row in shown]
-    bars(figure, labels, {"median": values}, "What calls take", f"milliseconds, {lead}")
+    columns = ("part", "case", "way", "value", "unit", "against", "peak (MiB)")
+    return Result(columns, rows, notes, draw, data={"unmeasured": unmeasured})
 
 
 # What a machine without a network is brought.
@@ -178,16 +165,14 @@ def prepare(folder: Path, python: str) -> None:
     Raises:
         ConfigError: pip cannot get it.
     """
-    pins = [f"{name}=={version(name)}" for name in needed({"hecate-memory", "fla-core"}) - {"hecate-memory"}]
+    pins = sorted(f"{name}=={version(name)}" for name in needed({"hecate-memory", "fla-core"}) - {"hecate-memory"})
     command = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--no-compile"]
-    command += ["--target", str(folder)]
-    wheels = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
-    for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
-        wheels += ["--platform", tag]
-    done = subprocess.run([*command, *wheels, *sorted(pins)], capture_output=True, text=True, check=False)
+    command += ["--target", str(folder), "--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    command += [f"--platform={tag}_x86_64" for tag in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")]
+    done = subprocess.run([*command, *pins], capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"pip cannot fill --prepare {folder} for Python {python}: {done.stderr.strip()[-300:]}")
-    print(f"{folder}: {', '.join(sorted(pins))}")
+    print(f"{folder}: {', '.join(pins)}")
     print(f"on the card: PYTHONPATH={folder} python3 -m studies gpu --no-figure --seconds 385 --out OUT")
 
 
@@ -197,13 +182,5 @@ def needed(names: set[str]) -> set[str]:
     while names := names - found - {"torch", "numpy", "triton"}:
         found |= names
         asked = [line for name in names for line in requires(name) or () if "extra ==" not in line]
-        names = {re.split(r"[^\w.-]", line)[0].lower() for line in asked if installed(re.split(r"[^\w.-]", line)[0])}
+        names = {name for line in asked if any(distributions(name=(name := re.split(r"[^\w.-]", line)[0].lower())))}
     return found
-
-
-def installed(name: str) -> str | None:
-    """Its version."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
 from hecate.train.estimate import sizes_of
 from studies.study import Cell as Entry
-from studies.study import Progress, Result, Study
+from studies.study import Result, Run, Study
 
 PACKAGES = (
     "asyncio", "email", "matplotlib", "networkx", "numpy", "pydantic", "sympy", "torch", "transformers", "unittest",
@@ -33,8 +33,7 @@ Model = Mapping[str, Any]
 
 
 class Sizes(NamedTuple):
-    """Of the models of a study: width, layers, heads, context, sequences of a step, bytes of a run, and batches that it
-    is judged on."""
+    """Of the models of a study: width, layers, heads, context, sequences of a step, and bytes of a run."""
 
     width: int
     layers: int
@@ -42,18 +41,16 @@ class Sizes(NamedTuple):
     context: int
     batch: int
     tokens: float
-    judged: int = 32
 
 
 def models() -> dict[str, Model]:
     """Token mixing of a block, by the name in the table."""
     around = {"conv_kernel": 4, "output_gate": True}  # what a memory layer has around it by default
     hope = load_experiment("hope").model.model_dump(include={"self_reference", "levels"}, exclude_unset=True)
+    levels = [{"name": "deep", "memory": "titans"}, {"name": "fast", "memory": REFERENCE}]
     return {
         **{rule: {"memory": rule} for rule in (REFERENCE, "kda", "titans", "delta_product")},
-        "levels: titans, then gated_delta": {
-            "levels": [{"name": "deep", "memory": "titans"}, {"name": "fast", "memory": REFERENCE}]
-        },
+        "levels: titans, then gated_delta": {"levels": levels},
         TRANSFORMER: {"attention": {"kind": "attention", **around}},
         f"the same, window {WINDOW}": {"attention": {"kind": "attention", "window": WINDOW, **around}},
         "plain GPT": {"attention": {"kind": "attention"}},
@@ -61,28 +58,25 @@ def models() -> dict[str, Model]:
     }
 
 
-class Language(Study):
-    """At 130 thousand parameters, each at the best of five rates."""
+SIZES, QUICK_SIZES = Sizes(64, 2, 2, 512, 4, 5e6), Sizes(20, 1, 2, 64, 2, 4e3)
 
-    name = "language"
-    about = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
-    count = 3
-    timed = True
-    sizes: ClassVar[Sizes] = Sizes(64, 2, 2, 512, 4, 5e6)
-    quick_sizes: ClassVar[Sizes] = Sizes(20, 1, 2, 64, 2, 4e3)
 
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
-        sizes = self.quick_sizes if quick else self.sizes
-        out = self.out / f"{self.name}{'-quick' if quick else ''}-runs"
-        packages: Sequence[str] = () if quick else PACKAGES
-        data = {"kind": "bundled", "packages": packages, "max_bytes": 1 << (20 if quick else 25), "validation": 0.1}
-        cells = [fitted(name, model, sizes, data) for name, model in list(models().items())[: 2 if quick else None]]
-        found = compare(
-            cells, out, budget=Budget(tokens=sizes.tokens), seeds=len(seeds), lrs=() if quick else RATES,
-            jobs=os.cpu_count() or 1, positions=LONGER, say=partial(print, file=sys.stderr, flush=True),
-        )  # fmt: skip
-        return told(found, sizes)
+def language(run: Run) -> Result:
+    """Trains every model from every seed, in processes side by side; what is done is kept in the folder."""
+    quick, sizes = run.quick, QUICK_SIZES if run.quick else SIZES
+    packages: Sequence[str] = () if quick else PACKAGES
+    data = {"kind": "bundled", "packages": packages, "max_bytes": 1 << (20 if quick else 25), "validation": 0.1}
+    cells = [fitted(name, model, sizes, data) for name, model in list(models().items())[: 2 if quick else None]]
+    found = compare(
+        cells, run.out / f"{run.stem}-runs", budget=Budget(tokens=sizes.tokens), seeds=len(run.seeds),
+        lrs=() if quick else RATES, jobs=os.cpu_count() or 1, positions=LONGER,
+        say=partial(print, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    return told(found, sizes)
+
+
+ABOUT = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
+LANGUAGE = Study("language", ABOUT, language, seeds=3)
 
 
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
@@ -90,10 +84,8 @@ def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Ce
 
     def made(model: Model, ratio: float) -> Cell:
         shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
-        budget = {
-            "batch_size": sizes.batch, "seq_len": sizes.context, "eval_every": 1 << 20, "eval_batches": sizes.judged,
-            "checkpoint_every": 1000, "threads": 1,
-        }  # fmt: skip
+        judged = {"eval_every": 1 << 20, "eval_batches": 32, "checkpoint_every": 1000}
+        budget = {"batch_size": sizes.batch, "seq_len": sizes.context, "threads": 1, **judged}
         given = {"name": "language", "data": data, "model": shape, "budget": budget, "optim": {"warmup": 100}}
         return Cell(name, (), ExperimentConfig.model_validate(given))
 
@@ -138,12 +130,12 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         "attention: the state is the cache of all that was read, 0 before the first token",
         *found.notes,
     ]
-    return Result(
-        columns, rows, notes, partial(_draw, found, spreads, places, sizes), (12.5, 4.8), {"positions": places}
-    )
+    draw = partial(_draw, found, spreads, places, sizes)
+    return Result(columns, rows, notes, draw, (12.5, 4.8), {"positions": places})
 
 
 Places = list[tuple[float, float, float, float]]
+Intervals = Mapping[str, Interval]
 
 
 def _places(found: Comparison, cell: str) -> Places:
@@ -157,9 +149,7 @@ def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
     return sum(n * loss for n, loss in chosen) / sum(n for n, _ in chosen) if chosen else None
 
 
-def _draw(
-    found: Comparison, spreads: Mapping[str, Interval], places: Mapping[str, Places], sizes: Sizes, figure: Any
-) -> None:
+def _draw(found: Comparison, spreads: Intervals, places: Mapping[str, Places], sizes: Sizes, figure: Any) -> None:
     names = sorted(spreads, key=lambda name: spreads[name].mean)
     curves = {name: found.of(name)[0].get("curve") or () for name in names}  # of the first seed
     left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
@@ -173,11 +163,9 @@ def _draw(
     for index, name in enumerate(names):
         look = {"color": COLOURS[index % 7], "linestyle": DASHES[(index + index // 7) % 7], "label": name}
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
-        if late:
-            right.plot(*zip(*late, strict=True), marker=".", **look)
+        right.plot(*zip(*late, strict=True), marker=".", **look)
         read = [(tokens, loss) for tokens, loss in curves[name] if tokens >= sizes.tokens / 10]
-        if read:
-            middle.plot(*zip(*read, strict=True), **look)
+        middle.plot(*zip(*read, strict=True), **look)
     right.axvline(sizes.context, color=GREY, linestyle=":", linewidth=1)
     right.set_xscale("log", base=2)
     unit = "loss (nats/byte)"

@@ -1,31 +1,30 @@
-"""Small layers, trained on a task and judged there and beyond it: what studies of trained memories share."""
+"""recall, words: small layers, trained on a task and judged there and beyond it: what they answer of pairs that others
+replace, from long ago, or more than keys are wide; and whether they keep count beyond the lengths of training, in
+parity and words of S_3 and S_5."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from hecate.data import IGNORED, DataConfig, Task
 from hecate.errors import NonFiniteError
 from hecate.gym.training import BATCH, Fields, trained
+from hecate.nn import SlidingAttention
+from hecate.nn.conv import ShortConv
+from hecate.nn.sliding import SlidingState
 from hecate.rule import bytes_of
 from hecate.train.trainer import Trainer
-from studies.study import Kept
+from studies.study import Cell, Kept, Result, Run, Spread, Study, dot_plot, progress, reach
 
 JUDGED = 256  # sequences that are judged
 JUDGE = 1000  # the seed that learning rates and settings are chosen on
 T = TypeVar("T")
-
-
-class Run(NamedTuple):
-    """Accuracies of a trained layer by task, and bytes of its state."""
-
-    scores: list[float]
-    bytes: int
 
 
 class Outcome(NamedTuple):
@@ -39,37 +38,32 @@ class Outcome(NamedTuple):
 
 def settled(
     models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
-    since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, kept: Kept | None = None,
+    kept: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None,
 ) -> Outcome:  # fmt: skip
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
     the first model, then the model at that rate. Runs that are kept are not run again."""
-    keep = kept or Kept()
 
-    def run(model: int, lr: float, seed: int) -> Run:
-        what = [models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__]
-        return Run(*keep(what, lambda: _run(models[model], tasks, steps, lr, seed, since, mixer)))
+    def run(model: int, lr: float, seed: int) -> Sequence[Any]:
+        """Accuracies of a trained layer by task, and bytes of its state."""
+
+        def made() -> Sequence[Any]:
+            trainer = trained(models[model], tasks[0], seed, lr, steps, mixer)
+            with torch.no_grad():
+                _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
+            return [judged(trainer, task, since) for task in tasks], bytes_of(state)
+
+        return kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
 
     def score(lr: float, model: int) -> float:
         try:
-            return run(model, lr, JUDGE).scores[0]
+            return run(model, lr, JUDGE)[0][0]
         except NonFiniteError:
             return 0.0
 
     lr = best(rates, lambda lr: score(lr, 0))
     model = best(range(len(models)), lambda model: score(lr, model))
-    runs = [run(model, lr, seed) for seed in seeds]
-    scores = [list(own) for own in zip(*(run.scores for run in runs), strict=True)]
-    return Outcome(scores, lr, model, runs[0].bytes)
-
-
-def _run(
-    model: Fields, tasks: Sequence[Fields], steps: int, lr: float, seed: int, since: float,
-    mixer: Callable[[Generator], nn.Module] | None,
-) -> Run:  # fmt: skip
-    trainer = trained(model, tasks[0], seed, lr, steps, mixer)
-    with torch.no_grad():
-        _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
-    return Run([judged(trainer, task, since) for task in tasks], bytes_of(state))
+    scores, sizes = zip(*(run(model, lr, seed) for seed in seeds), strict=True)
+    return Outcome([list(own) for own in zip(*scores, strict=True)], lr, model, sizes[0])
 
 
 @torch.no_grad()
@@ -95,3 +89,216 @@ def best(among: Sequence[T], score: Callable[[T], float]) -> T:
         if top < 1 and (own := score(one)) > top:
             found, top = one, own
     return found
+
+
+WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 900
+RATES = (1e-2, 2e-2, 5e-3, 4e-2, 2.5e-3)
+ATTENTION = "attention, the same convolution"
+DEEP = "deep: "  # before the names of memories of more than one layer
+
+
+class Convolved(nn.Module):
+    """Attention over all tokens behind the convolution that memories have, without which it never sees what follows a
+    key."""
+
+    def __init__(self, generator: Generator) -> None:
+        super().__init__()
+        self.conv = ShortConv(WIDTH, TAPS)
+        self.conv.reset_parameters(generator)
+        self.attention = SlidingAttention(WIDTH, 1, window=None, generator=generator)
+
+    def forward(self, x: Tensor, state: None, **masks: None) -> tuple[Tensor, SlidingState]:
+        """From the start of a sequence, without masks: that is how it is trained here."""
+        y, after = self.attention(self.conv(x)[0])
+        return y, after
+
+
+def model(memory: Any, d_key: int = 16, d_value: int = WIDTH) -> dict[str, Any]:
+    """A layer of one head, without an MLP."""
+    sizes = {"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, "d_key": d_key, "d_value": d_value}
+    return {**sizes, "conv_kernel": TAPS, "output_gate": False, "memory": memory}
+
+
+def rules() -> dict[str, list[dict[str, Any]]]:
+    """Models by the rule of their memory and the width of its keys, and attention; of several the best is taken."""
+    momentum = {"kind": "momentum", "lr_start": 0.75, "dampening": True}
+    titans = [{"kind": "titans", "algorithm": {**momentum, "lr": lr}} for lr in (2.0, 1.0, 0.5)]
+    flat = ("linear_attention", "delta", "gated_delta", "mesa", "titans_linear")
+    return {
+        "gated_delta, d_key 4": [model("gated_delta", 4)],
+        **{rule: [model(rule)] for rule in flat},
+        f"{DEEP}titans": [model(rule, d_value=16) for rule in titans],
+        ATTENTION: [{"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, "attention": {"kind": "attention"}}],
+    }
+
+
+def maps() -> dict[str, list[dict[str, Any]]]:
+    """Models by the phi of their delta rule; all but the first hold as many numbers."""
+
+    def delta(d_key: int, *maps: Any) -> list[dict[str, Any]]:
+        return [model({"kind": "delta", "key_norm": "l2", "feature_map": phi}, d_key) for phi in maps]
+
+    wide = 8 * KEYS
+    fourier = [{"kind": "random_fourier", "d_phi": wide, "sigma": sigma} for sigma in (0.4, 0.2, 0.8)]
+    composed = {"kind": "compose", "maps": [{"kind": "linear", "d_phi": wide}, "elu"]}
+    return {
+        f"delta, d_key {KEYS}": delta(KEYS, "identity"),
+        f"delta, d_key {wide}": delta(wide, "identity"),
+        "delta, dpfp, nu 4": delta(KEYS, {"kind": "dpfp", "nu": 4}),
+        "delta, random_fourier": delta(KEYS, *fourier),
+        "delta, a trained phi (linear, elu)": delta(KEYS, composed),
+    }
+
+
+class Trial(NamedTuple):
+    """A task, at the length of training and beyond it, what guessing scores, and who is trained on it."""
+
+    data: dict[str, Any]
+    lengths: tuple[int, ...]
+    chance: float
+    models: Mapping[str, list[dict[str, Any]]]
+
+
+def at(task: dict[str, Any], length: int) -> dict[str, Any]:
+    """A task at a length; 0 where it has but one."""
+    return {**task, "seq_len": length} if length else task
+
+
+_MQAR = {"kind": "mqar", "vocab_size": 64, "random_filler": False}
+TASKS = {
+    "replaced": Trial({"kind": "retrieval", "num_keys": 8, "queries": 4, "replacement": True}, (0,), 1 / 8, rules()),
+    "far": Trial({**_MQAR, "num_pairs": 4, "power": 1.0}, (64, 256, 1024), 1 / 32, rules()),
+    "beyond": Trial({**_MQAR, "num_pairs": 16, "seq_len": 64}, (0,), 1 / 32, maps()),
+}
+QUICK = ("delta", "linear_attention")
+
+
+def recall(run: Run) -> Result:
+    """Trains every contender on every task from every seed."""
+    steps, rates = (120, (2e-2,)) if run.quick else (STEPS, RATES)
+    found: dict[str, dict[str, Outcome]] = {}
+    kept = run.kept()
+    for kind in list(TASKS)[: 1 if run.quick else None]:
+        task, found[kind] = TASKS[kind], {}
+        for name in progress(QUICK if run.quick else tuple(task.models), kind):
+            mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
+            tasks = [at(task.data, length) for length in task.lengths]
+            found[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, kept, since, mixer)
+    return report(found)
+
+
+ABOUT = "What do trained memories answer of pairs replaced, long ago, or more than keys are wide?"
+RECALL = Study("recall", ABOUT, recall, seeds=3)
+
+
+def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
+    """The table, with intervals, and the figure."""
+    scores = {
+        f"{kind}, {length} tokens" if length else kind: {name: outcome.scores[at] for name, outcome in own.items()}
+        for kind, own in found.items()
+        for at, length in enumerate(TASKS[kind].lengths)
+    }
+    chances = [TASKS[title.split(",")[0]].chance for title in scores]
+    columns = ["memory", "state (bytes)", *(text for title in scores for text in (title, "95 %"))]
+    rows: list[list[Cell]] = [["a guess", None, *(cell for chance in chances for cell in (round(chance, 3), None))]]
+    names = list(dict.fromkeys(name for own in found.values() for name in own))
+    spreads = {name: [Spread.of(own[name]) if name in own else None for own in scores.values()] for name in names}
+    rates = []
+    for name in names:
+        reaches = [reach(own.get(name, ()), ".2f", 1.0) for own in scores.values()]
+        own = [outcomes[name] for outcomes in found.values() if name in outcomes]
+        rows.append([name, own[0].bytes, *chain(*zip(spreads[name], reaches, strict=True))])
+        chosen = (f"{one.lr:g}" + (f" of {one.model + 1}" if one.model else "") for one in own)
+        rates.append(f"{name} {', '.join(chosen)}")
+    notes = [
+        "replaced: 16 pairs of 8 keys and 8 values, drawn with replacement, then 4 keys, asked for their last values; "
+        "far: 4 pairs of 31 keys and 32 values, then a token that means nothing, again and again, and anywhere in it "
+        f"each key once, asked in the later half, trained at {TASKS['far'].lengths[0]} tokens; beyond: 16 such pairs "
+        f"among 64 tokens, keys of width {KEYS} unless said; who knows a sequence's values, and not whose they are, is "
+        "right in 1/4 of far, 1/16 of beyond",
+        f"one layer of width {WIDTH}, one head, keys of width 16 unless said, a convolution of 2 taps, no MLP, no "
+        f"output gate; AdamW, {STEPS} steps of 32 sequences; the best of {len(RATES)} rates, then of three inner rates "
+        f"of titans and three sigmas, on seed {JUDGE}; {JUDGED} sequences judged",
+        "mean +- standard error over seeds, and Student's interval of 95 %, cut at 0 and 1; state: all that is carried "
+        "after a sequence of the first task, of attention its cache",
+        f"{DEEP}memories of two layers, values of width 16; the others are a matrix",
+        "rates, and which of several models: " + "; ".join(rates),
+    ]
+    panels = {title: {"": [own[at] for own in spreads.values()]} for at, title in enumerate(scores)}
+    size = (2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4)
+    data = {kind: {name: outcome._asdict() for name, outcome in own.items()} for kind, own in found.items()}
+    return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy", chances), size, data)
+
+
+HEADS, WORD_STEPS = 4, 800
+WORD_RATES = (3e-3, 1e-2)  # to choose from
+LENGTHS = (24, 48, 96)  # of training, and beyond
+QUICK_WORDS = ("delta, lr to 1", "delta, lr to 2")
+GROUPS: dict[str, dict[str, Any]] = {
+    "parity": {"kind": "parity"},
+    "S_3": {"kind": "permutations", "degree": 3},
+    "S_5, swaps": {"kind": "permutations", "degree": 5, "elements": "swaps"},
+    "S_5, generators": {"kind": "permutations", "degree": 5, "elements": "generators"},
+}
+MORE_STEPS = {"S_5, generators": 3}  # times the steps
+
+
+Able = tuple[str, ...] | None  # on which tasks theory lets one layer follow any length; None where it says nothing
+
+
+def contenders() -> dict[str, tuple[dict[str, Any], Able]]:
+    """From memories whose state moves along a diagonal to those that write several times, and attention."""
+    around = {"d_model": WIDTH, "heads": HEADS, "mlp_ratio": 2.0}
+
+    def rule(kind: str, most: float | None = None, **own: int) -> dict[str, Any]:
+        algorithm = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
+        return {**around, "memory": {"kind": kind, **algorithm, **own}, "conv_kernel": 0}  # keys of a token alone
+
+    single, every = ("parity", "S_5, swaps"), tuple(GROUPS)
+    return {
+        "linear_attention": (rule("linear_attention"), ()),
+        "mamba2": (rule("mamba2"), ()),
+        "delta, lr to 1": (rule("delta", 1.0), ()),
+        "delta, lr to 2": (rule("delta", 2.0), single),
+        "gated_delta, lr to 2": (rule("gated_delta", 2.0), single),
+        "delta_product, 2 writes, lr to 1": (rule("delta_product", 1.0), None),
+        "delta_product, 2 writes, lr to 2": (rule("delta_product", 2.0), every[:-1]),
+        "delta_product, 4 writes, lr to 2": (rule("delta_product", 2.0, writes=4), every),
+        **{kind: (rule(kind), None) for kind in ("rwkv7", "mamba3", "titans_linear")},
+        "attention": ({**around, "attention": {"kind": "attention"}}, ()),
+    }
+
+
+def words(run: Run) -> Result:
+    """Trains every contender on every task, at the rate that is best on a seed of its own."""
+    steps, rates, lengths = (60, WORD_RATES[1:], LENGTHS[:2]) if run.quick else (WORD_STEPS, WORD_RATES, LENGTHS)
+    every, names = contenders(), QUICK_WORDS if run.quick else tuple(contenders())
+    kept, rows, panels = run.kept(), [], {}
+    for task in list(GROUPS)[: 1 if run.quick else None]:
+        own, tasks = steps * MORE_STEPS.get(task, 1), [at(GROUPS[task], length) for length in lengths]
+        scores = []
+        for name in progress(names, f"{task}, {own} steps each"):
+            model, able = every[name]
+            found = settled([model], tasks, own, rates, run.seeds, kept, 0.5)
+            scores.append([Spread.of(values) for values in found.scores])
+            known = None if able is None else "yes" if task in able else "no"
+            rows.append([task, name, found.bytes, own, found.lr, known, *scores[-1]])
+        panels[task] = {f"{length} tokens": [own[place] for own in scores] for place, length in enumerate(lengths)}
+    columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
+    columns += [f"accuracy at {length}" for length in lengths]
+    notes = [
+        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW, on S_5's "
+        f"generators three times as many, on words of {lengths[0]}, batch {BATCH}; accuracy on the later half of "
+        f"{JUDGED} words; mean +- standard error over seeds; the better of {len(WORD_RATES)} rates on seed {JUDGE}",
+        "a guess is right in .5 of parity, .17 of S_3, and .008 of S_5, .017 once its sign is known; generators: a "
+        "swap, the cycle of all five letters and its inverse",
+        "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
+        "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
+        "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
+        "attention: the state is its cache",
+    ]
+    size = (2.0 + 3.0 * len(panels), 4.8)
+    return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy"), size)
+
+
+WORDS = Study("words", "Which memories keep count, and beyond the lengths of training?", words, seeds=3)

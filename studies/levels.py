@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from hecate.engine import memory_scan
 from hecate.figure import COLOURS, GREY, MARKERS, curve, finish, mean_and_error, one_legend
 from hecate.phi.random import haar
 from hecate.rule import Gates, MemoryState
-from studies.study import Cell, Progress, Result, Spread, Study
+from studies.study import Cell, Result, Run, Spread, Study, progress
 
 WIDTH = 64  # of keys and values; one level holds WIDTH * WIDTH numbers
 VALUES = 128  # in the codebook
@@ -73,17 +74,13 @@ class Recall(NamedTuple):
     bindings: Tensor  # [S, AGES]: of bindings by age, averaged over the later probes
     bytes: int  # of the states of one sequence
 
-    def kept(self) -> Tensor:
-        """Of table A after phase B, per seed."""
-        return self.tables[:, 2 * PROBES - 1, 0]
-
-    def recent(self) -> Tensor:
-        """Of bindings written 1 to RECENT tokens ago, per seed."""
-        return self.bindings[:, :RECENT].mean(1)
-
-    def score(self) -> Tensor:
-        """What a memory is chosen by: both kinds of recall count alike."""
-        return (self.kept() + self.recent()) / 2
+    def shares(self) -> dict[str, Tensor]:
+        """Per seed, and last what a memory is chosen by: both kinds of recall count alike."""
+        after_a, after_b = (self.tables[:, phases * PROBES - 1] for phases in (1, 2))
+        recent, older = self.bindings[:, :RECENT].mean(1), self.bindings[:, RECENT:].mean(1)
+        tables = {"A after A": after_a[:, 0], "A after B": after_b[:, 0], "B after B": after_b[:, 1]}
+        bindings = {f"bindings, age 1-{RECENT}": recent, f"bindings, age {RECENT + 1}-{AGES}": older}
+        return {**tables, **bindings, "score": (after_b[:, 0] + recent) / 2}
 
     def part(self, seeds: slice) -> Recall:
         """The same of some seeds."""
@@ -119,29 +116,22 @@ class _Running:
 
     def __init__(self, level: Level, number: int) -> None:
         g = torch.Generator().manual_seed(number)
-        whole = level.width == WIDTH
+        whole, decays = level.width == WIDTH, level.half_life != NEVER
         eye = torch.eye(WIDTH, dtype=torch.float32)
         self.key, self.value = (eye if whole else haar(WIDTH, g)[:, : level.width].float() for _ in range(2))
-        decays = level.half_life != NEVER
         rule = {"retention": "decay" if decays else "none", "read": "before"}
         self.rule = LevelConfig.model_validate({"name": f"level {number}", "period": level.period, "memory": rule}).rule
-        retain = 0.5 ** (1 / level.half_life) if decays else None
-        self.gates = Gates(lr=level.lr, retain=retain)
+        self.gates = Gates(lr=level.lr, retain=0.5 ** (1 / level.half_life) if decays else None)
         self.state: MemoryState | None = None
 
-    def write(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Writes [S, T, D] tokens; what was predicted of each before it was written."""
-        k = normalize(keys @ self.key, dim=-1).unsqueeze(2)
-        v = (values @ self.value).unsqueeze(2)
-        y, self.state = memory_scan(self.rule, k, k, v, self.gates, state=self.state)
-        return y.squeeze(2) @ self.value.T
-
-    def read(self, keys: Tensor) -> Tensor:
-        """Predictions [S, N, D] for queries; writes nothing."""
-        q = normalize(keys @ self.key, dim=-1).unsqueeze(2)
-        v = q.new_zeros(*q.shape[:3], self.value.shape[1])
-        masked = torch.zeros(q.shape[:2], dtype=torch.bool)
-        y, _ = memory_scan(self.rule, q, q, v, self.gates, state=self.state, write_mask=masked)
+    def __call__(self, keys: Tensor, values: Tensor | None = None) -> Tensor:
+        """Predictions [S, T, D] for keys; with values they are those before each was written, else nothing is."""
+        k, mask = normalize(keys @ self.key, dim=-1).unsqueeze(2), None
+        if values is None:
+            mask = torch.zeros(k.shape[:2], dtype=torch.bool)
+        v = k.new_zeros(k.shape) if values is None else (values @ self.value).unsqueeze(2)
+        y, state = memory_scan(self.rule, k, k, v, self.gates, state=self.state, write_mask=mask)
+        self.state = self.state if values is None else state
         return y.squeeze(2) @ self.value.T
 
 
@@ -157,7 +147,7 @@ def measure(system: System, stream: Stream) -> Recall:
         values = stream.values[:, now, None].expand(-1, -1, WIDTH)
         target = stream.code.gather(1, values)
         for level in reversed(levels):
-            known = level.write(stream.keys[:, now], target)
+            known = level(stream.keys[:, now], target)
             target = target - known if system.residual else target
         table, binding = _asked(levels, stream, end)
         tables.append(table)
@@ -173,7 +163,7 @@ def _asked(levels: list[_Running], stream: Stream, end: int) -> tuple[Tensor, Te
     recent = slice(max(0, end - AGES), end)
     keys = torch.cat([stream.table_keys, stream.keys[:, recent]], 1)
     values = torch.cat([stream.table_values, stream.values[:, recent]], 1)
-    seen = torch.stack([level.read(keys) for level in levels]).sum(0)
+    seen = torch.stack([level(keys) for level in levels]).sum(0)
     right = ((seen @ stream.code.mT).argmax(-1) == values).float()
     tables = right[:, : 2 * TABLE].unflatten(-1, (2, TABLE)).mean(-1)
     by_age = right[:, 2 * TABLE :].masked_fill(stream.from_table[:, recent], math.nan).flip(-1)
@@ -188,23 +178,15 @@ def families(quick: bool) -> dict[str, list[System]]:
     slow = [0.1, 0.05] if quick else [0.04, 0.02, 0.01, 0.005]
     fast = [16] if quick else [16, 64]
 
-    def several(
-        widths: tuple[int, ...], periods: tuple[int, ...] | None = None, residual: bool = False
-    ) -> list[System]:
+    def several(widths: Sequence[int], periods: Sequence[int] = (1, 1, 1, 1), residual: bool = False) -> list[System]:
         """The fast one at lr 1, the slow one without decay, others between them."""
-        every = periods or (1,) * len(widths)
-        middle = list(zip(widths, every, strict=True))[1:-1]
-        return [
-            System(
-                (
-                    Level(widths[0], 1.0, life),
-                    *(Level(w, 0.2, 8**n * life, p) for n, (w, p) in enumerate(middle, 1)),
-                    Level(widths[-1], lr, NEVER, every[-1]),
-                ),
-                residual,
-            )
-            for life, lr in itertools.product(fast, slow)
-        ]
+        systems = []
+        for life, lr in itertools.product(fast, slow):
+            rates = [1.0, *[0.2] * (len(widths) - 2), lr]
+            halves = [*(8**n * life for n in range(len(widths) - 1)), NEVER]
+            levels = map(Level, widths, rates, halves, periods)
+            systems.append(System(tuple(levels), residual))
+        return systems
 
     return {
         "one memory": [System((Level(WIDTH, lr, life),)) for life, lr in itertools.product(lives, rates)],
@@ -224,90 +206,64 @@ class Outcome(NamedTuple):
     recalls: list[Recall]
     chosen: int
 
-    @property
-    def best(self) -> Recall:
-        """That of the chosen system."""
-        return self.recalls[self.chosen]
 
-
-class Levels(Study):
-    """Several levels against one memory and against heads, under equal state."""
-
-    name: ClassVar[str] = "levels"
-    about: ClassVar[str] = (
-        "Do levels forget less than heads that have a decay each, and than one memory of the same size?"
-    )
-    count: ClassVar[int] = 8
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every setting on the seeds shown and, to choose by, on as many others."""
-        phase = 512 if quick else 2048
-        stream = draw_stream([*seeds, *(1000 + seed for seed in seeds)], phase)
-        shown, others = slice(0, len(seeds)), slice(len(seeds), None)
-        outcomes = {}
-        for name, systems in families(quick).items():
-            recalls = [measure(system, stream) for system in progress(systems, name)]
-            scores = [float(recall.part(others).score().mean()) for recall in recalls]
-            outcomes[name] = Outcome(systems, [recall.part(shown) for recall in recalls], scores.index(max(scores)))
-        return report(outcomes, phase)
-
-
-def report(outcomes: dict[str, Outcome], phase: int) -> Result:
-    """The table, what it means and the figure."""
-    columns = [
-        "memory", "state (bytes)", "A after A", "A after B", "B after B", f"bindings, age 1-{RECENT}",
-        f"bindings, age {RECENT + 1}-{AGES}", "score", "minus two heads",
-    ]  # fmt: skip
-    heads, rows = outcomes["two heads, a decay each"].best.score(), list[list[Cell]]()
-    for name, outcome in outcomes.items():
-        best = outcome.best
-        shares = [
-            best.tables[:, PROBES - 1, 0], best.kept(), best.tables[:, 2 * PROBES - 1, 1], best.recent(),
-            best.bindings[:, RECENT:].mean(1), best.score(), best.score() - heads,
-        ]  # fmt: skip
-        rows.append([name, best.bytes, *(Spread.of(share.tolist()) for share in shares)])
+def levels(run: Run) -> Result:
+    """Every setting on the seeds shown and, to choose by, on as many others."""
+    phase, seeds = 512 if run.quick else 2048, run.seeds
+    stream = draw_stream([*seeds, *(1000 + seed for seed in seeds)], phase)
+    shown, others = slice(0, len(seeds)), slice(len(seeds), None)
+    outcomes = {}
+    for name, systems in families(run.quick).items():
+        recalls = [measure(system, stream) for system in progress(systems, name)]
+        scores = [float(recall.part(others).shares()["score"].mean()) for recall in recalls]
+        outcomes[name] = Outcome(systems, [recall.part(shown) for recall in recalls], scores.index(max(scores)))
+    best = {name: outcome.recalls[outcome.chosen] for name, outcome in outcomes.items()}
+    heads = best["two heads, a decay each"].shares()
+    rows: list[list[Cell]] = []
+    for name, recall in best.items():
+        shares = recall.shares()
+        less = shares["score"] - heads["score"]
+        rows.append([name, recall.bytes, *(Spread.of(share.tolist()) for share in (*shares.values(), less))])
     notes = [
         f"shares recalled, mean +- standard error over seeds, phases of {phase} tokens; a guess is "
         f"right in 1 of {VALUES}; nothing is trained",
         f"score: mean of A after B and bindings, age 1-{RECENT}; gates were chosen by it, on other seeds, so older "
         "bindings did not count; minus two heads: seed by seed, as all saw the same tokens",
         f"size: at most {WIDTH * WIDTH} weights everywhere; a level with a period also carries the sum of its window",
-        "heads, and levels but for 'residual', are written with every value; a residual level with what slower ones do "
-        "not know; reads are added up",
-        "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is published for this "
-        "world",
-        *(
-            f"gates of {name}: {'; '.join(map(str, outcome.systems[outcome.chosen].levels))}"
-            for name, outcome in outcomes.items()
-        ),
+        "reads are added up; a level is written with every value, a 'residual' one with what slower ones do not know",
+        "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is published here",
+        *(f"gates of {name}: {'; '.join(map(str, o.systems[o.chosen].levels))}" for name, o in outcomes.items()),
     ]
+    data = {}
+    for name, own in outcomes.items():
+        gates = [list(map(str, system.levels)) for system in own.systems]
+        data[name] = {"gates": gates, "scores": [recall.shares()["score"].tolist() for recall in own.recalls]}
+    columns = ["memory", "state (bytes)", *heads, "minus two heads"]
+    return Result(columns, rows, notes, partial(draw, outcomes, phase), (11, 4.6), data)
 
-    def draw(figure: Any) -> None:
-        over_time, trade = figure.subplots(1, 2)
-        tokens = torch.arange(1, 3 * PROBES + 1).numpy() * phase / PROBES
-        for index, (name, outcome) in enumerate(outcomes.items()):
-            curve(over_time, tokens, outcome.best.tables[:, :, 0], index, name)
-            x, dx = mean_and_error(torch.stack([r.recent() for r in outcome.recalls], 1))
-            y, dy = mean_and_error(torch.stack([r.kept() for r in outcome.recalls], 1))
-            look = {"fmt": MARKERS[index], "color": COLOURS[index]}
-            trade.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, **look)
-        for number, task in enumerate("ABA"):
-            over_time.axvline(number * phase, color=GREY, linewidth=0.8)
-            over_time.text((number + 0.5) * phase, 1.05, f"task {task}", ha="center")
-        label = "share of table A recalled"
-        finish(over_time, "Table A over time", "tokens", label, ylim=(-0.03, 1.14), legend=False)
-        one_legend(figure, over_time, 4)
-        finish(
-            trade, "Both kinds of recall, every setting of the gates",
-            f"share of bindings recalled, age 1-{RECENT} tokens", "share of table A recalled after B",
-            xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), legend=False,
-        )  # fmt: skip
 
-    data = {
-        name: {
-            "gates": [list(map(str, s.levels)) for s in o.systems],
-            "scores": [r.score().tolist() for r in o.recalls],
-        }
-        for name, o in outcomes.items()
-    }
-    return Result(columns, rows, notes, draw, size=(11, 4.6), data=data)
+ABOUT = "Do levels forget less than heads that have a decay each, and than one memory of the same size?"
+LEVELS = Study("levels", ABOUT, levels, seeds=8)
+
+
+def draw(outcomes: dict[str, Outcome], phase: int, figure: Any) -> None:
+    """Table A over time, and both kinds of recall at every setting."""
+    over_time, trade = figure.subplots(1, 2)
+    tokens = torch.arange(1, 3 * PROBES + 1).numpy() * phase / PROBES
+    of_age = f"bindings, age 1-{RECENT}"
+    for index, (name, outcome) in enumerate(outcomes.items()):
+        curve(over_time, tokens, outcome.recalls[outcome.chosen].tables[:, :, 0], index, name)
+        shares = [recall.shares() for recall in outcome.recalls]
+        x, dx = mean_and_error(torch.stack([own[of_age] for own in shares], 1))
+        y, dy = mean_and_error(torch.stack([own["A after B"] for own in shares], 1))
+        look = {"fmt": MARKERS[index], "color": COLOURS[index]}
+        trade.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, **look)
+    for number, task in enumerate("ABA"):
+        over_time.axvline(number * phase, color=GREY, linewidth=0.8)
+        over_time.text((number + 0.5) * phase, 1.05, f"task {task}", ha="center")
+    label = "share of table A recalled"
+    finish(over_time, "Table A over time", "tokens", label, ylim=(-0.03, 1.14), legend=False)
+    one_legend(figure, over_time, 4)
+    title, what = "Both kinds of recall, every setting of the gates", f"bindings recalled, age 1-{RECENT} tokens"
+    limits = {"xlim": (-0.03, 1.03), "ylim": (-0.03, 1.03)}
+    finish(trade, title, f"share of {what}", f"{label} after B", legend=False, **limits)

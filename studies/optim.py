@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from hecate.data import Bundled
 from hecate.optim import PhiMomentum
-from studies.pictures import dot_plot
-from studies.study import Cell, Progress, Result, Spread, Study
+from studies.study import Result, Run, Spread, Study, dot_plot, progress
 
 GRID = tuple(10.0 ** (-half / 2) for half in range(11))  # learning rates, from 1 to 1e-5
 JUDGES = (1000, 1001)  # seeds that rates and thresholds are chosen on
@@ -33,20 +31,19 @@ MOMENTUM = 0.9
 LOST = 6.0  # a score that stands for every worse one, and for what is no number
 
 
-class World(ABC):
+class World:
     """A seed's parameters, their gradients, and how far they have come."""
 
     def __init__(self, seed: int, *params: Tensor) -> None:
         self.draws = torch.Generator().manual_seed(5000 + seed)
         self.params = [torch.nn.Parameter(p) for p in params]
 
-    @abstractmethod
     def gradients(self) -> None:
         """The next noisy gradient, in `.grad`."""
 
-    @abstractmethod
     def score(self) -> float:
         """Less is better; without noise."""
+        raise NotImplementedError
 
 
 def student(shape: Sequence[int], df: float, g: torch.Generator) -> Tensor:
@@ -118,9 +115,8 @@ class Reading(World):
         """Of the next batch."""
         drawn = text().train_batch(self.seed, self.step, 128, CONTEXT)
         self.step += 1
-        for p, grad in zip(
-            self.params, torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params), strict=True
-        ):
+        grads = torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params)
+        for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
 
     @torch.no_grad()
@@ -165,13 +161,12 @@ def _phi(phi: str, scale: str) -> list[Form]:
 
 
 SGD = partial(torch.optim.SGD, momentum=MOMENTUM)
+ADAM = partial(torch.optim.AdamW, weight_decay=0.0)
 CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best on the judges
     "SGD": [Form(SGD)],
     "SGD, norm clipped": [Form(SGD, partial(clip_grad_norm_, max_norm=t)) for t in (1.0, 4.0, 16.0)],
     "SGD, numbers clipped": [Form(SGD, partial(clip_grad_value_, clip_value=t)) for t in (0.1, 1.0, 3.0)],
-    "AdamW": [
-        Form(partial(torch.optim.AdamW, betas=(MOMENTUM, b), weight_decay=0.0)) for b in (0.95, 0.99, 0.999)
-    ],
+    "AdamW": [Form(partial(ADAM, betas=(MOMENTUM, b))) for b in (0.95, 0.99, 0.999)],
     "Lion": [Form(partial(Lion, momentum=MOMENTUM, keep=keep)) for keep in (0.9, 0.99, 0.999)],
     "phi: identity, rms": _phi("identity", "rms"),
     "phi: tanh, as they come": _phi("tanh", "none"),
@@ -212,46 +207,32 @@ def descended(task: Task, form: Form, lr: float, seeds: Sequence[int], steps: in
     return [min(score, LOST) if math.isfinite(score) else LOST for score in scores]
 
 
-class Optim(Study):
-    """phi-momentum, and whoever else bounds what an outlier does."""
-
-    name: ClassVar[str] = "optim"
-    about: ClassVar[str] = "Where does the feature map of phi-momentum act, and is it ahead of what others do there?"
-    count: ClassVar[int] = 8
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Every contender on every task, at the rate and form that were best on the judges."""
-        names = QUICK if quick else tuple(CONTENDERS)
-        tasks = dict(list(TASKS.items())[:1]) if quick else TASKS
-        found: dict[str, dict[str, list[float]]] = {task: {} for task in tasks}
-        chosen: dict[str, dict[str, float]] = {task: {} for task in tasks}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "phi sees")  # that tanh is a straight line there is a result here
-            for kind, task in tasks.items():
-                steps, grid = (100, task.grid[1:6:2]) if quick else (task.steps, task.grid)
-                for name in progress(names, f"{kind}, {steps} steps"):
-                    cells = [(form, lr) for form in CONTENDERS[name] for lr in grid]
-                    form, lr = min(cells, key=lambda cell: sum(descended(task, cell[0], cell[1], JUDGES, steps)))
-                    chosen[kind][name] = lr
-                    found[kind][name] = descended(task, form, lr, seeds, steps)
-        return report(found, chosen)
-
-
-def report(found: dict[str, dict[str, list[float]]], chosen: dict[str, dict[str, float]]) -> Result:
-    """Scores of every contender, phi against its baselines, and the figure."""
-    tasks, names = list(found), list(next(iter(found.values())))
-    columns = ["optimiser", *(text for task in tasks for text in (task, "lr"))]
-    rows: list[list[Cell]] = [
-        [name, *(cell for task in tasks for cell in (Spread.of(found[task][name]), f"{chosen[task][name]:.2g}"))]
+def optim(run: Run) -> Result:
+    """Scores of every contender on every task, at the rate and form that were best on the judges, and phi against its
+    baselines."""
+    names, tasks = (QUICK, list(TASKS)[:1]) if run.quick else (tuple(CONTENDERS), list(TASKS))
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in tasks}
+    chosen: dict[str, dict[str, float]] = {kind: {} for kind in tasks}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "phi sees")  # that tanh is a straight line there is a result here
+        for kind in tasks:
+            task = TASKS[kind]
+            steps, grid = (100, task.grid[1:6:2]) if run.quick else (task.steps, task.grid)
+            for name in progress(names, f"{kind}, {steps} steps"):
+                cells = [(form, lr) for form in CONTENDERS[name] for lr in grid]
+                form, lr = min(cells, key=lambda cell: sum(descended(task, cell[0], cell[1], JUDGES, steps)))
+                chosen[kind][name] = lr
+                found[kind][name] = descended(task, form, lr, run.seeds, steps)
+    spreads = {kind: {name: Spread.of(scores) for name, scores in own.items()} for kind, own in found.items()}
+    rows = [
+        [name, *(cell for kind in tasks for cell in (spreads[kind][name], f"{chosen[kind][name]:.2g}"))]
         for name in names
     ]
-    own, notes = "phi: tanh, rms", []
-    for task in tasks:
-        gaps = {
-            name: Spread.of(a - b for a, b in zip(found[task][own], found[task][name], strict=True))
-            for name in names if name != own
-        }  # fmt: skip
-        notes.append(f"{task}: {own} minus " + ", ".join(f"{name} {gap}" for name, gap in gaps.items()))
+    *others, own = names
+    notes = []
+    for kind, scores in found.items():
+        gaps = {name: Spread.of(a - b for a, b in zip(scores[own], scores[name], strict=True)) for name in others}
+        notes.append(f"{kind}: {own} minus {', '.join(f'{name} {gap}' for name, gap in gaps.items())}")
     notes += [
         f"momentum {MOMENTUM}; a cosine to 0 from the best of {len(GRID)} rates, 1 to 1e-5 (text: to 3e-4), and of "
         "three thresholds or second factors where there are any, chosen on two other seeds; mean +- standard error "
@@ -261,12 +242,12 @@ def report(found: dict[str, dict[str, list[float]]], chosen: dict[str, dict[str,
         f"noise of labels: least squares of {WIDTH} inputs and {SIDE} outputs, {ROWS} examples a step, t of {DF} in "
         "the labels; log10 of the squared distance from the truth per output",
         f"text: {CONTEXT} bytes through two matrices, 200 batches of 128; bits per byte held out",
-    ]  # fmt: skip
+    ]
+    columns = ["optimiser", *(text for kind in tasks for text in (kind, "lr"))]
+    panels = {kind: {"": list(own.values())} for kind, own in spreads.items()}
+    size, data = (3.4 * len(tasks) + 1.6, 3.6), {"scores": found, "rates": chosen}
+    return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "less is better"), size, data)
 
-    def draw(figure: Any) -> None:
-        panels = {task: {"": [Spread.of(found[task][name]) for name in names]} for task in tasks}
-        dot_plot(figure, names, panels, "less is better")
 
-    return Result(
-        columns, rows, notes, draw, size=(3.4 * len(tasks) + 1.6, 3.6), data={"scores": found, "rates": chosen}
-    )
+ABOUT = "Where does the feature map of phi-momentum act, and is it ahead of what others do there?"
+OPTIM = Study("optim", ABOUT, optim, seeds=8)

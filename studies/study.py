@@ -1,32 +1,42 @@
-"""What a study is: a question, a table beside what was published, and a figure."""
+"""A study is a question, a table beside what was published, and a figure: NAME.csv, NAME.json, NAME.png, NAME.svg."""
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import json
 import math
 import pkgutil
 import statistics
 import sys
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
 
 from hecate.compare import interval
+from hecate.compare.report import finite
 from hecate.errors import ConfigError, not_known
-from hecate.files import make_folder, write_file
+from hecate.figure import COLOURS, GREY, MARKERS, figure_type, finish, images, one_legend, ticks
+from hecate.files import make_folder, refusing, write_file
+from hecate.train.display import print_table
+from hecate.train.run import versions
 
+NO_CARD = "there is no CUDA device here; on a machine with one run `python -m studies {}`, some ten minutes"
 T = TypeVar("T")
-ALL, COST = "all", "cost"  # every study, and every `cost-NAME`; no study may bear these names
 
 
 class Spread(NamedTuple):
     """A mean over seeds with its standard error."""
 
     mean: float
-    error: float
+    standard_error: float
     seeds: int
 
     @classmethod
@@ -37,12 +47,8 @@ class Spread(NamedTuple):
         error = statistics.stdev(given) / math.sqrt(len(given)) if several else math.nan
         return cls(statistics.fmean(given), error, len(given))
 
-    def facts(self) -> dict[str, float]:
-        """The same for a JSON file."""
-        return {"mean": self.mean, "standard_error": self.error, "seeds": self.seeds}
-
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + (f"+-{self.error:.3f}" if self.seeds > 1 else "")
+        return f"{self.mean:.3f}" + (f"+-{self.standard_error:.3f}" if self.seeds > 1 else "")
 
 
 Cell = str | int | float | Spread | None
@@ -79,17 +85,16 @@ class Result:
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
             if len(row) != len(self.columns):
-                raise ConfigError(
-                    f"row {number} of a result has {len(row)} cells for {len(self.columns)} "
-                    "columns; write None where there is nothing to say"
-                )
+                cells = f"{len(row)} cells for {len(self.columns)} columns"
+                raise ConfigError(f"row {number} of a result has {cells}; write None where there is nothing to say")
 
 
-class Progress(Protocol):
-    """Goes through items and shows how far it is: `for x in progress(items, "one level")`."""
-
-    def __call__(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """The items one by one."""
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """The items one by one, with a bar on a terminal, a line elsewhere; both on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"{what}: {len(items)}", markup=False, highlight=False, soft_wrap=True)
+    yield from track(items, description=what, console=console, transient=True, disable=not console.is_terminal)
 
 
 class Kept:
@@ -112,87 +117,215 @@ class Kept:
         return self.known[key]
 
 
-class Study(ABC):
-    """One question. A subclass registers itself under its `name`.
+class Run(NamedTuple):
+    """What a study is asked for.
 
-        class Levels(Study):
-            name = "levels"
-            about = "Do several memory levels forget less than one of the same size?"
+    Fields:
+        name: of the study.
+        seeds: which all that is drawn comes from.
+        quick: in 15 seconds of one core at most, less exact.
+        out: the folder of its files; what takes hours keeps its pieces there.
+        dry: of a GPU's study: on a CPU, to see that its code runs.
+        seconds: of a GPU's study: how long it may take.
+    """
 
-            def run(self, quick, seeds, progress): ...
+    name: str
+    seeds: Sequence[int]
+    quick: bool = False
+    out: Path = Path("runs/studies")
+    dry: bool = False
+    seconds: float | None = None
 
-    Class attributes:
+    @property
+    def stem(self) -> str:
+        """What its files are called: a quick run or a dry one replaces those of no other."""
+        return self.name + ("-dry" if self.dry else "") + ("-quick" if self.quick else "")
+
+    def kept(self) -> Kept:
+        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
+        return Kept(None if self.quick else self.out / f"{self.stem}-runs.jsonl")
+
+
+class Study(NamedTuple):
+    """One question, and the function that answers it from a run's seeds alone; a name in a file of this folder.
+
+        LEVELS = Study("levels", "Do several memory levels forget less than one of the same size?", levels, seeds=8)
+
+    Fields:
         name: what `python -m studies` calls it.
         about: the question, in a sentence.
-        count: seeds of a full run; a quick one takes two.
-        timed: whether it measures time, so that equal seeds give unequal tables.
+        answer: its function.
+        seeds: of a full run; a quick one takes two.
         on_card: whether it measures a GPU: `--dry` runs its code on a CPU, `--seconds` bounds it.
     """
 
-    name: ClassVar[str]
-    about: ClassVar[str]
-    count: ClassVar[int] = 8
-    timed: ClassVar[bool] = False
-    on_card: ClassVar[bool] = False
-    dry: bool = False  # what `--dry` said
-    seconds: float | None = None  # what `--seconds` said
-    out: Path = Path("runs/studies")  # where `--out` has the files; what takes hours keeps its pieces there
-    _known: ClassVar[dict[str, type[Study]]] = {}
-
-    def __init_subclass__(cls, *, abstract: bool = False, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if abstract:
-            return
-        name = getattr(cls, "name", None)
-        if name is None or not getattr(cls, "about", None):
-            raise ConfigError(f"study {cls.__qualname__} needs a name and, in about, its question")
-        if name in (ALL, COST):
-            raise ConfigError(f"{name!r} stands for several studies; give {cls.__qualname__} another name")
-        taken = Study._known.get(name)
-        identity = (cls.__module__, cls.__qualname__)
-        if taken is not None and (taken.__module__, taken.__qualname__) != identity:
-            raise ConfigError(
-                f"study {name!r} is taken by {taken.__module__}.{taken.__qualname__}; give "
-                f"{cls.__qualname__} another name"
-            )
-        Study._known[name] = cls
-
-    def stem(self, quick: bool) -> str:
-        """What its files are called: a quick run or a dry one replaces those of no other."""
-        return self.name + ("-dry" if self.dry else "") + ("-quick" if quick else "")
-
-    def kept(self, quick: bool) -> Kept:
-        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
-        return Kept(None if quick else self.out / f"{self.stem(quick)}-runs.jsonl")
-
-    def skipped(self) -> str | None:
-        """Why there is nothing to measure on this machine, and how to; None where there is."""
-        return None
-
-    @abstractmethod
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Answers from these seeds alone; `quick` takes 15 seconds of one core at most."""
+    name: str
+    about: str
+    answer: Callable[[Run], Result]
+    seeds: int = 1
+    on_card: bool = False
 
 
-def studies() -> dict[str, type[Study]]:
-    """Every study by name: the files of this folder, and what the user has defined."""
-    package = importlib.import_module("studies")
-    for module in pkgutil.iter_modules(package.__path__, "studies."):
-        if module.name != "studies.__main__":
-            importlib.import_module(module.name)
-    return dict(sorted(Study._known.items()))
+def studies() -> dict[str, Study]:
+    """Every study of this folder by name."""
+    found: dict[str, Study] = {}
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], "studies."):
+        for study in vars(importlib.import_module(module.name)).values():
+            if isinstance(study, Study) and found.setdefault(study.name, study) is not study:
+                raise ConfigError(f"two studies are called {study.name!r}; give that of {module.name} another name")
+    return dict(sorted(found.items()))
 
 
-def find_study(name: str) -> type[Study]:
-    """A study by name; `ConfigError` says which there are."""
+def list_studies() -> None:
+    """Prints the name and the question of every study."""
+    print_table(("study", "question"), [(name, study.about) for name, study in studies().items()])
+
+
+def run_studies(names: Sequence[str], **how: Any) -> None:
+    """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
+    known = list(studies())
+    groups = {"all": known, "cost": [name for name in known if name.startswith("cost-")]}
+    chosen = dict.fromkeys(name for given in names for name in groups.get(given, [given]))
+    took = []
+    for name in chosen:
+        start = time.perf_counter()
+        found = run_study(name, **how)
+        took.append((name, "skipped" if found is None else f"{time.perf_counter() - start:.0f}"))
+        print()
+    if len(chosen) > 1:
+        print_table(("study", "seconds"), took)
+
+
+def run_study(name: str, *, seeds: int | None = None, figure: bool = True, **how: Any) -> Result | None:
+    """Runs, prints and writes; a quick run's files are called NAME-quick, a dry one's NAME-dry. None, and a sentence
+    printed, where there is nothing to measure here.
+
+    Args:
+        how: the other fields of a `Run`.
+    """
     known = studies()
     if name not in known:
         raise ConfigError(f"no study {name!r}{not_known(name, [*known, 'cost', 'all'])}")
-    return known[name]
+    study, run = known[name], Run(name, (), **how)
+    if (run.dry or run.seconds is not None) and not study.on_card:
+        raise ConfigError(f"study {name!r} takes no --dry and no --seconds: it measures the CPU; leave them out")
+    count = (min(2, study.seeds) if run.quick else study.seeds) if seeds is None else seeds
+    run = run._replace(seeds=range(count))
+    if figure:
+        figure_type("the figure, which --no-figure leaves out,")
+    print(f"{name}: {study.about}")
+    if study.on_card and not run.dry and not torch.cuda.is_available():
+        print(f"skipped: {NO_CARD.format(name)}")
+        return None
+    print(f"seeds 0 to {count - 1}" if count > 1 else "seed 0")
+    result = study.answer(run)
+    print_table(result.columns, [[_text(cell) for cell in row] for row in result.rows])
+    for note in result.notes:
+        print(f"- {note}")
+    contents: dict[str, str | bytes] = {"csv": to_csv(result), "json": to_json(study, run, result)}
+    if figure:
+        contents |= images(result.size, result.draw)
+    with refusing(f"write {run.out}", "choose another --out"):
+        make_folder(run.out)
+        for ending, content in contents.items():
+            path = run.out / f"{run.stem}.{ending}"
+            write_file(path, content)
+            print(path)
+    return result
 
 
-def names_of(given: str) -> list[str]:
-    """The names that one stands for: `all`, or `cost`, or itself."""
-    if given == COST:
-        return [name for name in studies() if name.startswith(f"{COST}-")]
-    return list(studies()) if given == ALL else [given]
+def to_csv(result: Result) -> str:
+    """The table; a column with spreads is followed by one of their standard errors."""
+    columns: list[list[Cell]] = []
+    for at, name in enumerate(result.columns):
+        cells = [row[at] for row in result.rows]
+        columns.append([name, *(cell.mean if isinstance(cell, Spread) else cell for cell in cells)])
+        if any(isinstance(cell, Spread) for cell in cells):
+            errors = (cell.standard_error if isinstance(cell, Spread) else None for cell in cells)
+            columns.append([f"{name}: standard error", *errors])
+    stream = io.StringIO()
+    csv.writer(stream, lineterminator="\n").writerows(zip(*columns, strict=True))
+    return stream.getvalue()
+
+
+def to_json(study: Study, run: Run, result: Result) -> str:
+    """Everything but the drawing; NaN, which JSON lacks, is null."""
+    facts = {"study": study.name, "about": study.about, "quick": run.quick, "seeds": list(run.seeds)}
+    rows = [[cell._asdict() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows]
+    found = {"columns": result.columns, "rows": rows, "notes": result.notes, "data": result.data}
+    return json.dumps(finite({**facts, "versions": versions(), **found}), indent=1, allow_nan=False) + "\n"
+
+
+def _text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+# Pictures that studies share: contenders as dots, as bars, and as lines over what is varied.
+
+Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
+Panels = Mapping[str, Dots]
+Lines = Mapping[str, Mapping[Any, float]]  # what a line has at every place, by its label
+
+
+def dot_plot(figure: Any, rows: Sequence[str], panels: Panels, xlabel: str, chance: Sequence[float] = ()) -> None:
+    """A panel a task, a row a contender, the first on top: means with standard errors; marks of a row stand one below
+    the other.
+
+    Args:
+        panels: the dots of each panel by its title.
+        chance: what guessing scores in each panel, drawn as a line.
+    """
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for number, (axes, (title, dots)) in enumerate(zip(all_axes, panels.items(), strict=True)):
+        for index, (label, spreads) in enumerate(dots.items()):
+            shift = 0.5 * (index / max(1, len(dots) - 1) - 0.5) if len(dots) > 1 else 0.0
+            known = [(spread, len(rows) - place - shift) for place, spread in enumerate(spreads) if spread is not None]
+            axes.errorbar(
+                [spread.mean for spread, _ in known], [place for _, place in known],
+                xerr=[spread.standard_error if spread.seeds > 1 else 0.0 for spread, _ in known],
+                fmt=MARKERS[index], color=COLOURS[index], markersize=5, elinewidth=1.2, label=label,
+            )  # fmt: skip
+        if chance:
+            axes.axvline(chance[number], color=GREY, linestyle=":", linewidth=1)
+        finish(axes, title, xlabel, "", legend=False)
+        axes.locator_params(axis="x", nbins=5)
+        axes.set_yticks(range(len(rows), 0, -1), rows)
+        axes.set_ylim(0.3, len(rows) + 0.7)
+    if len(dots) > 1:
+        one_legend(figure, axes, len(dots))
+
+
+def bars(
+    figure: Any, rows: Sequence[str], series: Mapping[str, Sequence[float | None]], title: str, xlabel: str,
+    *, line: float | None = None, xscale: str = "log",
+) -> None:  # fmt: skip
+    """A group of bars a row, the first on top: one of each series that knows the row; `line` is what they stand
+    beside."""
+    axes, height = figure.subplots(), 0.8 / len(series)
+    for index, (label, values) in enumerate(series.items()):
+        known = [(row + (index - (len(series) - 1) / 2) * height, x) for row, x in enumerate(values) if x is not None]
+        axes.barh([at for at, _ in known], [x for _, x in known], 0.95 * height, color=COLOURS[index], label=label)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.invert_yaxis()
+    if line is not None:
+        axes.axvline(line, color=GREY, linewidth=1)
+    finish(axes, title, xlabel, "", legend=False, xscale=xscale if any(map(any, series.values())) else "linear")
+    if len(series) > 1:
+        one_legend(figure, axes, len(series))
+
+
+def line_plot(figure: Any, panels: Mapping[str, Lines], xlabel: str, ylabels: Sequence[str]) -> None:
+    """A panel a quantity, both axes logarithmic; one without a label shares the y axis of the first. A line looks the
+    same in all of them, and the last has every one."""
+    labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+    looks = {label: (COLOURS[at], MARKERS[at]) for at, label in enumerate(labels)}
+    all_axes = figure.subplots(1, len(panels), sharey=not all(ylabels))
+    for axes, ylabel, (title, lines) in zip(all_axes, ylabels, panels.items(), strict=True):
+        for label, points in lines.items():
+            colour, marker = looks[label]
+            axes.loglog(list(points), list(points.values()), color=colour, marker=marker, label=label)
+        ticks(axes, sorted({x for points in lines.values() for x in points}))
+        finish(axes, title, xlabel, ylabel, legend=False)
+    one_legend(figure, axes, len(looks))

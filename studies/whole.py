@@ -1,46 +1,44 @@
-"""whole: language models as a user trains and runs them, beside a plain transformer and other people's models."""
+"""whole, adopt: language models as a user trains and runs them, beside a plain transformer and other people's models;
+and models of transformers on hecate's kernels, beside their own."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from hecate.models import LanguageModel
-from studies.adopt import reading
-from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
-from studies.timing import cpu_times
+from studies.costs.harness import Call, Function, cpu_times
+from studies.study import Cell, Result, Run, Study, bars, progress
 from tests.hf import families
 
 WIDTH, LAYERS, HEADS, VOCABULARY, BATCH, HIDDEN = 256, 4, 4, 256, 2, 512
 TRANSFORMER = "transformer (SDPA)"
 SLOW = {"memory": {"kind": "delta", "algorithm": {"kind": "gd", "lr": 0.3}}, "period": 64, "name": "slow"}
 OURS: dict[str, dict[str, Any]] = {
-    "delta": {"memory": "delta"},
-    "gated_delta": {"memory": "gated_delta"},
-    "kda": {"memory": "kda"},
-    "titans_linear": {"memory": "titans_linear"},
-    "mesa": {"memory": "mesa"},
+    **{rule: {"memory": rule} for rule in ("delta", "gated_delta", "kda", "titans_linear", "mesa")},
     "two levels of delta": {"levels": [{"memory": "delta", "name": "fast"}, SLOW]},
     "titans, chunks of 64": {"memory": {"kind": "titans", "chunk": 64}},
 }
 PEERS = ("Llama (transformers)", "Qwen3-Next (transformers)", "Mamba-2 (transformers)")
 
 
-class Attention(nn.Module):
-    """Causal attention of HEADS heads with rotary positions, over a cache of keys and values if there is one."""
+class Block(nn.Module):
+    """Causal attention of HEADS heads with rotary positions, over a cache of keys and values if there is one, and a
+    gated MLP, both behind RMS norms."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
+        self.norm, self.middle = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: list[Tensor] | None) -> Tensor:
         """x `[B, T, WIDTH]`; the cache `[k, v]` of `[B, HEADS, T, WIDTH / HEADS]` grows in place."""
@@ -51,7 +49,9 @@ class Attention(nn.Module):
             k, v = (torch.cat((old, new), 2) for old, new in zip(cache, (k, v), strict=True)) if cache else (k, v)
             cache[:] = k, v
         y = scaled_dot_product_attention(q, k, v, is_causal=length > 1)
-        return self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, WIDTH))
+        a, b = self.up(self.middle(x)).chunk(2, -1)
+        return x + self.down(silu(a) * b)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,15 +61,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Transformer(nn.Module):
-    """LAYERS blocks of attention and a gated MLP, both behind RMS norms; the output shares the embedding."""
+    """LAYERS blocks; the output shares the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH)
-        self.attention = nn.ModuleList(Attention() for _ in range(LAYERS))
-        up = [[nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * HIDDEN, bias=False)] for _ in range(LAYERS)]
-        self.up = nn.ModuleList(nn.Sequential(*parts) for parts in up)
-        self.down = nn.ModuleList(nn.Linear(HIDDEN, WIDTH, bias=False) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
 
     def forward(self, tokens: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
         """Logits `[B, T, VOCABULARY]`."""
@@ -78,42 +75,34 @@ class Transformer(nn.Module):
         speeds = 10000.0 ** (-torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(seen, seen + tokens.shape[1]).float(), speeds)
         turn = angles.cos(), angles.sin()
-        for at, (attention, up, down) in enumerate(zip(self.attention, self.up, self.down, strict=True)):
-            x = x + attention(x, turn, None if caches is None else caches[at])
-            a, b = up(x).chunk(2, -1)
-            x = x + down(silu(a) * b)
+        for at, block in enumerate(self.blocks):
+            x = block(x, turn, caches and caches[at])
         return self.norm(x) @ self.embedding.weight.T
 
 
-def built(name: str) -> tuple[nn.Module, Callable[[Tensor], Tensor], Callable[[Tensor], Callable[[], object]]]:
+def built(name: str) -> tuple[nn.Module, Function, Callable[[Tensor], Call]]:
     """A model, its logits, and what reads a prompt `[1, T]` and returns a function that decodes the next token."""
     torch.manual_seed(0)
     if name == TRANSFORMER:
         plain = Transformer()
-        return plain, plain, partial(_cached, plain)
+
+        def cached(prompt: Tensor) -> Call:
+            caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+            plain(prompt, caches)
+            return lambda: plain(prompt[:, :1], [list(cache) for cache in caches])
+
+        return plain, plain, cached
     if name in OURS:
         sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "layers": LAYERS, "heads": HEADS}
         own = LanguageModel({**sizes, **OURS[name]}, generator=torch.Generator().manual_seed(0))
-        return own, lambda tokens: own(tokens)[0], partial(_stated, own)
+        return own, lambda tokens: own(tokens)[0], lambda prompt: partial(own, prompt[:, :1], own(prompt)[1])
     model = peer(name)
-    return model, lambda tokens: model(input_ids=tokens, use_cache=False).logits, partial(_hosted, model)
-
-
-def _cached(model: Transformer, prompt: Tensor) -> Callable[[], object]:
-    caches: list[list[Tensor]] = [[] for _ in range(LAYERS)]
-    model(prompt, caches)
-    return lambda: model(prompt[:, :1], [list(cache) for cache in caches])
-
-
-def _stated(model: LanguageModel, prompt: Tensor) -> Callable[[], object]:
-    state = model(prompt)[1]
-    return lambda: model(prompt[:, :1], state)
-
-
-def _hosted(model: Any, prompt: Tensor) -> Callable[[], object]:
-    """The cache grows by a token a call, which over some hundred of them is less than its first thousand."""
-    given = reading(model, prompt)
-    return lambda: model(input_ids=prompt[:, :1], **given)
+    # The cache grows by a token a call, which over some hundred of them is less than its first thousand.
+    return (
+        model,
+        lambda tokens: model(input_ids=tokens, use_cache=False).logits,
+        lambda prompt: partial(model, input_ids=prompt[:, :1], **reading(model, prompt)),
+    )
 
 
 def peer(name: str) -> Any:
@@ -134,75 +123,64 @@ def peer(name: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, tie_word_embeddings=True))
 
 
-def kept(logits: Callable[[Tensor], Tensor], model: nn.Module, tokens: Tensor) -> float:
+def kept(logits: Function, model: nn.Module, tokens: Tensor) -> float:
     """Kilobytes that the forward pass keeps for the backward, per token and layer, parameters aside."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    held: dict[int, tuple[int, Tensor]] = {}
+    held: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        held[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes(), tensor
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits(tokens)
-    return sum(size for place, (size, _) in held.items() if place not in own) / (tokens.numel() * LAYERS * 1024)
+    size = sum(storage.nbytes() for place, storage in held.items() if place not in own)
+    return size / (tokens.numel() * LAYERS * 1024)
 
 
-class Whole(Study):
-    """A training step, memory, and a decoded token of whole models."""
+def whole(run: Run) -> Result:
+    """A training step, memory, and a decoded token of whole models: steps in turn, then tokens in turn."""
+    length, rounds, contexts = (64, 1, (16,)) if run.quick else (512, 9, (64, 1024))
+    names = [TRANSFORMER, *(["gated_delta"] if run.quick else [*OURS, *PEERS])]
+    g = torch.Generator().manual_seed(run.seeds[0])
+    tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
+    prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
+    made = {name: built(name) for name in progress(names, "models")}
+    held = {name: kept(logits, model, tokens[:, :-1]) for name, (model, logits, _) in made.items()}
+    steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
+    low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
+    taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
+    gc.collect()
+    with torch.no_grad():
+        ways = {name: reads for name, (*_, reads) in made.items()}
+        decoded = [cpu_times({name: way(prompt[:, :n]) for name, way in ways.items()}, 5 * rounds) for n in contexts]
+    rows: list[list[Cell]] = []
+    ratios: dict[str, float] = {}
+    for name, (model, *_) in made.items():
+        ratios[name], low_ratio = (median((own[name] / own[TRANSFORMER]).tolist()) for own in (taken, lower))
+        step, *token = (median(own[name].tolist()) for own in (taken, *decoded))
+        parameters = sum(p.numel() for p in model.parameters()) / 1e6
+        rows.append([name, parameters, held[name], step, ratios[name], low_ratio, *token])
+    columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
+    columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
+    notes = [
+        f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
+        f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
+        "step / transformer: medians of ratios within a round, bfloat16 by autocast; a token: batch 1, no gradients",
+        "models of transformers in plain torch, which is all that they have on a CPU",
+    ]
 
-    name: ClassVar[str] = "whole"
-    about: ClassVar[str] = "What does a whole language model cost on a CPU, to train and to decode?"
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        """Steps in turn, then tokens in turn."""
-        length, rounds, contexts = (64, 1, (16,)) if quick else (512, 9, (64, 1024))
-        names = [TRANSFORMER, *(["gated_delta"] if quick else [*OURS, *PEERS])]
-        g = torch.Generator().manual_seed(seeds[0])
-        tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
-        prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
-        made = {name: built(name) for name in progress(names, "models")}
-        facts: dict[str, list[Cell]] = {}
-        for name, (model, logits, _) in made.items():
-            facts[name] = [sum(p.numel() for p in model.parameters()) / 1e6, kept(logits, model, tokens[:, :-1])]
-        steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
-        low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
-        taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
-        gc.collect()
-        with torch.no_grad():
-            decoded = [
-                cpu_times({name: reads(prompt[:, :context]) for name, (*_, reads) in made.items()}, 5 * rounds)
-                for context in contexts
-            ]
-        ratios, lows = (
-            {name: median((own / every[TRANSFORMER]).tolist()) for name, own in every.items()}
-            for every in (taken, lower)
-        )
-        rows = [
-            [name, *facts[name], median(taken[name].tolist()), ratios[name], lows[name],
-             *(median(times[name].tolist()) for times in decoded)]
-            for name in names
-        ]  # fmt: skip
-        columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
-        columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
-        notes = [
-            f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
-            f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
-            "step / transformer: the median of ratios within a round, bfloat16 by autocast; a token: batch 1, without "
-            "gradients",
-            "models of transformers in plain torch, which is all that they have on a CPU",
-        ]
-
-        def draw(figure: Any) -> None:
-            series, what = {"": [*ratios.values()]}, "CPU time over that of a plain transformer"
-            bars(figure, names, series, "a training step of a whole model", what, line=1, xscale="linear")
-
-        return Result(columns, rows, notes, draw, data=ratios)
+    series, what = {"": list(ratios.values())}, "CPU time over that of a plain transformer"
+    title = "a training step of a whole model"
+    draw = partial(bars, rows=names, series=series, title=title, xlabel=what, line=1, xscale="linear")
+    return Result(columns, rows, notes, draw, data=ratios)
 
 
-def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[], object]:
+WHOLE = Study("whole", "What does a whole language model cost on a CPU, to train and to decode?", whole)
+
+
+def trained(model: nn.Module, logits: Function, tokens: Tensor) -> Call:
     """A step of training on these tokens."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -213,3 +191,111 @@ def trained(model: nn.Module, logits: Callable[[Tensor], Tensor], tokens: Tensor
         optimizer.step()
 
     return step
+
+
+PROMPT, TOKENS = 64, 40
+SIZES = {  # that times are quoted for
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "intermediate_size": 512,
+}  # fmt: skip
+_GDN = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+_KDA = {
+    "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
+    "moe_intermediate_size": 128, "linear_head_dim": 64, "linear_num_heads": 8,
+}  # fmt: skip
+WIDE: dict[str, dict[str, Any]] = {
+    "qwen3_next": _GDN, "qwen3_5": _GDN, "qwen3_5_moe": _GDN,
+    "qwen4_exp": {**_GDN, "layer_types": None, "hc_lowrank": 16, "indexer_n_heads": 4, "indexer_head_dim": 64},
+    "olmo_hybrid": {**_GDN, "linear_num_key_heads": 8},
+    "kimi_linear": {**_KDA, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bailing_hybrid": {**_KDA, "q_lora_rank": 64, "layer_group_size": 4},
+    "glm5_next": {
+        **_KDA, "q_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "head_dim": 0,
+        "index_n_heads": 4, "index_head_dim": 32, "layer_types": None,
+    },
+    "mamba2": {"state_size": 64, "head_dim": 64, "num_heads": 8, "chunk_size": 64, "n_groups": 1},
+    "bamba": {
+        "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 64,
+        "attn_layer_indices": [3],
+    },
+}  # fmt: skip
+
+
+WAYS = {"prefill": 1, "forward + backward": 1, "token": TOKENS}
+
+
+def adopted(run: Run) -> Result:
+    """Two models of the same weights of every family, one of them adopted: the rule, the relative error of logits, and
+    three ways through each."""
+    import transformers
+
+    from hecate.hf import adopt
+
+    length, rounds = (128, 1) if run.quick else (1024, 4)
+    ids = torch.randint(1, 512, (1, length), generator=torch.Generator().manual_seed(run.seeds[0]))
+    rows: list[list[Cell]] = []
+    ratios: dict[str, list[float]] = {}
+    for family in progress(["qwen3_5", "kimi_linear"] if run.quick else list(WIDE), "families"):
+        plain, own = (families.built(family, **{**SIZES, **WIDE[family]}) for _ in range(2))
+        rule = ", ".join(dict.fromkeys(adopt(own).adopted.values()))
+        with torch.no_grad():
+            theirs, ours = (model(input_ids=ids, use_cache=False).logits for model in (plain, own))
+        cells: list[Cell] = [family, rule, ((ours - theirs).norm() / theirs.norm()).item()]
+        for way, tokens in WAYS.items():
+            calls = {name: through(model, ids)[way] for name, model in (("theirs", plain), ("ours", own))}
+            before, after = (float(each.min()) / tokens for each in cpu_times(calls, rounds).values())
+            cells += [before, after / before]
+        rows.append(cells)
+        ratios[family] = [ratio for ratio in cells[4::2] if isinstance(ratio, float)]
+    columns = ["family", "rule", "logits (relative)"]
+    columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
+    notes = [
+        f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
+        f"batch 1; transformers {transformers.__version__} in torch",
+        "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
+        f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
+    ]
+    series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
+    title, what = "models of transformers, adopted", "CPU time, ours / theirs"
+    draw = partial(bars, rows=list(ratios), series=series, title=title, xlabel=what, line=1, xscale="linear")
+    return Result(columns, rows, notes, draw, data=ratios)
+
+
+ADOPT = Study("adopt", "What does a model of transformers cost on hecate's kernels?", adopted)
+
+
+def through(model: Any, ids: Tensor) -> dict[str, Call]:
+    """A pass over all tokens, one there and back, and TOKENS behind a prompt, each time from a copy of its cache."""
+
+    @torch.no_grad()
+    def prefill() -> None:
+        model(input_ids=ids, use_cache=False)
+
+    def train() -> None:
+        model.train().zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.eval()
+
+    @torch.no_grad()
+    def decode() -> None:
+        given = deepcopy(cache)
+        for _ in range(TOKENS):
+            model(input_ids=ids[:, :1], **given)
+
+    with torch.no_grad():
+        cache = reading(model, ids[:, :PROMPT])
+    return dict(zip(WAYS, (prefill, train, decode), strict=True))
+
+
+def reading(model: Any, prompt: Tensor) -> dict[str, Any]:
+    """What a model of transformers is given beside its next token once it has read a prompt."""
+    from transformers import DynamicCache
+
+    name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
+    given = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    model(input_ids=prompt, **given)
+    return given

@@ -229,8 +229,8 @@ import hecate.train.catalogue as found
 found.catalogue = twice(found.catalogue)
 sys.argv = [module, "list" if module == "hecate" else "--list"]
 if module == "studies":
-    import studies.run
-    studies.run.list_studies = twice(studies.run.list_studies)
+    import studies.study
+    studies.study.list_studies = twice(studies.study.list_studies)
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 

@@ -1,11 +1,8 @@
 """What hecate costs against peers: every group of comparisons is a study `cost-NAME`."""
 
-from studies.costs.harness import group
-from studies.costs.named import NamedRules as NamedRules
-from studies.costs.optimisers import optim
-from studies.costs.own import engines, tape, token
-from studies.costs.rules import biases, delta, gated_delta, linear, mlp, titans
+from studies.costs.cases import NAMED, biases, delta, engines, gated_delta, linear, mlp, optim, tape, titans, token
+from studies.costs.harness import cost
 
-CASES = (linear, delta, gated_delta, titans, mlp, biases, tape, token, engines, optim)
-GROUPS = {cases.__name__: cases for cases in CASES}
-STUDIES = [group(name, cases) for name, cases in GROUPS.items()]
+LINEAR, DELTA, GATED, TITANS, MLP = map(cost, (linear, delta, gated_delta, titans, mlp))
+BIASES, TAPE, TOKEN, ENGINES, OPTIM = map(cost, (biases, tape, token, engines, optim))
+__all__ = ["BIASES", "DELTA", "ENGINES", "GATED", "LINEAR", "MLP", "NAMED", "OPTIM", "TAPE", "TITANS", "TOKEN"]

@@ -1,23 +1,28 @@
 """Comparisons as studies: inputs, equal results first, then medians of interleaved runs in process CPU time, and their
-ratio, ours / peer."""
+ratio, ours / peer; and the clock itself, which calls all sides in turn, a sample of each per round."""
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan
-from studies.pictures import bars
-from studies.study import Cell, Progress, Result, Study
-from studies.timing import cpu_times
+from studies.study import Cell, Result, Run, Study, bars, progress
 
+K = TypeVar("K", bound=Hashable)
+Call = Callable[[], object]
 Function = Callable[..., Tensor]
-Run = Callable[[], object]
 BATCH, HEADS, WIDTH = 2, 4, 64
+TOLERANCE = 1e-3
+LEAST = 0.005  # seconds that a sample lasts at least: the clock's own resolution does not show
 
 
 class Size(NamedTuple):
@@ -36,23 +41,21 @@ class Size(NamedTuple):
         return max(1 if self.quick else 2, self.repeats // share)
 
 
-class Cost(NamedTuple):
-    """Two sides of one quantity: ms of CPU time, or MiB."""
+Cost = dict[str, float]
 
-    ours: float
-    theirs: float
 
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs
+def cost_of(ours: float, theirs: float) -> Cost:
+    """Two sides of one quantity, ms of CPU time or MiB, and their ratio."""
+    return {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
 
 
 class Peer(NamedTuple):
-    """The other side: its function, and what pip is to install where that is None."""
+    """The other side: its function, what pip is to install where that is None, and whether it computes the same."""
 
     name: str
     call: Function | None
     package: str = ""
+    same: bool = True
 
 
 class Row(NamedTuple):
@@ -67,48 +70,117 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def compare(
-    case: str,
-    ours: Function,
-    peer: Peer,
-    inputs: Sequence[Tensor],
-    repeats: int,
-    *,
-    tolerance: float | None = 1e-3,
-    directions: str = "fb",
-) -> Row:
-    """Both sides, forward (`f`) and forward with backward (`b`), on the same inputs.
+def compare(case: str, ours: Function, peer: Peer, inputs: Sequence[Tensor], repeats: int, memory: bool = False) -> Row:
+    """Both sides on the same inputs, forward and forward with backward; or the latter alone, and its memory.
 
-    Refuses to time results, gradients included, that differ by more than `tolerance` of their
-    norm; None says that the peer computes another function. Where the peer is not installed the row
-    says so.
+    Refuses to time results, gradients included, of the same function that differ by more than TOLERANCE of their norm.
+    Where the peer is not installed the row says so.
     """
     row = Row(case, peer.name)
     if peer.call is None:
         return row._replace(note=f"absent: pip install {peer.package}")
     errors, costs = [], {}
-    for name, measure in (("f", forward), ("b", forward_backward)):
-        if name in directions:
-            sides = measure(ours, inputs), measure(peer.call, inputs)
-            if tolerance is not None:
-                errors.append(difference(*(side() for side in sides)))
-                if not errors[-1] <= tolerance:
-                    raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
-            costs[name] = timed(*sides, repeats)
-    return row._replace(forward=costs.get("f"), both=costs.get("b"), error=max(errors, default=None))
+    ways = {"both": forward_backward} if memory else {"forward": forward, "both": forward_backward}
+    for name, measure in ways.items():
+        sides = measure(ours, inputs), measure(peer.call, inputs)
+        if peer.same:
+            errors.append(max(distance(*pair) for pair in zip(*(side() for side in sides), strict=True)))
+            if not errors[-1] <= TOLERANCE:
+                raise AssertionError(f"{case}: results differ by {errors[-1]:.2e} from {peer.name}")
+        costs[name] = timed(*sides, repeats)
+    if memory:
+        costs["memory"] = cost_of(*map(peak_mib, sides))
+    return row._replace(**costs, error=max(errors, default=None))
 
 
-def difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest relative distance between two lists of tensors."""
-    return max(
-        float((a - b).detach().norm() / b.detach().norm().clamp(min=1e-30)) for a, b in zip(ours, theirs, strict=True)
-    )
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Relative, in norm."""
+    return float((ours - theirs).detach().norm() / theirs.detach().norm().clamp(min=1e-30))
 
 
-def timed(ours: Run, theirs: Run, repeats: int) -> Cost:
+def timed(ours: Call, theirs: Call, repeats: int) -> Cost:
     """Medians of both sides, run in turn."""
     found = cpu_times({"ours": ours, "theirs": theirs}, repeats)
-    return Cost(*(statistics.median(times.tolist()) for times in found.values()))
+    return cost_of(*(statistics.median(times.tolist()) for times in found.values()))
+
+
+def drawn(length: int, gates: int = 0, largest: float = 1.0, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, ...]:
+    """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
+    0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
+    of_tokens, of_gates = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
+    lead, how = (batch, length, HEADS), {"dtype": torch.float32}
+    q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, **how) for _ in range(3))
+    lr, retain, momentum = (torch.rand(lead, generator=of_gates, **how) for _ in range(3))
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return (q, k, v, *(largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum)[:gates])
+
+
+def scan(config: MemoryConfig, **options: object) -> Function:
+    """The outputs of `memory_scan` as a function of q, k, v and as many gates as are given."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        return memory_scan(config, q, k, v, Gates(*gates) if gates else None, **options)[0]
+
+    return run
+
+
+COLUMNS = ("case", "peer", "forward", "f + b", "peak memory", "error", "note")
+
+
+def cost(cases: Callable[[Size], Iterator[Row]]) -> Study:
+    """A study `cost-NAME` of the rows that a function of that name yields; its question is their docstring's."""
+    return Study(f"cost-{cases.__name__}", (cases.__doc__ or "").partition("\n")[0], partial(measured, cases))
+
+
+def measured(cases: Callable[[Size], Iterator[Row]], run: Run) -> Result:
+    """One pass in float32, on inputs of its own: the seeds given change nothing."""
+    torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
+    try:
+        size = Size(64, 1, quick=True) if run.quick else Size()
+        rows = [row for _ in progress([run.name], "cases") for row in cases(size)]
+    finally:
+        torch.set_flush_denormal(False)
+    shown, names = [cells(row) for row in rows], [f"{row.case} / {row.peer}" for row in rows]
+    series = {"forward": [row[2] for row in shown], "forward + backward": [row[3] for row in shown]}
+    series = {text: ratios for text, ratios in series.items() if any(ratios)}
+    notes = [
+        "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
+        "forward with backward (f + b)",
+        "results agree within the printed error, or the row compares two functions and prints none",
+        f"{torch.get_num_threads()} thread(s)",
+    ]
+    draw = partial(bars, rows=names, series=series, title="ours / peer, less is better", xlabel="ratio", line=1)
+    return Result(COLUMNS, shown, notes, draw, (9.0, 1.6 + 0.28 * len(rows)), {"rows": [row._asdict() for row in rows]})
+
+
+def cells(row: Row) -> tuple[Cell, ...]:
+    """A row of the table."""
+    ratios = [cost and cost["ratio"] for cost in (row.forward, row.both, row.memory)]
+    return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
+
+
+def cpu_times(runs: Mapping[K, Call], rounds: int) -> dict[K, Tensor]:
+    """Milliseconds of process CPU time per call, `[rounds]` for every run.
+
+    Every run is called once to warm up, then as often per sample as makes it last; the runs take
+    turns, so that whatever else the machine does falls on all of them.
+    """
+    calls = {}
+    for name, run in runs.items():
+        run()
+        calls[name] = max(1, round(1e3 * LEAST / max(_sample(run, 1), 1e-3)))
+    samples: dict[K, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            samples[name].append(_sample(run, calls[name]))
+    return {name: torch.tensor(taken, dtype=torch.float64) for name, taken in samples.items()}
+
+
+def _sample(run: Call, calls: int) -> float:
+    start = time.process_time()
+    for _ in range(calls):
+        run()
+    return 1e3 * (time.process_time() - start) / calls
 
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -138,101 +210,16 @@ def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[
     return run
 
 
-def peak_mib(run: Run) -> float:
-    """Most memory that torch's CPU allocator holds at once during a run, beyond what it held.
+def peak_mib(run: Call) -> float:
+    """Most memory that torch's CPU allocator holds at once during a second run, beyond what it held.
 
     The profiler's record of every allocation, temporaries inside operators and the backward pass
     included; memory that does not come from torch is not seen.
     """
+    run()
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profile.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    held = peak = 0
-    for _, change in sorted(changes, key=lambda item: item[0]):
-        held += change
-        peak = max(peak, held)
-    return peak / 2**20
-
-
-def drawn(
-    length: int, gates: int = 0, *, largest: float = 1.0, batch: int = BATCH, seed: int = 0
-) -> tuple[Tensor, ...]:
-    """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
-    0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
-    of_tokens, of_gates = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
-    lead, how = (batch, length, HEADS), {"dtype": torch.float32}
-    q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, **how) for _ in range(3))
-    lr, retain, momentum = (torch.rand(lead, generator=of_gates, **how) for _ in range(3))
-    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
-    return (q, k, v, *(largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum)[:gates])
-
-
-def scan(config: MemoryConfig, **options: object) -> Function:
-    """The outputs of `memory_scan` as a function of q, k, v and as many gates as are given."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
-        return memory_scan(config, q, k, v, Gates(*gates) if gates else None, **options)[0]
-
-    return run
-
-
-COLUMNS = ("case", "peer", "forward", "f + b", "peak memory", "error", "note")
-NOTES = (
-    "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
-    "forward with backward (f + b)",
-    "results agree within the printed error, or the row compares two functions and prints none",
-)
-
-
-class Costs(Study, abstract=True):
-    """One pass in float32, on inputs of its own: the seeds given change nothing."""
-
-    count: ClassVar[int] = 1
-    timed: ClassVar[bool] = True
-    cases: ClassVar[Callable[[Size], Iterator[Row]]]  # the comparisons, one by one
-
-    def run(self, quick: bool, seeds: Sequence[int], progress: Progress) -> Result:
-        size = Size(64, 1, quick=True) if quick else Size()
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
-        try:
-            rows = [row for _ in progress([self.name], "cases") for row in type(self).cases(size)]
-        finally:
-            torch.set_flush_denormal(False)
-            torch.set_default_dtype(before)
-
-        def draw(figure: Any) -> None:
-            sides = {"forward": "forward", "both": "forward + backward"}
-            costs = {text: [getattr(row, name) for row in rows] for name, text in sides.items()}
-            series = {text: [cost and cost.ratio for cost in own] for text, own in costs.items() if any(own)}
-            names = [f"{row.case} / {row.peer}" for row in rows]
-            bars(figure, names, series, "ours / peer, less is better", "ratio", line=1)
-
-        shown, size = [cells(row) for row in rows], (9.0, 1.6 + 0.28 * len(rows))
-        notes = (*NOTES, f"{torch.get_num_threads()} thread(s)")
-        return Result(COLUMNS, shown, notes, draw, size, {"rows": [record(row) for row in rows]})
-
-
-def group(name: str, cases: Callable[[Size], Iterator[Row]]) -> type[Costs]:
-    """A study `cost-NAME` of the rows that `cases` yields; its question is their docstring's."""
-    about = (cases.__doc__ or "").partition("\n")[0]
-    return type(f"Cost_{name}", (Costs,), {"name": f"cost-{name}", "about": about, "cases": staticmethod(cases)})
-
-
-def cells(row: Row) -> tuple[Cell, ...]:
-    """A row of the table."""
-    ratios = [cost and cost.ratio for cost in (row.forward, row.both, row.memory)]
-    return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
-
-
-def record(row: Row) -> dict[str, Any]:
-    """A row with its times and sizes."""
-    return {
-        name: {**value._asdict(), "ratio": value.ratio} if isinstance(value, Cost) else value
-        for name, value in row._asdict().items()
-    }
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    in_time = sorted(events, key=lambda event: event.start_ns())
+    return max(0, *accumulate(event.nbytes() for event in in_time)) / 2**20

@@ -1,5 +1,6 @@
 """Published implementations as peers: each takes and gives hecate's layouts, q, k, v `[B, T, H, width]` and gates
-`[B, T, H]`, and is imported only where it is asked for."""
+`[B, T, H]`, and is imported only where it is asked for. And token loops in plain torch, for autograd to record, as a
+careful person writes them without this library: tensors unbound once, batched products, no indexing inside the loop."""
 
 from __future__ import annotations
 
@@ -16,22 +17,28 @@ from torch import Tensor
 from studies.costs.harness import WIDTH, Function, Peer
 from tests.oracle import peers
 
+Slope = Callable[[Tensor], Tensor]
 NATIVE = Path("runs/fast-transformers-native")
+
+
+def peer(name: str, package: str, made: Callable[[], Function]) -> Peer:
+    """The function of a package, or what pip is to install."""
+    return Peer(name, made() if peers.installed(package.split()[0]) else None, package)
 
 
 def fla(operation: str, call: Callable[..., Tensor]) -> Peer:
     """fla-core's plain torch reference of an operation; `call` gives its module what it wants."""
-    here = peers.installed("fla-core")
-    return Peer("fla-core naive chunk (C=32)", partial(call, peers.fla(operation)) if here else None, "fla-core einops")
+    return peer("fla-core naive chunk (C=32)", "fla-core einops", lambda: partial(call, peers.fla(operation)))
 
 
 def titans(name: str, settings: peers.Titans, **initial: Tensor) -> Peer:
     """titans-pytorch's memory of these settings, from these weights."""
-    package = "titans-pytorch"
-    if not peers.installed(package):
-        return Peer(name, None, package)
-    module = settings.build(WIDTH)
-    return Peer(name, lambda *inputs: settings.run(module, *inputs, **initial)[0], package)
+
+    def made() -> Function:
+        module = settings.build(WIDTH)
+        return lambda *inputs: settings.run(module, *inputs, **initial)[0]
+
+    return peer(name, "titans-pytorch", made)
 
 
 def sdpa() -> Peer:
@@ -41,21 +48,20 @@ def sdpa() -> Peer:
         heads = (item.transpose(1, 2) for item in (q, k, v))
         return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
-    return Peer("torch SDPA, causal", run)
+    return Peer("torch SDPA, causal", run, same=False)
 
 
-def stock() -> Peer:
-    """fast-transformers' C++ kernel as pip builds it."""
+def fast_transformers(native: bool = False) -> Peer:
+    """fast-transformers' C++ kernel as pip builds it, or built for this processor into the folder NATIVE."""
     package = "pytorch-fast-transformers"
-    here = peers.installed(package)
-    folder = Path(str(importlib.metadata.distribution(package).locate_file(""))) if here else None
-    return Peer("fast-transformers C++, stock build", folder and _causal_product(folder), package)
+    if native:
+        how = f"--target {NATIVE} {package} with CFLAGS='-O3 -march=native'"
+        return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
 
+    def made() -> Function:
+        return _causal_product(Path(str(importlib.metadata.distribution(package).locate_file(""))))
 
-def native() -> Peer:
-    """The same built for this processor, into the folder NATIVE."""
-    how = f"--target {NATIVE} pytorch-fast-transformers with CFLAGS='-O3 -march=native'"
-    return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
+    return peer("fast-transformers C++, stock build", package, made)
 
 
 def _causal_product(folder: Path) -> Function:
@@ -86,16 +92,61 @@ def _causal_product(folder: Path) -> Function:
 
 def performer(projection: Tensor) -> Peer:
     """performer-pytorch's causal attention with ReLU features, on a CPU without extensions."""
-    name, package = "performer-pytorch on a CPU", "performer-pytorch"
-    if not peers.installed(package):
-        return Peer(name, None, package)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from performer_pytorch import performer_pytorch as module
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = [item.transpose(1, 2) for item in (q, k, v)]
-        phi = [module.generalized_kernel(x, projection_matrix=projection) for x in heads[:2]]
-        return module.causal_linear_attention_noncuda(*phi, heads[2]).transpose(1, 2)
+    def made() -> Function:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from performer_pytorch import performer_pytorch as module
 
-    return Peer(name, run, package)
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = [item.transpose(1, 2) for item in (q, k, v)]
+            phi = [module.generalized_kernel(x, projection_matrix=projection) for x in heads[:2]]
+            return module.causal_linear_attention_noncuda(*phi, heads[2]).transpose(1, 2)
+
+        return run
+
+    return peer("performer-pytorch on a CPU", "performer-pytorch", made)
+
+
+def by_token(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """`[B, T, H, ...]` as T tuples of `[B * H, ...]`."""
+    columns = [item.transpose(1, 2).flatten(0, 1).unbind(1) for item in tensors]
+    return list(zip(*columns, strict=True))
+
+
+def together(outputs: list[Tensor], like: Tensor) -> Tensor:
+    """T tensors `[B * H, V]` as `[B, T, H, V]`."""
+    return torch.stack(outputs, 1).unflatten(0, (-1, like.shape[2])).transpose(1, 2)
+
+
+def matrix_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, slope: Slope = torch.positive) -> Tensor:
+    """M = retain M - lr slope(M k - v) k^T; y = M q."""
+    memory = q.new_zeros(q.shape[0] * q.shape[2], v.shape[-1], q.shape[-1])
+    outputs = []
+    for qt, kt, vt, step, kept in by_token(q, k, v, lr, retain):
+        error = torch.bmm(memory, kt.unsqueeze(-1)).squeeze(-1) - vt
+        write = (-step.unsqueeze(-1) * slope(error)).unsqueeze(-1) * kt.unsqueeze(-2)
+        memory = torch.addcmul(write, kept[:, None, None], memory)
+        outputs.append(torch.bmm(memory, qt.unsqueeze(-1)).squeeze(-1))
+    return together(outputs, q)
+
+
+def mlp_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Two layers with SiLU, l2, decay and plain steps; the inner gradient by hand."""
+    batch = q.shape[0]
+    first = w1.expand(batch, *w1.shape).flatten(0, 1)
+    second = w2.expand(batch, *w2.shape).flatten(0, 1)
+    outputs = []
+    for qt, kt, vt, step, kept in by_token(q, k, v, lr, retain):
+        step, kept = step[:, None, None], kept[:, None, None]
+        key = kt.unsqueeze(-1)
+        z = torch.bmm(first, key)
+        gate = torch.sigmoid(z)
+        hidden = z * gate
+        error = torch.bmm(second, hidden) - vt.unsqueeze(-1)
+        back = torch.bmm(second.mT, error) * (gate + hidden * (1 - gate))
+        second = kept * second - torch.bmm(step * error, hidden.mT)
+        first = kept * first - torch.bmm(step * back, key.mT)
+        read = torch.nn.functional.silu(torch.bmm(first, qt.unsqueeze(-1)))
+        outputs.append(torch.bmm(second, read).squeeze(-1))
+    return together(outputs, q)

@@ -12,10 +12,23 @@ from hecate.engine import memory_scan
 from hecate.phi import DPFP, ELU
 from hecate.rule import MemoryConfig
 from studies import associations
-from studies.associations import ENOUGH, PATIENCE, WIDTH, Associator, Pairs, draw_pairs, evaluate, loss_of, train
-from studies.capacity import CONTENDERS, Capacity, SumRule, floor, rank_floor
+from studies.associations import (
+    ENOUGH,
+    MAPS,
+    PATIENCE,
+    SUMS,
+    WIDTH,
+    Associator,
+    Pairs,
+    SumRule,
+    draw_pairs,
+    evaluate,
+    floor,
+    loss_of,
+    train,
+)  # fmt: skip
 
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
+BY_NAME = {contender.name: contender for contender in MAPS}
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -116,36 +129,36 @@ class Saying(Associator):
 
 def test_training_stops_by_its_rules(monkeypatch):
     monkeypatch.setattr(associations, "EVERY", 2)
-    silent = train(Saying(4, generator()), 4, 4, False, 0, 1000)
+    silent = train(Saying(4, ELU(), generator()), 4, 4, False, 0, 1000, 4)
     assert silent.steps == 2 * (1 + PATIENCE) and silent.finished and silent.best == 0.5
-    cut = train(Saying(4, generator()), 4, 4, False, 0, 10)
+    cut = train(Saying(4, ELU(), generator()), 4, 4, False, 0, 10, 4)
     assert cut.steps == 10 and len(cut.losses) == 5 and not cut.finished and not cut.lost
-    lost = Saying(4, generator())
+    lost = Saying(4, ELU(), generator())
     lost.factor = math.nan
-    ended = train(lost, 4, 4, False, 0, 10)
+    ended = train(lost, 4, 4, False, 0, 10, 4)
     assert ended.lost and ended.finished and ended.steps == 2 and ended.best == 0.5
-    done = train(SumRule(4, DPFP(), generator()), 4, 4, False, 0, 1000)
+    done = train(SumRule(4, DPFP(), generator()), 4, 4, False, 0, 1000, 4)
     assert done.losses[-1] <= ENOUGH < done.losses[0] and done.finished and done.steps < 1000
 
 
 def test_losses():
     answers = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]], dtype=torch.float64)
     assert loss_of(answers, torch.tensor([[0, 0]])).tolist() == [[0.0, 0.25]]
-    model = Saying(6, generator())
+    model = Saying(6, ELU(), generator())
     assert evaluate(model, draw_pairs(6, 4, 3, True, generator()), generator()) == 0.5
 
 
 def test_no_model_is_below_the_floor():
     model = SumRule(100, ELU(), generator())
     loss = evaluate(model, draw_pairs(100, 100, 4, False, generator()), generator())
-    assert loss >= rank_floor(64, 100) == pytest.approx(0.18)
+    assert loss >= floor(BY_NAME["elu"], 100) == pytest.approx(0.18)
 
 
 def test_published_below_the_floor_is_where_the_last_block_is_short():
     below = {
         (c.name, size)
-        for c in CONTENDERS
-        for size, loss in zip(Capacity.sizes, c.published, strict=True)
+        for c in MAPS
+        for size, loss in zip(SUMS.sizes, c.published, strict=True)
         if loss < floor(c, size)
     }
     assert below == {("elu", 100), ("elu", 120), ("DPFP-1", 200)}

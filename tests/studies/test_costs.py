@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from hecate.rule import RULES
-from studies import studies
-from studies.costs import GROUPS, named
-from studies.costs.harness import Cost, Peer, Row, Size, cells, compare, forward_backward, peak_mib
-from studies.run import run_study
+from studies.costs import cases
+from studies.costs.harness import Peer, Row, Size, cells, compare, cost_of, forward_backward, peak_mib
+from studies.study import run_study, studies
 from tests.oracle import peers
 
 
 @pytest.fixture(autouse=True)
 def as_on_the_command_line() -> Iterator[None]:
-    """float32 throughout; a job of the study of rules flushes subnormal numbers in its process."""
+    """float32 throughout."""
     torch.set_default_dtype(torch.float32)
     yield
-    torch.set_flush_denormal(False)
 
 
 @pytest.mark.slow  # `.ci/run` runs `python -m studies all --quick`
@@ -46,7 +44,7 @@ def test_a_group_runs_and_writes_its_rows(name: str, tmp_path: Path, capsys) -> 
 
 def test_every_rule_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     """The registry decides which: here two of it."""
-    monkeypatch.setattr(named, "RULES", {name: RULES[name] for name in ("rwkv7", "omeganet")})
+    monkeypatch.setattr(cases, "RULES", {name: RULES[name] for name in ("rwkv7", "omeganet")})
     result = run_study("cost-rules", quick=True, out=tmp_path)
     facts = json.loads((tmp_path / "cost-rules-quick.json").read_text())["data"]
     rows = {row[0]: dict(zip(result.columns, row, strict=True)) for row in result.rows}
@@ -58,20 +56,20 @@ def test_every_rule_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
         assert row["tokens/s"] > 0 and row["state MiB"] >= 0
     assert set(facts) == {*rows, "omeganet, chunk 64"}
     assert (tmp_path / "cost-rules-quick.png").stat().st_size > 5000
-    assert set(named.CHUNKED) <= set(RULES)
+    assert set(cases.CHUNKED) <= set(RULES)
 
 
 def test_chunks_of_a_rule_with_a_link_take_it_at_their_start() -> None:
-    config = named.chunked(RULES["moneta"].config, 8)
+    config = cases.chunked(RULES["moneta"].config, 8)
     assert (config.chunk, config.retention.link_at) == (8, "linear")
-    assert named.chunked(RULES["titans"].config, 8) == RULES["titans"].config.model_copy(update={"chunk": 8})
+    assert cases.chunked(RULES["titans"].config, 8) == RULES["titans"].config.model_copy(update={"chunk": 8})
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts the peak of resident memory")
 def test_added_memory_is_that_of_the_largest_moment() -> None:
     """In a process of its own, as every rule has: here an allocator may keep what other tests have freed."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        found = pool.submit(named.added_mib, one_after_the_other).result()
+        found = pool.submit(cases.added_mib, one_after_the_other).result()
     assert found is not None and 60 < found < 70
 
 
@@ -82,9 +80,9 @@ def one_after_the_other() -> None:
 
 
 def test_a_missing_peer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {row.peer for group in ("delta", "mlp") for row in GROUPS[group](Size(64, 1, True))}
+    here = {row.peer for group in (cases.delta, cases.mlp) for row in group(Size(64, 1, True))}
     monkeypatch.setattr(peers, "installed", lambda package: False)
-    rows = [row for group in ("delta", "mlp") for row in GROUPS[group](Size(64, 1, True))]
+    rows = [row for group in (cases.delta, cases.mlp) for row in group(Size(64, 1, True))]
     assert {row.peer for row in rows} == here
     assert all(row.note.startswith("absent: pip install ") for row in rows)
     assert all(row.note in cells(row) for row in rows)
@@ -125,5 +123,5 @@ def test_peak_memory_sees_what_autograd_keeps() -> None:
 
 
 def test_ratios() -> None:
-    row = Row("case", "peer", forward=Cost(1.0, 4.0))
+    row = Row("case", "peer", forward=cost_of(1.0, 4.0))
     assert cells(row) == ("case", "peer", 0.25, None, None, None, None)

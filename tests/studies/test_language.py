@@ -9,21 +9,21 @@ from matplotlib.figure import Figure
 from hecate.compare import Comparison
 from hecate.compare.statistics import against
 from hecate.train.estimate import sizes_of
-from studies.language import LONGER, REFERENCE, TRANSFORMER, Language, Sizes, fitted, models, told
+from studies.language import LANGUAGE, LONGER, REFERENCE, SIZES, TRANSFORMER, Sizes, fitted, models, told
 
 SMALL = Sizes(40, 2, 5, 64, 2, 1e5)
 DATA = {"kind": "bundled", "max_bytes": 1 << 16}
 
 
 def test_models_are_of_equal_size():
-    sizes = Language.sizes
+    sizes = SIZES
     cells = [fitted(name, model, sizes, DATA) for name, model in models().items()]
     counts = {cell.label: sizes_of(cell.config).parameters for cell in cells}
     step = 3 * sizes.width * sizes.layers  # one hidden unit of each MLP
     hope = counts.pop("HOPE")  # it has no MLP to make it fit
     assert all(abs(count - counts[REFERENCE]) <= step for count in counts.values()), counts
     assert abs(hope - counts[REFERENCE]) <= 0.02 * counts[REFERENCE]
-    assert max(hope, *counts.values()) <= 300_000 and sizes.tokens >= 5e6 and Language.count >= 3
+    assert max(hope, *counts.values()) <= 300_000 and sizes.tokens >= 5e6 and LANGUAGE.seeds >= 3
 
 
 def test_attention_has_what_memories_have():

@@ -11,8 +11,9 @@ import torch
 from hecate.errors import NonFiniteError
 from hecate.gym.training import trained
 from hecate.rule import MemoryConfig
-from studies import layers, recall, words
+from studies import layers
 from studies.layers import Outcome, best, judged, settled
+from studies.study import Kept
 
 pytestmark = pytest.mark.usefixtures("float32")
 
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("float32")
 @pytest.mark.parametrize(("name", "low", "high"), [("delta, lr to 2", 0.99, 1.0), ("delta, lr to 1", 0.3, 0.8)])
 def test_parity_needs_steps_beyond_one(name, low, high):
     """A write with lr up to 1 never turns a sign (Grazzi et al., 2024)."""
-    chosen = next(c for c in words.contenders() if c.name == name)
-    trainer = trained(chosen.model, words.at("parity", 24), 0, 1e-2, 120)
-    assert low <= judged(trainer, words.at("parity", 48), 0.5) <= high
+    parity = layers.GROUPS["parity"]
+    trainer = trained(layers.contenders()[name][0], layers.at(parity, 24), 0, 1e-2, 120)
+    assert low <= judged(trainer, layers.at(parity, 48), 0.5) <= high
 
 
 class Answers(torch.nn.Module):
@@ -38,11 +39,11 @@ class Answers(torch.nn.Module):
 
 def test_a_pair_is_found_again_behind_nothing():
     """A memory that answers every key by its value is right at any length, and one that does not is not."""
-    task = recall.TASKS["far"]
-    assert all(judged(Namespace(model=Answers()), task.at(length), 0.5) == 1.0 for length in task.lengths)
+    task = layers.TASKS["far"]
+    assert all(judged(Namespace(model=Answers()), layers.at(task.data, length), 0.5) == 1.0 for length in task.lengths)
     blank = Namespace(model=torch.nn.Module())
     blank.model.forward = lambda tokens: (torch.zeros(*tokens.shape, 64), None)
-    assert judged(blank, task.at(64)) == 0.0
+    assert judged(blank, layers.at(task.data, 64)) == 0.0
 
 
 def test_only_the_later_share_of_a_sequence_is_judged():
@@ -52,7 +53,7 @@ def test_only_the_later_share_of_a_sequence_is_judged():
             logits[:, tokens.shape[1] // 2 :] = 0.0
             return logits, None
 
-    task = recall.TASKS["far"].at(64)
+    task = layers.at(layers.TASKS["far"].data, 64)
     assert judged(Namespace(model=Early()), task, 0.5) == 0.0 < judged(Namespace(model=Early()), task) < 1.0
 
 
@@ -60,8 +61,10 @@ def test_chances_are_those_of_the_tasks():
     """Blind guesses over the values of a task, from its own sequences."""
     from hecate.data import IGNORED, DataConfig
 
-    for task in recall.TASKS.values():
-        _, targets = DataConfig.model_validate(task.at(task.lengths[0])).sample(np.random.default_rng(0), 2000)
+    for task in layers.TASKS.values():
+        _, targets = DataConfig.model_validate(layers.at(task.data, task.lengths[0])).sample(
+            np.random.default_rng(0), 2000
+        )
         values, counts = np.unique(targets[targets != IGNORED], return_counts=True)
         assert len(values) == round(1 / task.chance)
         assert counts.max() / counts.sum() < 1.3 * task.chance
@@ -96,7 +99,7 @@ def test_rates_and_models_are_chosen_on_a_seed_of_its_own(monkeypatch):
     monkeypatch.setattr(layers, "trained", trained)
     monkeypatch.setattr(layers, "judged", lambda run, task, since: run.score + since)
     monkeypatch.setattr(layers, "bytes_of", lambda state: 7)
-    found = settled(["first", "second", "third"], ["task"], 1, (1, 2, 4), [0, 1, 2], 0.5)
+    found = settled(["first", "second", "third"], ["task"], 1, (1, 2, 4), [0, 1, 2], Kept(), 0.5)
     assert asked[:6] == [
         (1000, model, lr) for model, lr in zip(["first"] * 3 + ["second", "third"], (1, 2, 4, 2, 2), strict=True)
     ] + [(0, "second", 2)]
@@ -107,7 +110,7 @@ def test_rates_and_models_are_chosen_on_a_seed_of_its_own(monkeypatch):
 def test_recall_tells_intervals_and_who_was_asked():
     outcome = Outcome([[0.60, 0.61, 0.62]], 0.01, 0, 64)
     far = outcome._replace(scores=3 * outcome.scores, model=2)
-    result = recall.report({"replaced": {"delta": outcome}, "far": {"delta": far}, "beyond": {"phi": outcome}})
+    result = layers.report({"replaced": {"delta": outcome}, "far": {"delta": far}, "beyond": {"phi": outcome}})
     guess, delta, phi = result.rows
     assert guess[2] == 0.125 and guess[4] == 0.031 and guess[-2] == 0.031
     # Student's t of two degrees of freedom is 4.303 at 95 %: .61 +- 4.303 .01 / sqrt(3)
@@ -117,7 +120,7 @@ def test_recall_tells_intervals_and_who_was_asked():
 
 
 def test_attention_sees_the_token_before_and_no_later_one():
-    layer = recall.Convolved(torch.Generator().manual_seed(0)).double()
+    layer = layers.Convolved(torch.Generator().manual_seed(0)).double()
     x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     y, state = layer(x, None)
     (grad,) = torch.autograd.grad(y[0, 3].sum(), x, retain_graph=True)
@@ -128,7 +131,7 @@ def test_attention_sees_the_token_before_and_no_later_one():
 
 
 def test_layers_with_a_phi_hold_as_many_numbers_as_wide_keys():
-    for name, models in list(recall.maps().items())[1:]:
+    for name, models in list(layers.maps().items())[1:]:
         for model in models:
             config = MemoryConfig.model_validate(model["memory"])
-            assert config.feature_map.output_dim(model["d_key"]) == 8 * recall.KEYS, name
+            assert config.feature_map.output_dim(model["d_key"]) == 8 * layers.KEYS, name

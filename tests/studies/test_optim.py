@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from studies import optim
 from studies.optim import CONTENDERS, DF, LOST, TASKS, Bowl, Form, Labels, Lion, Reading, Task, descended, student, text
-from studies.run import progress
+from studies.study import Run
 
 pytestmark = pytest.mark.usefixtures("float32")
 
@@ -111,7 +111,7 @@ def test_rates_and_forms_are_chosen_on_the_judges(monkeypatch):
         return [float(not good)] * len(seeds)
 
     monkeypatch.setattr(optim, "descended", scores)
-    result = optim.Optim().run(False, [0, 1], progress)
+    result = optim.optim(Run("optim", [0, 1]))
     assert {row[2] for row in result.rows} == {"0.01"} and len(result.rows) == len(CONTENDERS)
     assert asked.count((0, 1)) == len(CONTENDERS) * len(TASKS)
     assert asked.count(optim.JUDGES) == sum(map(len, CONTENDERS.values())) * sum(len(t.grid) for t in TASKS.values())

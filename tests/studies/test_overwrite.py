@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from studies.associations import Outcome, Trained, draw_pairs
-from studies.overwrite import CONTENDERS, DELTA, RANDOM, SUM, WIDE, Overwrite, Remembering, claims
+from studies.associations import (
+    DELTA,
+    RANDOM,
+    REMEMBERED,
+    RULES,
+    SUM,
+    WIDE,
+    Outcome,
+    Remembering,
+    Trained,
+    claims,
+    draw_pairs,
+    end,
+)  # fmt: skip
 from tests.studies.test_capacity import dpfp, generator, projections
 
 SIZE = 6
@@ -49,7 +61,7 @@ def test_rules_by_hand(contender):
 
 
 def test_every_parameter_that_a_rule_reads_is_trained():
-    for contender in CONTENDERS:
+    for contender in RULES:
         model = Remembering(SIZE, contender.rule, generator())
         pairs = draw_pairs(SIZE, 2 * SIZE, 2, True, generator(1))
         model.answers(pairs, pairs.keys[:, :1], generator())[..., 0].sum().backward()
@@ -74,14 +86,14 @@ def test_claims_can_fail():
     bad = [outcome(SUM, 20, 0.1, 0.12), outcome(DELTA, 20, 0.001, 0.11), *good[2:]]
     assert "does NOT hold" in claims(bad)[0] and "at least 2 times" in claims(bad)[2]
     assert "does NOT hold" in claims([*good[:2], outcome(WIDE, 20, 0.02), good[3]])[1]
-    whole, lost = Overwrite().cells(good[3])
+    whole, lost = end(good[3])
     # Student's t of one degree of freedom is 12.706 at 95 %: 300 +- 12.706 * 100
     assert good[3].cells()[2:] == [102.3, good[3].ours, "0 to 1.57e+03", 2, "100"]
     assert lost == "2 of 2" and good[3].ours.mean == pytest.approx(300) and whole.mean == pytest.approx(600)
 
 
 def test_published_numbers_are_those_of_every_size():
-    assert all(len(contender.published) == len(Overwrite.sizes) for contender in CONTENDERS)
+    assert all(len(contender.published) == len(REMEMBERED.sizes) for contender in RULES)
     assert all(a < b / 10 for a, b in zip(DELTA.published, SUM.published, strict=True))
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from studies import Spread
-from studies.costs.harness import forward_backward
-from studies.decode import HEADS, WAYS, WIDTH, crossing
-from studies.speed import EPS, NAIVE_LIMIT, contenders, crossover, draw_inputs, ratio
-from studies.timing import cpu_times
+from studies.costs.harness import cpu_times, forward_backward
+from studies.speed import EPS, HEADS, LONGEST, NAIVE, WAYS, WIDTH, contenders, crossing, crossover, draw_inputs, ratio
+from studies.study import Spread
 
 pytestmark = pytest.mark.usefixtures("float32")
 
@@ -38,14 +36,14 @@ def test_contenders_compute_what_they_are_called(name):
         features = lambda x: x.clamp(min=0)  # noqa: E731
     elif name.startswith("266"):
         drawn = next(c for n, c in contenders(0).items() if n == "266 ReLU features")
-        feature_map, params = drawn.attend.args
+        feature_map, params = drawn.args
         w = params["frozen"]["w"][0].double()
 
         def features(x):
             return ((x @ w).clamp(min=0) + feature_map.kernel_epsilon) / 266**0.5
 
     expected = by_formula(*inputs, features, "causal" in name)
-    got = side.attend(*inputs)[0, 0].double()
+    got = side(*inputs)[0, 0].double()
     # float32 sums of 37 terms; a causal ReLU read may rest on few small weights.
     assert (got - expected).norm() < 1e-4 * expected.norm()
 
@@ -63,19 +61,20 @@ def test_memories_write_and_read_token_by_token(name):
         velocity = lr[t] * torch.outer(error, k[t]) + (momentum[t] * velocity if name.startswith("titans") else 0)
         memory = kept - velocity
         expected = memory @ q[t]
-    got = contenders(0)[name].attend(*draw_inputs(37, 5))[0, 0, -1].double()
+    got = contenders(0)[name](*draw_inputs(37, 5))[0, 0, -1].double()
     assert (got - expected).norm() < 1e-4 * expected.norm()
 
 
 def test_the_naive_form_stops_before_its_scores_fill_the_memory():
-    assert {name for name, s in contenders(0).items() if s.longest == NAIVE_LIMIT} == {
+    assert set(LONGEST) <= set(contenders(0))
+    assert {name for name, longest in LONGEST.items() if longest == NAIVE} == {
         "naive softmax", "naive softmax, causal",
     }  # fmt: skip
 
 
 def test_a_call_with_backward_returns_every_gradient():
     inputs = draw_inputs(16, 0)
-    _, *got = forward_backward(contenders(0)["ReLU"].attend, inputs)()
+    _, *got = forward_backward(contenders(0)["ReLU"], inputs)()
     assert [g.shape for g in got] == [x.shape for x in inputs]
     assert all(g.abs().sum() > 0 for g in got) and not any(x.requires_grad for x in inputs)
 

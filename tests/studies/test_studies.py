@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hecate.errors import CheckpointError, ConfigError, install_line
-from studies import Result, Spread, Study, studies
+from studies import levels
 from studies.__main__ import main
-from studies.run import run_study
+from studies.study import Result, Run, Spread, Study, progress, run_study, studies
 from tests.studies import test_capacity, test_overwrite
 
 SHOWN = {module.__name__.rpartition("_")[2]: module.quick_run_shows for module in (
@@ -27,31 +27,31 @@ PNG = b"\x89PNG\r\n\x1a\n"
 pytestmark = pytest.mark.usefixtures("float32")
 
 
+COINS = "How often does a coin fall on its head?"
+
+
+def coins(run):
+    heads = []
+    for seed in progress(run.seeds, "coins"):
+        g = torch.Generator().manual_seed(seed)
+        heads.append(torch.rand(10 if run.quick else 100, generator=g).lt(0.5).float().mean())
+
+    def draw(figure):
+        figure.subplots().plot(heads)
+
+    share = Spread.of(heads)
+    rows = [("fair", 0.5, share, 3), ("bent, or so", None, 0.25, None)]
+    data = {"heads": torch.stack(heads).tolist(), "none": math.nan}
+    columns = ("coin", "claimed", "heads (share)", "tosses")
+    return Result(columns, rows, ["a note"], draw, data=data)
+
+
 @pytest.fixture
 def study(monkeypatch):
-    """A registry of its own, with one small study in it."""
-    monkeypatch.setattr(Study, "_known", dict(studies()))
-
-    class Coins(Study):
-        name = "coins"
-        about = "How often does a coin fall on its head?"
-
-        def run(self, quick, seeds, progress):
-            heads = []
-            for seed in progress(list(seeds), "coins"):
-                g = torch.Generator().manual_seed(seed)
-                heads.append(torch.rand(10 if quick else 100, generator=g).lt(0.5).float().mean())
-
-            def draw(figure):
-                figure.subplots().plot(heads)
-
-            share = Spread.of(heads)
-            rows = [("fair", 0.5, share, 3), ("bent, or so", None, 0.25, None)]
-            data = {"heads": torch.stack(heads).tolist(), "none": math.nan}
-            columns = ("coin", "claimed", "heads (share)", "tosses")
-            return Result(columns, rows, ["a note"], draw, data=data)
-
-    return Coins
+    """One small study more, as if it stood in a file of the folder."""
+    made = Study("coins", COINS, coins, seeds=8)
+    monkeypatch.setattr(levels, "COINS", made, raising=False)
+    return made
 
 
 def read(path):
@@ -77,7 +77,7 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
         if isinstance(value, int | float)
     ]
     assert numbers and all(math.isfinite(value) for value in numbers)
-    assert any(isinstance(cell, Spread) and cell.error > 0 for row in result.rows for cell in row)
+    assert any(isinstance(cell, Spread) and cell.standard_error > 0 for row in result.rows for cell in row)
     if name in SHOWN:
         SHOWN[name](result)
     out = capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_a_quick_run_of_every_study(name, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, study in studies().items() if not study.timed])
+@pytest.mark.parametrize("name", ["capacity", "levels", "optim", "overwrite", "recall", "words"])
 def test_the_same_seeds_give_the_same_files(name, tmp_path):
     for folder in ("first", "second"):
         run_study(name, quick=True, out=tmp_path / folder, figure=False)
@@ -109,18 +109,23 @@ def test_the_files_say_what_the_table_says(study, tmp_path, capsys):
     share = result.rows[0][2]
     assert read(folder / "coins.csv") == [
         ["coin", "claimed", "heads (share)", "heads (share): standard error", "tosses"],
-        ["fair", "0.5", repr(share.mean), repr(share.error), "3"],
+        ["fair", "0.5", repr(share.mean), repr(share.standard_error), "3"],
         ["bent, or so", "", "0.25", "", ""],
     ]
     facts = json.loads((folder / "coins.json").read_text())
-    assert facts["rows"][0] == ["fair", 0.5, {"mean": share.mean, "standard_error": share.error, "seeds": 3}, 3]
+    assert facts["rows"][0] == [
+        "fair",
+        0.5,
+        {"mean": share.mean, "standard_error": share.standard_error, "seeds": 3},
+        3,
+    ]
     assert facts["rows"][1] == ["bent, or so", None, 0.25, None]
     assert facts["seeds"] == [0, 1, 2] and facts["quick"] is False
     assert len(facts["data"]["heads"]) == 3 and facts["data"]["none"] is None
     assert (folder / "coins.png").read_bytes().startswith(PNG)
     out, err = capsys.readouterr()
     assert out.splitlines()[:2] == ["coins: " + study.about, "seeds 0 to 2"]
-    assert f"{share.mean:.3f}+-{share.error:.3f}" in out and "- a note" in out
+    assert f"{share.mean:.3f}+-{share.standard_error:.3f}" in out and "- a note" in out
     assert err == "coins: 3\n"
 
 
@@ -129,21 +134,20 @@ def test_a_quick_run_replaces_no_full_one(study, tmp_path):
     full = (tmp_path / "coins.json").read_bytes()
     run_study("coins", quick=True, out=tmp_path, figure=False)
     assert (tmp_path / "coins.json").read_bytes() == full
-    assert json.loads(full)["seeds"] == list(range(study.count))
+    assert json.loads(full)["seeds"] == list(range(study.seeds))
     assert not list(tmp_path.glob("*.png"))
 
 
-def test_what_is_kept_is_not_made_again(study, tmp_path, capsys):
-    one = study()
-    one.out = tmp_path / "new"
-    assert one.kept(quick=True)("a", lambda: 1) == 1 and not one.out.exists()
-    kept = one.kept(quick=False)
+def test_what_is_kept_is_not_made_again(tmp_path, capsys):
+    run = Run("coins", [0], out=tmp_path / "new")
+    assert run._replace(quick=True).kept()("a", lambda: 1) == 1 and not run.out.exists()
+    kept = run.kept()
     assert kept([0.1, {"b": None}], lambda: [math.inf, 2]) == kept([0.1, {"b": None}], lambda: 1 / 0) == [math.inf, 2]
     assert capsys.readouterr().err == ""
-    again = one.kept(quick=False)
+    again = run.kept()
     assert again([0.1, {"b": None}], lambda: 1 / 0) == [math.inf, 2] and again([0.1, {}], lambda: 3) == 3
     assert "1 results kept in " in capsys.readouterr().err
-    assert len((one.out / "coins-runs.jsonl").read_text().splitlines()) == 2
+    assert len((run.out / "coins-runs.jsonl").read_text().splitlines()) == 2
 
 
 def test_where_nothing_can_be_written_is_said(study, tmp_path):
@@ -167,17 +171,14 @@ def test_the_command(study, tmp_path, capsys):
 
 
 def test_all_studies_run_one_after_the_other(study, tmp_path, monkeypatch, capsys):
-    class Dice(study):
-        name = "dice"
-        about = "And a die?"
-
-    monkeypatch.setattr(Study, "_known", {"coins": study, "dice": Dice})
+    dice = study._replace(name="dice", about="And a die?")
+    monkeypatch.setattr("studies.study.studies", lambda: {"coins": study, "dice": dice})
     main(["all", "--quick", "--out", str(tmp_path), "--no-figure"])
     assert {path.name for path in tmp_path.iterdir()} == {
         f"{name}-quick.{ending}" for name in ("coins", "dice") for ending in ("csv", "json")
     }
     out = capsys.readouterr().out
-    assert out.index(study.about) < out.index(Dice.about) < out.index("study  seconds")
+    assert out.index(study.about) < out.index(dice.about) < out.index("study  seconds")
 
 
 def test_without_matplotlib_the_way_out_is_named_before_any_work(study, tmp_path, monkeypatch):
@@ -192,17 +193,15 @@ def test_spread():
     spread = Spread.of([1.0, 2.0, 3.0])
     assert spread == (2.0, 1 / math.sqrt(3), 3) and str(spread) == "2.000+-0.577"
     alone = Spread.of([0.5])
-    assert math.isnan(alone.error) and str(alone) == "0.500"
+    assert math.isnan(alone.standard_error) and str(alone) == "0.500"
 
 
-def test_faults_of_a_study_are_named(study):
-    with pytest.raises(ConfigError, match="needs a name and, in about, its question"):
-        type("Nameless", (Study,), {})
-    with pytest.raises(ConfigError, match="study 'coins' is taken by .*; give Other another name"):
-        type("Other", (Study,), {"name": "coins", "about": "?"})
-    with pytest.raises(ConfigError, match="'all' stands for several studies; give Every"):
-        type("Every", (Study,), {"name": "all", "about": "?"})
+def test_faults_of_a_study_are_named(study, monkeypatch, capsys):
     with pytest.raises(ConfigError, match="row 1 of a result has 1 cells for 2 columns"):
         Result(("a", "b"), [(1, 2), (1,)], [], lambda figure: None)
-    with pytest.raises(ConfigError, match="at least one seed, got 0"):
-        run_study("coins", seeds=0, out=None)
+    with pytest.raises(SystemExit):
+        main(["coins", "--seeds", "0"])
+    assert "--seeds must be in [1, 10000], got 0" in capsys.readouterr().err
+    monkeypatch.setattr(levels, "OTHER", study._replace(about="?"), raising=False)
+    with pytest.raises(ConfigError, match="two studies are called 'coins'; give that of studies.levels another name"):
+        studies()
