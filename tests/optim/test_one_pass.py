@@ -24,6 +24,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"form": "hope", "nesterov": True, "weight_decay": 0.1},
     {"form": "hope", "dampening": 0.2},
     {"lr": torch.tensor(0.02)},
+    {"precondition": "diagonal", "weight_decay": 0.1, "nesterov": True},
+    {"precondition": "diagonal", "feature_map": "leaky_relu", "form": "hope", "retain": 0.9, "eps": 1e-3},
 ]
 
 
@@ -39,7 +41,7 @@ def stepped(params: list[Tensor], steps: int = 3, dtype: torch.dtype | None = No
         for p in params:
             p.grad = torch.randn(p.shape, generator=draws, dtype=dtype or p.dtype).to(p.dtype)
         optimizer.step()
-    return [*params, *(optimizer.state[p]["momentum"] for p in params)]
+    return [*params, *(x for p in params for x in optimizer.state[p].values() if isinstance(x, Tensor))]
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ MAPS = [
 
 SCALED = [
     {"input_scale": "rms", "feature_map": "tanh", "nesterov": True},
-    {"input_scale": "rms", "feature_map": "identity"},
+    {"input_scale": "rms", "feature_map": "identity", "precondition": "diagonal"},
     {"input_scale": "unit", "feature_map": "elu", "matrix": "last"},
     {"input_scale": "restored", "feature_map": "softplus", "form": "hope"},
     {"input_scale": "restored", "feature_map": "sigmoid", "lift": "vjp", "weight_decay": 0.1},
@@ -166,7 +168,7 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones(129, 64, dtype=torch.float32).mT
     PhiMomentum(params, 0.02).step()
     stepped(weights(), feature_map="softmax", input_scale="none")
-    stepped(weights(), feature_map="tanh", input_scale="none", precondition="diagonal")
+    stepped(weights(), feature_map="tanh", input_scale="none", precondition="kronecker")
     stepped(weights(), feature_map="tanh", input_scale="rms", guard="flip")
     stepped(weights(), feature_map="tanh", input_scale="rms", weight_decay=0.1, decoupled=False)
     stepped(weights(torch.bfloat16))
