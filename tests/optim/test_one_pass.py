@@ -24,8 +24,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"form": "hope", "nesterov": True, "weight_decay": 0.1},
     {"form": "hope", "dampening": 0.2},
     {"lr": torch.tensor(0.02)},
-    {"precondition": "diagonal", "weight_decay": 0.1, "nesterov": True},
-    {"precondition": "diagonal", "feature_map": "leaky_relu", "form": "hope", "retain": 0.9, "eps": 1e-3},
 ]
 
 
@@ -65,7 +63,12 @@ def test_a_step_has_the_bits_of_operations_one_by_one(options: dict[str, Any], d
 MAPS = [
     {"feature_map": kind, "input_scale": "none", **options}
     for kind in ("tanh", "elu", "exp", "softplus", "gelu_shifted", "sigmoid", "relu", "squared_relu", "leaky_relu")
-    for options in ({}, {"lift": "vjp", "nesterov": True}, {"odd": True, "weight_decay": 0.1, "decoupled": False})
+    for options in (
+        {},
+        {"precondition": "diagonal", "form": "hope", "retain": 0.9, "eps": 1e-3},
+        {"lift": "vjp", "nesterov": True},
+        {"odd": True, "weight_decay": 0.1, "decoupled": False},
+    )
 ]
 
 
@@ -106,11 +109,12 @@ def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, 
 @pytest.mark.spec("OPT-FUSED-D1")
 @pytest.mark.parametrize("options", MAPS, ids=str)
 def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], moves: list[int]):
-    """Bits where the map is made of operations that round alike everywhere, else no further from float64 than torch's
-    own functions are, but for the last two digits: those of `lanes` are within 1.5 of them."""
+    """Bits where the map is made of operations that round alike everywhere, else (torch's root is one of MKL's) no
+    further from float64 than torch's own functions are, but for the last two digits: those of `lanes` are within 1.5
+    of them."""
     found, loop = stepped(weights(), **options), stepped(weights(), foreach=False, **options)
     assert moves == [len(SHAPES)] * 3
-    if options["feature_map"] in ("relu", "squared_relu", "leaky_relu"):
+    if options["feature_map"] in ("relu", "squared_relu", "leaky_relu") and "precondition" not in options:
         assert all(map(torch.equal, found, loop))
         return
     wide = [p.detach().double().requires_grad_() for p in weights()]
