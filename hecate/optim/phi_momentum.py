@@ -32,13 +32,11 @@ from hecate.optim.tensors import (
     Pieces,
     Tensors,
     as_matrix,
-    blocks,
     by_group,
     grouped,
     like,
     local,
     outline,
-    pointwise,
     rows_are_whole,
     state_dtype,
 )
@@ -210,61 +208,34 @@ class PhiMomentum(PhiOptimizer):
         held = [state[HELD] for state in states]
         bulk = Bulk(group, held)
         self.watch(group, lambda: [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
-        more = group["precondition"] == "kronecker" or group["orthogonalize"] or group["guard"] != "none"
-        if group["space"] == "weight" and not more:
-            if self._at_once(group, bulk, params, grads, held):
-                return
-            if by_number(group):
-                self._by_number(group, bulk, params, grads, states)
-                return
+        if self._at_once(group, bulk, params, grads, states):
+            return
         rows = Rowwise(group, bulk, states, partial(self.row_map, group))
         held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
         self._guarded = self._guarded + rows.guarded
         put(group, states, HELD, held)
 
-    def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, held: Tensors) -> bool:
-        """A step in one pass, where an update needs no more than each number's phi and the lengths of rows; False where
-        there is no kernel for it."""
+    def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> bool:
+        """A step in one pass, where an update needs no more than each number's phi, momentum and mean square and the
+        length of its row; False where there is no kernel for it."""
         scale, learns = group["input_scale"], group["phi_lr"] or group["lift"] not in ("identity", "vjp")
         decays = scale != "none" and group["weight_decay"] and not group["decoupled"]  # in what lengths are taken of
-        if not bulk.foreach or group["precondition"] or learns or decays:
+        mixes = group["orthogonalize"] or group["guard"] != "none" or group["precondition"] == "kronecker"
+        if not bulk.foreach or learns or decays or mixes or group["space"] != "weight":
             return False
+        kept = [[state[key] for state in states] for key in (HELD, *[SQUARE] * bool(group["precondition"]))]
         widths = None if scale == "none" else [as_matrix(p, group["matrix"]).shape[-1] for p in params]
-        if (pieces := Pieces.of(params, grads, held, widths=widths)) is None:
+        if (pieces := Pieces.of(params, grads, *kept, widths=widths)) is None:
             return False
-        maps = {width: self.row_map(group, held[0].new_empty(0, width)) for width in set(widths or [1])}
+        maps = {width: self.row_map(group, kept[0][0].new_empty(0, width)) for width in set(widths or [1])}
         if (written := next(iter(maps.values())).formula) is None:
             return False
         scales = {} if widths is None else {width: own.lengths(width) for width, own in maps.items()}
         *factors, decay, step, lr = _factors(group, bulk)
+        squares = (group["retain"], 1 - group["retain"], group["eps"]) if group["precondition"] else ()
         hope, nesterov = group["form"] == "hope", group["nesterov"]
-        pieces.move(written, (*factors, 1 - lr * decay, step, -lr), hope, nesterov, scales)
+        pieces.move(written, (*factors, 1 - lr * decay, step, -lr, *squares), hope, nesterov, scales)
         return True
-
-    def _by_number(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> None:
-        """Where an update needs no more than each number's phi, momentum and mean square, so that shapes do not matter.
-
-        In blocks that stay in the cache from phi to the weights, where nothing needs a graph.
-        """
-        row_map = self.row_map(group, states[0][HELD].new_empty(0, 1))
-        plain = row_map.feature_map == IDENTITY
-        keys = [HELD, SQUARE] if group["precondition"] else [HELD]
-        lists = (params, grads, *([state[key] for state in states] for key in keys))
-
-        def enter(squares: list[Tensors], grads: Tensors) -> Tensors:
-            updates = grads
-            if not plain:
-                updates = pointwise(row_map, grads) if bulk.foreach else [row_map(g) for g in grads]
-            if squares:
-                updates, squares[0] = diagonal(bulk, squares[0], updates, group["retain"], group["eps"])
-            return updates
-
-        temporaries = not plain or len(keys) > 1
-        for some, slopes, held, *squares in blocks(lists, temporaries) if bulk.foreach else [lists]:
-            moved = _step(group, bulk, partial(enter, squares), list, some, slopes, held)
-        if not bulk.foreach:
-            for key, values in zip(keys, (moved, *squares), strict=True):
-                put(group, states, key, values)
 
 
 def _rows_first(p: Tensor, group: Group) -> bool:
@@ -291,6 +262,10 @@ class Rowwise:
     def enter(self, grads: Tensors) -> Tensors:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
         self.shapes = [g.shape for g in grads]
+        if not self.in_phi and self.group["guard"] == "none" and by_number(self.group):  # in any shape, cut or not
+            row_map = self.map_for(grads[0].new_empty(0, 1))
+            plain = row_map.feature_map == IDENTITY
+            return self._updates(grads if plain else [row_map(g) for g in grads])
         matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
         alone = self.group["phi_lr"] or self.group["lift"] == "learned"
         self.together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(matrices))

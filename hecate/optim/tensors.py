@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 from torch.autograd.graph import increment_version
 
 from hecate.distributed import is_sharded
@@ -24,8 +24,6 @@ from hecate.tape import is_traced
 
 Tensors = list[Tensor]
 SMALL = 1 << 14  # numbers; smaller tensors are joined, because a call costs more than a copy
-BLOCK = 1 << 20  # numbers worked on together: more would leave the cache between two reads
-CACHE = 1 << 18  # the same where temporaries come and go
 PIECE, SHARE = 1 << 16, 1 << 20  # numbers of a piece of a tensor for kernels, and as many as are worth a thread
 
 
@@ -188,8 +186,8 @@ class Pieces:
         self, written: Text, factors: Sequence[float], hope: bool, nesterov: bool,
         scales: Mapping[int, tuple[float, float]],
     ) -> None:  # fmt: skip
-        """A step of momentum on weights, gradients and momenta, as `hecate.engine.cpu.momentum.mover` says; `scales`
-        has the numbers of its rows by their width."""
+        """A step of momentum, as `hecate.engine.cpu.momentum.mover` says; `scales` has the numbers of its rows by their
+        width."""
         move = self.kernels.mover(written.source)
         form, numbers = (np.array(own or (0.0,), self.float) for own in (factors, written.numbers))
         rows = np.zeros((2, len(self.sizes) if scales else 0), self.float)
@@ -200,8 +198,10 @@ class Pieces:
             move(lo, hi, form, numbers, hope, nesterov, rows, self.places, self.sizes)
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
-        weights, _, momenta = self.lists
-        increment_version([*weights, *momenta])  # as torch's operations do, for a graph that still needs the old ones
+        weights, _, *states = self.lists
+        increment_version(
+            [*weights, *chain(*states)]
+        )  # as torch's operations do, for a graph that still needs the old ones
 
 
 def _overlap(places: Any, sizes: Any) -> bool:
@@ -232,35 +232,6 @@ def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -
     for members in groups:
         found.update(zip(members, f(members), strict=True))
     return [found[i] for i in range(len(found))]
-
-
-def pointwise(f: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """f of each tensor, for an f that acts on every number alone; they go as one."""
-    if len(tensors) == 1:
-        return [f(tensors[0])]
-    return list(_unflatten_dense_tensors(f(_flatten_dense_tensors(tensors)), tensors))
-
-
-def blocks(lists: tuple[list[Tensor], ...], temporaries: bool) -> Iterator[tuple[list[Tensor], ...]]:
-    """Lists of tensors of equal shapes as blocks of at most `BLOCK` numbers, `CACHE` where temporaries come and go.
-
-    Small tensors come together, large ones in flat pieces; writing a piece writes its tensor.
-    """
-    most = CACHE if temporaries else BLOCK
-    held: list[tuple[Tensor, ...]] = []
-    size = 0
-    for row in zip(*lists, strict=True):
-        count = row[0].numel()
-        if held and size + count > most:
-            yield tuple(map(list, zip(*held, strict=True)))
-            held, size = [], 0
-        if count > most and all(x.is_contiguous() for x in row):
-            yield from (tuple([x] for x in cut) for cut in zip(*(x.view(-1).split(most) for x in row), strict=True))
-        else:
-            held.append(row)
-            size += count
-    if held:
-        yield tuple(map(list, zip(*held, strict=True)))
 
 
 class Bulk:

@@ -39,7 +39,7 @@ def stepped(params: list[Tensor], steps: int = 3, dtype: torch.dtype | None = No
         for p in params:
             p.grad = torch.randn(p.shape, generator=draws, dtype=dtype or p.dtype).to(p.dtype)
         optimizer.step()
-    return [*params, *(optimizer.state[p]["momentum"] for p in params)]
+    return [*params, *(x for p in params for x in optimizer.state[p].values() if isinstance(x, Tensor))]
 
 
 @pytest.fixture
@@ -63,13 +63,18 @@ def test_a_step_has_the_bits_of_operations_one_by_one(options: dict[str, Any], d
 MAPS = [
     {"feature_map": kind, "input_scale": "none", **options}
     for kind in ("tanh", "elu", "exp", "softplus", "gelu_shifted", "sigmoid", "relu", "squared_relu", "leaky_relu")
-    for options in ({}, {"lift": "vjp", "nesterov": True}, {"odd": True, "weight_decay": 0.1, "decoupled": False})
+    for options in (
+        {},
+        {"precondition": "diagonal", "form": "hope", "retain": 0.9, "eps": 1e-3},
+        {"lift": "vjp", "nesterov": True},
+        {"odd": True, "weight_decay": 0.1, "decoupled": False},
+    )
 ]
 
 
 SCALED = [
     {"input_scale": "rms", "feature_map": "tanh", "nesterov": True},
-    {"input_scale": "rms", "feature_map": "identity"},
+    {"input_scale": "rms", "feature_map": "identity", "precondition": "diagonal"},
     {"input_scale": "unit", "feature_map": "elu", "matrix": "last"},
     {"input_scale": "restored", "feature_map": "softplus", "form": "hope"},
     {"input_scale": "restored", "feature_map": "sigmoid", "lift": "vjp", "weight_decay": 0.1},
@@ -104,11 +109,12 @@ def test_rows_are_scaled_in_the_same_pass(options: dict[str, Any], size: float, 
 @pytest.mark.spec("OPT-FUSED-D1")
 @pytest.mark.parametrize("options", MAPS, ids=str)
 def test_a_map_of_numbers_is_made_in_the_same_pass(options: dict[str, Any], moves: list[int]):
-    """Bits where the map is made of operations that round alike everywhere, else no further from float64 than torch's
-    own functions are, but for the last two digits: those of `lanes` are within 1.5 of them."""
+    """Bits where the map is made of operations that round alike everywhere, else (torch's root is one of MKL's) no
+    further from float64 than torch's own functions are, but for the last two digits: those of `lanes` are within 1.5
+    of them."""
     found, loop = stepped(weights(), **options), stepped(weights(), foreach=False, **options)
     assert moves == [len(SHAPES)] * 3
-    if options["feature_map"] in ("relu", "squared_relu", "leaky_relu"):
+    if options["feature_map"] in ("relu", "squared_relu", "leaky_relu") and "precondition" not in options:
         assert all(map(torch.equal, found, loop))
         return
     wide = [p.detach().double().requires_grad_() for p in weights()]
@@ -166,7 +172,7 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, moves: list[i
     params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones(129, 64, dtype=torch.float32).mT
     PhiMomentum(params, 0.02).step()
     stepped(weights(), feature_map="softmax", input_scale="none")
-    stepped(weights(), feature_map="tanh", input_scale="none", precondition="diagonal")
+    stepped(weights(), feature_map="tanh", input_scale="none", precondition="kronecker")
     stepped(weights(), feature_map="tanh", input_scale="rms", guard="flip")
     stepped(weights(), feature_map="tanh", input_scale="rms", weight_decay=0.1, decoupled=False)
     stepped(weights(torch.bfloat16))

@@ -14,7 +14,7 @@ from typing import Any
 
 from numba.extending import intrinsic
 
-from hecate.engine.cpu.lanes import NAMES, _called, first, larger
+from hecate.engine.cpu.lanes import NAMES, _called, first, larger, sqrt
 from hecate.engine.cpu.lanes import top as largest
 from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
 
@@ -74,25 +74,30 @@ def _length(like, g, size):
     return top if total < 1 else top * math.sqrt(total)
 
 
-def _moved(form, numbers, hope, nesterov, scale, back, w, g, m):
-    """Weights and their momentum after a step."""
+def _moved(form, numbers, hope, nesterov, scale, back, w, g, m, v):
+    """Weights, their momentum and mean squares after a step."""
     momentum, gain, coupled, kept, step, lr = form[0], form[1], form[2], form[3], form[4], form[5]
     if coupled != 0:
         g = fma(coupled, w, g)
     g = phi(g, numbers) if scale == 0 else phi(g / scale, numbers) * back
+    if form.size > 6:
+        v = fma(rounded(form[7], g), g, rounded(form[6], v))
+        g = g / (sqrt(v) + form[8])
     m = fma(gain, g, rounded(momentum, m))
     ahead = m
     if nesterov:
         ahead = fma(momentum, m, rounded(lr, g) if hope else g)
     if kept != 1:
         w = rounded(kept, w)
-    return fma(step, ahead, w), m
+    return fma(step, ahead, w), m, v
 
 
 def _move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes):
     step = per_vector(form)
     for i in range(lo, hi):
         w, g, m = raw(form, places[0, i]), raw(form, places[1, i]), raw(form, places[2, i])
+        squares = places.shape[0] > 3
+        v = raw(form, places[3, i]) if squares else m
         scale, back = form[0] * 0, form[0]
         if rows.size:
             scale = _length(form, g, sizes[i])
@@ -100,25 +105,30 @@ def _move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes):
             scale *= rows[0, i]
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
-            x, y, z = load(w, c, ONE), load(g, c, ONE), load(m, c, ONE)
-            a, b = _moved(form, numbers, hope, nesterov, scale, back, x, y, z)
-            store(w, c, a)
-            store(m, c, b)
+            x = load(w, c, ONE), load(g, c, ONE), load(m, c, ONE), load(v, c, ONE)
+            x, y, z = _moved(form, numbers, hope, nesterov, scale, back, *x)
+            store(w, c, x)
+            store(m, c, y)
+            if squares:
+                store(v, c, z)
         for c in range(whole, sizes[i]):
-            x, y, z = filled(form, w[c]), filled(form, g[c]), filled(form, m[c])
-            a, b = _moved(form, numbers, hope, nesterov, scale, back, x, y, z)
-            w[c], m[c] = first(a), first(b)
+            x = filled(form, w[c]), filled(form, g[c]), filled(form, m[c]), filled(form, v[c])
+            x, y, z = _moved(form, numbers, hope, nesterov, scale, back, *x)
+            w[c], m[c] = first(x), first(y)
+            if squares:
+                v[c] = first(z)
 
 
 @cache
 def mover(source: str) -> Any:
     """`move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes)` of tensors from lo to hi of `places`:
-    [weights, gradients, momenta], the first and last in place.
+    [weights, gradients, momenta] and maybe their mean squares, all but gradients in place.
 
     `phi(g, numbers)` of the source is what a gradient writes into momentum; `form` has momentum, the factor of what is
     written, the decay in gradients, what is kept of weights, the factor of momentum in them and, for `hope`, that of
-    what is written ahead of it. Where there are `rows`, phi gets g over its length times the first number, and makes
-    what is written times the length and the second, if that is not 0."""
+    what is written ahead of it; and for mean squares what is kept of them, what is added, and eps. Where there are
+    `rows`, phi gets g over its length times the first number, and makes what is written times the length and the
+    second, if that is not 0."""
     space = {**globals(), **NAMES, "INF": math.inf, "NAN": math.nan}
     exec(compile(source, __file__, "exec"), space)  # printed: names of the table and numbers alone
     space["phi"] = inline(space["phi"])
