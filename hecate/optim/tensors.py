@@ -199,9 +199,8 @@ class Pieces:
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
         weights, _, *states = self.lists
-        increment_version(
-            [*weights, *chain(*states)]
-        )  # as torch's operations do, for a graph that still needs the old ones
+        # As torch's operations do, for a graph that still needs the old ones.
+        increment_version([*weights, *chain(*states)])
 
 
 def _overlap(places: Any, sizes: Any) -> bool:
