@@ -158,7 +158,10 @@ def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
 
         return function
 
-    return printed("phi", "x", nodes_of(feature_map, features, {"x": ALONG}, Nodes()))
+    text = printed("phi", "x", nodes_of(feature_map, features, {"x": ALONG}, Nodes()))
+    if text.operations & MIXED:
+        raise Unprintable("it says that it goes number by number, and needs the whole row")
+    return text
 
 
 _NOTHING: Any = {"learned": {}, "frozen": {}}

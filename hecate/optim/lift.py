@@ -138,8 +138,8 @@ class RowMap:
 
     @cached_property
     def formula(self) -> Text | None:
-        """P phi~ of a number, which may be scaled, as kernels take it; None where it takes more."""
-        if self.lift not in ("identity", "vjp") or any(self.params.values()):
+        """P phi~ of a scaled number, by the lift identity or vjp, as kernels take it; None where it takes more."""
+        if any(self.params.values()):
             return None
         centred = self.centre and self.feature_map.parity != "odd"
         found = map_formula(self.feature_map, centred=centred, pulled=self.lift == "vjp")
@@ -162,10 +162,14 @@ class RowMap:
         return replace(self, params=params, zero=None if nothing else zeros[0], mask=not settled)
 
 
+def of_numbers(group: Group) -> bool:
+    """True if P phi~ acts on each number by itself, once its row is scaled."""
+    return group.get("lift") in ("identity", "vjp") and map_of(group).traits().componentwise
+
+
 def by_number(group: Group) -> bool:
     """True if P phi~ acts on each number by itself."""
-    alone = group.get("lift") in ("identity", "vjp") and group["input_scale"] == "none"
-    return alone and map_of(group).traits().componentwise
+    return group["input_scale"] == "none" and of_numbers(group)
 
 
 def scaled(g: Tensor, scale: Scale) -> Tensor:

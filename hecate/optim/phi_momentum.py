@@ -21,6 +21,7 @@ from hecate.optim.lift import (
     by_number,
     learn_phi,
     map_of,
+    of_numbers,
     resolve,
     scaled,
     taught,
@@ -218,10 +219,10 @@ class PhiMomentum(PhiOptimizer):
     def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> bool:
         """A step in one pass, where an update needs no more than each number's phi, momentum and mean square and the
         length of its row; False where there is no kernel for it."""
-        scale, learns = group["input_scale"], group["phi_lr"] or group["lift"] not in ("identity", "vjp")
+        scale = group["input_scale"]
         decays = scale != "none" and group["weight_decay"] and not group["decoupled"]  # in what lengths are taken of
         mixes = group["orthogonalize"] or group["guard"] != "none" or group["precondition"] == "kronecker"
-        if not bulk.foreach or learns or decays or mixes or group["space"] != "weight":
+        if not bulk.foreach or decays or mixes or group["space"] != "weight" or not of_numbers(group):
             return False
         kept = [[state[key] for state in states] for key in (HELD, *[SQUARE] * bool(group["precondition"]))]
         widths = None if scale == "none" else [as_matrix(p, group["matrix"]).shape[-1] for p in params]
@@ -263,9 +264,7 @@ class Rowwise:
         """phi~(g) `[rows, d_phi]` in phi-space, else the preconditioned P phi~(g)."""
         self.shapes = [g.shape for g in grads]
         if not self.in_phi and self.group["guard"] == "none" and by_number(self.group):  # in any shape, cut or not
-            row_map = self.map_for(grads[0].new_empty(0, 1))
-            plain = row_map.feature_map == IDENTITY
-            return self._updates(grads if plain else [row_map(g) for g in grads])
+            return self._updates(list(map(self.map_for(grads[0].new_empty(0, 1)), grads)))
         matrices = [as_matrix(g, self.group["matrix"]) for g in grads]
         alone = self.group["phi_lr"] or self.group["lift"] == "learned"
         self.together = grouped(i if alone else matrix.shape[-1] for i, matrix in enumerate(matrices))

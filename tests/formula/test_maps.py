@@ -112,7 +112,18 @@ def test_a_class_that_is_defined_anew_has_its_own_text() -> None:
     assert made(2.0).source != made(3.0).source
 
 
+class Sum(FeatureMap):
+    """map_test_sum: says that it goes number by number, and adds up the row."""
+
+    kind: Literal["map_test_sum"] = "map_test_sum"
+    promises = Tanh.promises
+
+    def features(self, x: Tensor, params: Any) -> Tensor:
+        return x + x.sum(-1, keepdim=True)
+
+
 def test_what_has_no_text_says_why() -> None:
+    assert "needs the whole row" in str(map_formula(Sum()))
     assert map_formula(DPFP()) == "it makes features of rows, not of single numbers"
     with pytest.raises(Unprintable, match="of rows"):
         formula_text("dpfp", "phi")

@@ -74,13 +74,13 @@ def _length(like, g, size):
     return top if total < 1 else top * math.sqrt(total)
 
 
-def _moved(form, numbers, hope, nesterov, scale, back, w, g, m, v):
+def _moved(form, numbers, hope, nesterov, squares, scale, back, w, g, m, v):
     """Weights, their momentum and mean squares after a step."""
     momentum, gain, coupled, kept, step, lr = form[0], form[1], form[2], form[3], form[4], form[5]
     if coupled != 0:
         g = fma(coupled, w, g)
     g = phi(g, numbers) if scale == 0 else phi(g / scale, numbers) * back
-    if form.size > 6:
+    if squares:
         v = fma(rounded(form[7], g), g, rounded(form[6], v))
         g = g / (sqrt(v) + form[8])
     m = fma(gain, g, rounded(momentum, m))
@@ -106,14 +106,14 @@ def _move(lo, hi, form, numbers, hope, nesterov, rows, places, sizes):
         whole = sizes[i] - sizes[i] % step
         for c in range(0, whole, step):
             x = load(w, c, ONE), load(g, c, ONE), load(m, c, ONE), load(v, c, ONE)
-            x, y, z = _moved(form, numbers, hope, nesterov, scale, back, *x)
+            x, y, z = _moved(form, numbers, hope, nesterov, squares, scale, back, *x)
             store(w, c, x)
             store(m, c, y)
             if squares:
                 store(v, c, z)
         for c in range(whole, sizes[i]):
             x = filled(form, w[c]), filled(form, g[c]), filled(form, m[c]), filled(form, v[c])
-            x, y, z = _moved(form, numbers, hope, nesterov, scale, back, *x)
+            x, y, z = _moved(form, numbers, hope, nesterov, squares, scale, back, *x)
             w[c], m[c] = first(x), first(y)
             if squares:
                 v[c] = first(z)
