@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from hecate.data.tokenizer import Tokenizer
@@ -159,8 +160,14 @@ VALIDATION_SEED = 0
 class Task(DataConfig):
     """A synthetic task: `sample` gives rows, `chances` the accuracy of guessing.
 
-    Every task has a fixed length and labels only the positions whose answer the row determines.
+    Every task has a fixed length and labels only the positions whose answer the row determines. Training sees fresh
+    rows, or the same `examples`, all of them in every epoch and in another order; validation rows are always fresh.
+    [DATA-BASE-D1]
     """
+
+    examples: int | None = Field(
+        None, ge=1, le=1 << 24, description="Rows that training draws from, epoch by epoch; null: every batch is fresh."
+    )
 
     def vocabulary(self) -> int:
         """Number of token ids the model must know: the field `vocab_size`, where a task does not say otherwise."""
@@ -203,12 +210,28 @@ class TaskSource(Source):
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.fingerprint = hashlib.sha256(task.model_dump_json().encode()).hexdigest()
+        fresh = {"examples"} if task.examples is None else None  # as before the field was
+        self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
+        self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # of a seed
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
-        batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+        if self.task.examples is None:
+            batch = as_batch(*self.task.sample(stream(seed, "train", step), batch_size))
+        else:
+            batch = self._of_examples(self.task.examples, seed, step, batch_size)
         return batch if rows is None else batch.part(rows)
+
+    def _of_examples(self, count: int, seed: int, step: int, batch_size: int) -> Batch:
+        """The next of the examples, in an order of its own every epoch. Stream 0 draws them, e + 1 the order of epoch
+        e."""
+        if self._examples is None or self._examples[0] != seed:
+            self._examples = seed, self.task.sample(stream(seed, "train", 0), count)
+        epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
+        orders = {epoch: stream(seed, "train", epoch + 1).permutation(count) for epoch in np.unique(epochs).tolist()}
+        chosen = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]
+        tokens, targets = self._examples[1]
+        return as_batch(tokens[chosen], targets[chosen])
 
     def validation_batches(self, batch_size: int, seq_len: int, batches: int) -> Iterator[Batch]:
         self._check(seq_len)

@@ -24,20 +24,21 @@ BATCH = 32
 Fields = Mapping[str, Any]
 
 
-def experiment(model: Fields, data: Fields, seed: int, lr: float, steps: int) -> ExperimentConfig:
+def experiment(model: Fields, data: Fields, seed: int, lr: float, steps: int, batch: int = BATCH) -> ExperimentConfig:
     """AdamW without weight decay, one layer unless the model says otherwise."""
     return ExperimentConfig.model_validate({
         "seed": seed, "model": {"layers": 1, **model}, "data": data,
         "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
-        "budget": {"steps": steps, "batch_size": BATCH, "eval_batches": 1},
+        "budget": {"steps": steps, "batch_size": batch, "eval_batches": 1},
     })  # fmt: skip
 
 
 def trained(
-    model: Fields, data: Fields, seed: int, lr: float, steps: int, mixer: Callable[[Generator], nn.Module] | None = None
-) -> Trainer:
+    model: Fields, data: Fields, seed: int, lr: float, steps: int,
+    mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
+) -> Trainer:  # fmt: skip
     """Such a model, trained; `mixer` draws what takes the place of its memory."""
-    config, own = experiment(model, data, seed, lr, steps), None
+    config, own = experiment(model, data, seed, lr, steps, batch), None
     if mixer is not None:
         generator = Generator().manual_seed(seed)
         own = LanguageModel(config.model_for_data(), generator=generator)

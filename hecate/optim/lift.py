@@ -163,8 +163,9 @@ class RowMap:
 
 
 def of_numbers(group: Group) -> bool:
-    """True if P phi~ acts on each number by itself, once its row is scaled."""
-    return group.get("lift") in ("identity", "vjp") and map_of(group).traits().componentwise
+    """True if P phi~ acts on each number by itself, once its row is scaled; where phi learns, all of a parameter's
+    rows teach it."""
+    return group.get("lift") in ("identity", "vjp") and not group.get("phi_lr") and map_of(group).traits().componentwise
 
 
 def by_number(group: Group) -> bool:

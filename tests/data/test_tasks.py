@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -160,6 +162,35 @@ def test_batches_are_a_function_of_seed_and_step(task):
     assert torch.equal(one.tokens, again.tokens) and torch.equal(one.targets, again.targets)
     for seed, step in ((4, 7), (3, 8)):
         assert not torch.equal(one.tokens, source.train_batch(seed, step, 4, length).tokens)
+
+
+@pytest.mark.spec("DATA-BASE-D1")
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_examples_come_once_an_epoch_in_an_order_of_its_own(task):
+    few, length = task.model_copy(update={"examples": 5}), task.length()
+
+    def drawn(source, seed, steps, size=3):
+        batches = [source.train_batch(seed, step, size, length) for step in steps]
+        return [torch.cat(pair, 1).tolist() for batch in batches for pair in [(batch.tokens, batch.targets)]]
+
+    found = list(chain(*drawn(few.load(), 3, range(5))))  # 15 rows: 3 epochs, whose borders lie within batches
+    own = torch.cat([torch.from_numpy(part) for part in task.sample(stream(3, "train", 0), 5)], 1).tolist()
+    epochs = [[own.index(row) for row in found[first : first + 5]] for first in (0, 5, 10)]
+    assert [sorted(epoch) for epoch in epochs] == 3 * [[0, 1, 2, 3, 4]] and epochs[0] != epochs[1]
+    assert drawn(few.load(), 3, [4]) == [found[12:]]  # a step needs none of those before it
+    assert drawn(few.load(), 3, range(3), 5) == [found[:5], found[5:10], found[10:]]  # whatever the batch
+    source = few.load()
+    assert drawn(source, 4, [0]) != drawn(source, 3, [0]) == [found[:3]]
+    part = few.load().train_batch(3, 1, 3, length, range(1, 3))
+    assert torch.cat([part.tokens, part.targets], 1).tolist() == found[4:6]
+    for one, other in zip(*(t.load().validation_batches(4, length, 2) for t in (few, task)), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+
+
+def test_without_examples_a_fingerprint_is_what_it_was():
+    old = '{"kind":"copy","vocab_size":32,"symbols":16}'
+    assert Copy().load().fingerprint == hashlib.sha256(old.encode()).hexdigest()
+    assert Copy(examples=9).load().fingerprint != Copy(examples=8).load().fingerprint != Copy().load().fingerprint
 
 
 @pytest.mark.spec("DATA-LOADER-D1")

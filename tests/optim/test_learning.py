@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
@@ -84,6 +86,54 @@ def test_differentiable_steps_are_the_plain_ones(name):
         w.grad = 0.7 * w.detach() - draw(2, C, seed=5)
         optimizer.step()
     torch.testing.assert_close(w.detach(), through, rtol=1e-14, atol=1e-15)
+
+
+class Bend(phi.FeatureMap):
+    """tanh(a x): componentwise, with a number of its own to learn."""
+
+    kind: Literal["a_bend_that_learns"] = "a_bend_that_learns"
+    promises = phi.Traits(parity="odd", componentwise=True, rising="everywhere", bounded_slope=True)
+
+    def init(self, d_in, **how):
+        how.pop("generator")
+        heads = how.pop("heads", 1)
+        return {"learned": {"a": torch.full((heads, 1), 3.0, **how)}, "frozen": {}}
+
+    def forward(self, x, params):
+        a = params["learned"]["a"]
+        y = torch.tanh(a * x)
+        return y, (x, a, y)
+
+    def vjp(self, residuals, g):
+        x, a, y = residuals
+        pulled = g * (1 - y * y)
+        return pulled * a, {"a": (pulled * x).sum().expand(a.shape)}
+
+
+@pytest.mark.spec("OPT-PHI-D4")
+@pytest.mark.parametrize("lift", ["identity", "vjp"])
+@pytest.mark.parametrize("scale", ["none", "rms", "unit", "restored"])
+def test_a_map_of_numbers_learns_as_any_other(lift, scale):
+    p, g = torch.nn.Parameter(torch.zeros(6, C)), draw(6, C, seed=5)
+    optimizer = PhiMomentum([p], 0.1, 0.0, feature_map=Bend(), lift=lift, input_scale=scale, phi_lr=0.3)
+    row_map = optimizer.row_map(optimizer.param_groups[0], g)
+    p.grad = g
+    optimizer.step()
+    length = g.norm(dim=-1, keepdim=True)
+    sizes = {"none": torch.ones(6, 1), "rms": length / C**0.5, "unit": length, "restored": length}
+    x, back = g / sizes[scale], length / row_map.gain if scale == "restored" else 1.0
+
+    def told(a):
+        y = torch.tanh(a * x)
+        return (y if lift == "identity" else y * a * (1 - y * y)) * back
+
+    a = torch.tensor(3.0, requires_grad=True)
+    target = g if scale == "restored" else x
+    missed = (told(a) - target).square().sum() / (2 * target.square().sum())
+    (slope,) = torch.autograd.grad(missed, a)
+    assert abs(slope) > 1e-3
+    torch.testing.assert_close(p.detach(), -0.1 * told(torch.tensor(3.0)), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(optimizer.state[p]["phi.a"].squeeze(), 3.0 - 0.3 * slope, rtol=1e-12, atol=1e-13)
 
 
 TRAINED = [phi.MLP(d_hidden=8), phi.Linear(d_phi=2), phi.T2R(d_phi=8), phi.Hedgehog()]
