@@ -509,7 +509,7 @@ def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
     try:
-        from hecate.hf.export import export_run
+        from hecate.hf.saved import export_run
     except ImportError as error:
         raise ConfigError(f"--to hf: {error}") from None
     found = export_run(run, out, checkpoint)

@@ -17,8 +17,8 @@ from hecate.data import IGNORED, Bundled
 from hecate.errors import ConfigError, ShapeError
 from hecate.evals import Evaluation, evaluate_tasks
 from hecate.hf import AsModel, adopt, graft_mlp, save, upgrade
-from hecate.hf.adapters import Read
-from hecate.hf.export import byte_tokenizer
+from hecate.hf.layers import Read
+from hecate.hf.saved import byte_tokenizer
 from hecate.models import LanguageModel
 from hecate.train import Trainer, load_experiment, run_experiment
 from hecate.train.export import read_weights
