@@ -1,5 +1,5 @@
-"""Layers of one library in the other. Their weights and states: `from_layer`, `to_layer`, `from_cache`, `to_cache`. Their
-calls: layers of hecate as those of transformers and flash-linear-attention, `AsLayer`, and causal models of
+"""Layers of one library in the other. Their weights and states: `from_layer`, `to_layer`, `from_cache`, `to_cache`.
+Their calls: layers of hecate as those of transformers and flash-linear-attention, `AsLayer`, and causal models of
 transformers as those of hecate, in runs, evaluations and samples, `AsModel`."""
 
 from __future__ import annotations

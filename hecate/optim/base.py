@@ -1,5 +1,5 @@
-"""Common base of all optimisers here: it makes them a `torch.optim.Optimizer` in every respect. Their options are declared
-once: for the constructor, for groups and for a file."""
+"""Common base of all optimisers here: it makes them a `torch.optim.Optimizer` in every respect, and their options are
+declared once, for the constructor, for groups and for a file."""
 
 from __future__ import annotations
 
