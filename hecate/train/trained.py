@@ -366,7 +366,7 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         given = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
         save_checkpoint(folder / CHECKPOINTS, 0, given)
-        write_file(folder / "config.yaml", dump_experiment(config))
+        write_file(folder / CONFIG, dump_experiment(config))
         _copy_tokenizer(beside.parent, folder)
     return out
 
