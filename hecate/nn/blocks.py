@@ -294,9 +294,9 @@ def hidden_width(width: int, ratio: float, name: str) -> int:
 Norm = Literal["rms", "layer"]
 
 
-def norm_of(kind: Norm, width: int, **place: Any) -> nn.RMSNorm | nn.LayerNorm:
+def norm_of(norm: Norm, width: int, **place: Any) -> nn.RMSNorm | nn.LayerNorm:
     """The norm of a width: of the root mean square, or of mean and variance with a learned shift."""
-    return RMSNorm(width, **place) if kind == "rms" else nn.LayerNorm(width, eps=1e-5, **place)
+    return RMSNorm(width, **place) if norm == "rms" else nn.LayerNorm(width, eps=1e-5, **place)
 
 
 class GatedMLP(Layers):
