@@ -5,7 +5,7 @@ Each is written once, in plain torch, and beside it a forward and a derivative t
 kernels that pass over a tensor once (the extra `cpu`; float32, float64, and bfloat16 as it lies). Plain torch runs
 where torch has to see every operation, for second derivatives, on other devices and dtypes, where a tensor is too small
 for a kernel to pay, and for a token alone, which has the same bits by every way in torch, and kernels of its own.
-[NN-BLOCK-D1] [NN-TOKEN-D1]
+[NN-BLOCK-D1, NN-TOKEN-D1]
 
 RMS norms are torch's, with a slope at 0 that does not grow from layer to layer: that of x / sqrt(mean(x^2) + 1e-6) is
 a thousand there, and a token whose embedding is zero, as that of padding, is zero in front of every norm of a model
