@@ -1,5 +1,5 @@
-"""Trained models: opened from a run folder, without its data; their loss on other data and on longer sequences than they
-were trained on; their weights out of runs and into them, by safetensors, torch and DCP. [CKPT-EXPORT-D1]
+"""Trained models: opened from a run folder, without its data; their loss on other data and on longer sequences than
+they were trained on; their weights out of runs and into them, by safetensors, torch and DCP. [CKPT-EXPORT-D1]
 
 Nothing is unpickled: torch's `.pt` files and DCP's own folders are written for others to read, and refused where they
 are given, since what they hold is a pickle.
