@@ -19,8 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.errors import ArgumentError, ConfigError, HecateError, LayoutWarning, ShapeError, not_known, shorten
-from hecate.words import MEANT
+from hecate.errors import MEANT, ArgumentError, ConfigError, HecateError, LayoutWarning, ShapeError, not_known, shorten
 
 MAX_SIZE = 1 << 20
 """Largest width, vocabulary, batch or other size that a user sets."""

@@ -489,7 +489,7 @@ def export_(
     if to == "hf":
         return _export_hf(run, out, checkpoint)
     from hecate.checks import expect_choice
-    from hecate.train.export import FORMATS, export_weights
+    from hecate.train.trained import FORMATS, export_weights
 
     expect_choice(to, "--to", (*FORMATS, "hf", "onnx"))
     written = export_weights(run, to, out, checkpoint)
@@ -509,7 +509,7 @@ def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
     try:
-        from hecate.hf.export import export_run
+        from hecate.hf.saved import export_run
     except ImportError as error:
         raise ConfigError(f"--to hf: {error}") from None
     found = export_run(run, out, checkpoint)
@@ -536,7 +536,7 @@ def import_(
     Example: hecate import weights --out runs/mine-init, then hecate train --out runs/mine-init --resume
     """
     from hecate.train.compose import load_experiment
-    from hecate.train.export import import_weights
+    from hecate.train.trained import import_weights
 
     if overrides and config is None:
         raise ConfigError("--set changes what --config names, which is left out; give both or neither")

@@ -39,8 +39,7 @@ from typing import (
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema
 
-from hecate.errors import ConfigError, Problem, did_you_mean, meant, not_known, shorten
-from hecate.words import MEANT
+from hecate.errors import MEANT, ConfigError, Problem, did_you_mean, meant, not_known, shorten
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass

@@ -140,7 +140,7 @@ def test_an_export_of_the_folder_that_one_is_in_lies_beside_it(hecate, tmp_path,
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     made = []
-    monkeypatch.setattr("hecate.train.export.export_weights", lambda run, to, out, which: made.append(out) or out)
+    monkeypatch.setattr("hecate.train.trained.export_weights", lambda run, to, out, which: made.append(out) or out)
     for folder in (".", "../run/.", "../run/sub/.."):
         assert hecate("export", folder)[0] == 0
     assert [path.resolve() for path in made] == [tmp_path / "run-safetensors"] * 3

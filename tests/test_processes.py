@@ -174,14 +174,14 @@ def test_a_run_that_cannot_be_started_says_what_to_do(tmp_path, monkeypatch):
 WRITERS = """
 import errno, resource, sys, torch
 from pathlib import Path
-from hecate.train import export
+from hecate.train import trained
 tensors = {"a": torch.zeros(100_000)}
-export.read_weights = lambda *_: tensors
+trained.read_weights = lambda *_: tensors
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-for to in export.FORMATS:
+for to in trained.FORMATS:
     try:
-        export.export_weights(Path("run"), to, Path(to))
-    except export.CheckpointError as error:
+        trained.export_weights(Path("run"), to, Path(to))
+    except trained.CheckpointError as error:
         print(error)
 """
 

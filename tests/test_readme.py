@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hecate.hf.export import export_run
+from hecate.hf.saved import export_run
 from hecate.models import LanguageModel
 from hecate.rule import RULES
 from hecate.train import load_experiment, run_experiment

@@ -117,8 +117,8 @@ def test_a_mistake_is_answered_with_what_to_write(line, given):
 @pytest.mark.spec("VAR-WORDS-I1")
 def test_words_from_elsewhere_mean_something_here():
     """No hint points to a name that nothing has."""
+    from hecate.errors import ADVICE, MEANT
     from hecate.train.catalogue import FAMILIES
-    from hecate.words import ADVICE, MEANT
 
     lists = [*MemoryConfig.model_fields, *LanguageModelConfig.model_fields, *RULES, *phi.RandomFourier.model_fields]
     lists += [*phi.Favor.model_fields, *Gates._fields, "state", "x", "gates", "num_heads", "embed_dim", "hidden_size"]

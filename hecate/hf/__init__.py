@@ -19,15 +19,13 @@ if int(transformers.__version__.split(".")[0]) < 5:
         f"hecate.hf needs transformers 5 or later, and {transformers.__version__} is here: {install_line('hf')}"
     )
 
-from hecate.hf.adapters import AsLayer, AsModel
 from hecate.hf.adopt import Adoption, AdoptionWarning, adopt, release
 from hecate.hf.cache import StateLayer
-from hecate.hf.export import byte_tokenizer, file_tokenizer, load_tokenizer
 from hecate.hf.graft import GraftConfig, graft
 from hecate.hf.graft_mlp import MLPGraftConfig, graft_mlp
-from hecate.hf.layers import from_cache, from_layer, to_cache, to_layer
+from hecate.hf.layers import AsLayer, AsModel, from_cache, from_layer, to_cache, to_layer
 from hecate.hf.model import HecateConfig, HecateForCausalLM, HecateModel
-from hecate.hf.saved import load, load_graft, save, save_graft
+from hecate.hf.saved import byte_tokenizer, file_tokenizer, load, load_graft, load_tokenizer, save, save_graft
 from hecate.hf.upgrade import Upgrade, upgrade
 
 __all__ = [

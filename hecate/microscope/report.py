@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hecate.cms.health import NOTHING
 from hecate.errors import CheckpointError, ConfigError, HealthWarning
 from hecate.figure import figure_type
 from hecate.files import read_whole, refusing
 from hecate.microscope.look import look
 from hecate.microscope.view import MemoryView, View
-from hecate.nn.strength import NOTHING
 from hecate.train.report import markdown_table, write_page
 from hecate.train.run import open_run
 from hecate.train.trainer import Trainer

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils import _pytree as pytree
 
+from hecate.cms.health import Strength, write_strength
 from hecate.engine import Inputs, check_params, complete, numbered, predict, to_tokens
 from hecate.errors import ConfigError, ShapeError, not_known
 from hecate.figure import images_of, write_images
 from hecate.microscope.draw import draw_memory
 from hecate.nn.rule import ScanArguments
-from hecate.nn.strength import Strength, write_strength
 from hecate.rule import MemoryConfig, MemoryState, memory_weights
 from hecate.tape import execute
 

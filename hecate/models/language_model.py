@@ -24,14 +24,12 @@ from hecate.cms import (
 )  # fmt: skip
 from hecate.distributed.context import Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.layers import GatedMLP, Layers, hidden_width
 from hecate.models.rollback import Recorded, advance, take_back
 from hecate.nn import AttentionConfig, Composed, FeatureMemoryConfig, Memory
 from hecate.nn.arguments import Mask
-from hecate.nn.blocks import RMSNorm
+from hecate.nn.blocks import GatedMLP, Layers, RMSNorm, add_norm, gated_product, hidden_width, token_kernels
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
 from hecate.nn.parameters import blank, redraw, unheard
-from hecate.nn.token import add_norm, gated_product, token_kernels
 from hecate.rule import MemoryConfig
 from hecate.states import State
 from hecate.variant import Config, Conflicts

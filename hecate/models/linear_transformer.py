@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hecate.checks import MAX_SIZE, Count, Depth, Size, named
 from hecate.errors import ConfigError, ShapeError
-from hecate.models.layers import MLPS, Layers, Norm, hidden_width, norm_of
 from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
+from hecate.nn.blocks import MLPS, Layers, Norm, hidden_width, norm_of
 from hecate.nn.parameters import blank, redraw
 from hecate.nn.positions import NoPosition, PositionKind
 from hecate.phi import ELU, FeatureMapKind

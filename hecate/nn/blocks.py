@@ -1,10 +1,11 @@
-"""The blocks around a memory: convolution with SiLU, unit queries and keys, RMS norms, norm and gate behind it, SwiGLU.
+"""The blocks around a memory: convolution with SiLU, unit queries and keys, RMS norms, norm and gate behind it, SwiGLU,
+and the MLPs of models; a token alone between the products with weights.
 
 Each is written once, in plain torch, and beside it a forward and a derivative that keep its inputs alone: on a CPU two
 kernels that pass over a tensor once (the extra `cpu`; float32, float64, and bfloat16 as it lies). Plain torch runs
 where torch has to see every operation, for second derivatives, on other devices and dtypes, where a tensor is too small
-for a kernel to pay, and for a token alone, which has the same bits by every way in torch, and
-kernels of its own (`hecate.nn.token`). [NN-BLOCK-D1]
+for a kernel to pay, and for a token alone, which has the same bits by every way in torch, and kernels of its own.
+[NN-BLOCK-D1, NN-TOKEN-D1]
 
 RMS norms are torch's, with a slope at 0 that does not grow from layer to layer: that of x / sqrt(mean(x^2) + 1e-6) is
 a thousand there, and a token whose embedding is zero, as that of padding, is zero in front of every norm of a model
@@ -14,23 +15,26 @@ without biases. A zero has no direction that a norm could keep, so its slope is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._nn import silu
 
-from hecate.engine import load_kernels, padded, share_out
-from hecate.tape import STEADY, ByHand, can_inspect
+from hecate.engine import TokenForm, lies, load_kernels, padded, share_out, token_form
+from hecate.errors import ConfigError
+from hecate.nn.parameters import blank, redraw
+from hecate.rule import LAYER, MemoryState
+from hecate.tape import STEADY, ByHand, can_inspect, is_traced
 from hecate.tape.ops import largest, levelling, reach
 
 EXACT = (torch.float32, torch.float64)  # dtypes in which torch sums as it adds
 EPS = 1e-6  # beside lengths, squared; beside mean squares, as it is
 LEAST = 1 << 16  # numbers from which a kernel pays for its call
-SHARE = 1 << 18  # numbers that are worth a thread of their own
+SHARE = 1 << 18  # numbers, those of memories among them, that are worth a thread of their own
 _LOW = (torch.float32, torch.bfloat16), torch.float32, 16
 # Of a dtype: those that kernels take beside it, that in which they compute, and the numbers of a vector.
 _DTYPES = {torch.float64: ((torch.float64,), torch.float64, 8), torch.float32: _LOW, torch.bfloat16: _LOW}
@@ -264,3 +268,239 @@ def swiglu(x: Tensor) -> Tensor:
     """silu(a) b of rows [a, b]: `[..., 2 D] -> [..., D]`."""
     gate, value = x.chunk(2, -1)
     return silu(gate) * value
+
+
+# MLPs of models, and what their layers have in common.
+
+
+class Layers(nn.Module):
+    """A module whose parameters are those of its layers."""
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew from `generator` (None: torch's default generator)."""
+        redraw(generator, *self.children())
+
+
+def hidden_width(width: int, ratio: float, name: str) -> int:
+    """The hidden units that `mlp_ratio` gives a width of this name: 0, or at least one."""
+    if 0 < ratio * width < 1:
+        raise ConfigError(
+            f"gives no hidden unit at {name}={width}, got {ratio:g}; set it to 0 or to at least {1 / width:g}",
+            path=("mlp_ratio",),
+        )
+    return int(ratio * width)
+
+
+Norm = Literal["rms", "layer"]
+
+
+def norm_of(norm: Norm, width: int, **place: Any) -> nn.RMSNorm | nn.LayerNorm:
+    """The norm of a width: of the root mean square, or of mean and variance with a learned shift."""
+    return RMSNorm(width, **place) if norm == "rms" else nn.LayerNorm(width, eps=1e-5, **place)
+
+
+class GatedMLP(Layers):
+    """W_down(silu(W_gate x) * W_up x) of the normalised input."""
+
+    parts: ClassVar[int] = 2  # matrices of the width of `hidden` that the input meets
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        generator: torch.Generator | None = None,
+        *,
+        norm: Norm = "rms",
+        bias: bool = False,
+        **place: Any,
+    ) -> None:
+        super().__init__()
+        place.setdefault("device", None)
+        self.norm = norm_of(norm, width, **place)
+        self.up = blank(nn.Linear, width, self.parts * hidden, bias=bias, **place)
+        self.down = blank(nn.Linear, hidden, width, bias=bias, **place)
+        redraw(generator, self.up, self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., width]`."""
+        return self.down(swiglu(self.up(self.norm(x))))
+
+
+class PlainMLP(GatedMLP):
+    """W_down gelu(W_up x) of the normalised input."""
+
+    parts = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., width]`."""
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+MLPS = {"gated": GatedMLP, "plain": PlainMLP}
+
+
+# One token: a `Memory` between its projections, norms, SwiGLU.
+
+STEP = {torch.float32: 16, torch.float64: 8}  # numbers of a vector
+_AROUND = LAYER.key_heads, LAYER.conv, LAYER.output
+_COUNTS = np.zeros(1, np.int64)
+
+
+def token_kernels(x: Tensor, *widths: int) -> Any:
+    """The kernels, where they take such tensors in rows of these widths; None elsewhere, where torch has to see every
+    operation, and within `exact`, whose bits do not depend on them."""
+    step = STEP.get(x.dtype)
+    if step is None or not x.is_cpu or STEADY.get() or torch.is_autocast_enabled("cpu") or is_traced():
+        return None
+    for width in widths:
+        if width % step:
+            return None
+    return load_kernels("token")
+
+
+@cache
+def _numbers(dtype: torch.dtype, *numbers: float) -> Any:
+    return np.array(numbers, np.float32 if dtype == torch.float32 else np.float64)
+
+
+@cache
+def _norms(dtype: torch.dtype, P: int, qk_norm: str, qk_eps: float, key_norm: str, scale: str, *rest: float) -> Any:
+    size, longest = {"none": 0, "l2": 1, "rms": P}[qk_norm], reach(dtype, 0.5)
+    query = 1 / math.sqrt(P) if scale == "key_dim" else 1
+    return _numbers(dtype, size, qk_eps**2, key_norm == "l2", longest, query, *rest)
+
+
+def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]]) -> list[int] | None:
+    """Where tensors of so many numbers lie, 0 of None; None where one is not as kernels take it."""
+    found = []
+    for tensor, size in tensors:
+        if tensor is None:
+            found.append(0)
+            continue
+        if tensor.dtype != dtype or tensor.numel() != size or not lies(tensor):
+            return None
+        found.append(place := tensor.data_ptr())
+        if not place and size:
+            return None  # zeros that torch has not laid out
+    return found
+
+
+def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x + more, or x, and that at root mean square 1 times the weight: rows of a token, by kernels if there are any."""
+    width, size = x.shape[-1], x.numel()
+    given = kernels and _addresses(x.dtype, ((x, size), (more, size), (weight, width)))
+    if not given:
+        total = x if more is None else x + more
+        return total, torch.rms_norm(total, (width,), weight, EPS)
+    total, y = x if more is None else torch.empty_like(x), torch.empty_like(x)
+    kernels.add_norm(size // width, width, _numbers(x.dtype, EPS), *given, total.data_ptr(), y.data_ptr())
+    return total, y
+
+
+def gated_product(kernels: Any, x: Tensor) -> Tensor:
+    """silu(a) b of rows [a, b] of a token, by kernels if there are any."""
+    width, rest = divmod(x.shape[-1], 2)
+    whole = kernels and not rest and not width % STEP[x.dtype]  # as wide as the weight behind it, if that fits
+    if not (given := whole and _addresses(x.dtype, ((x, x.numel()),))):
+        return swiglu.__wrapped__(x)
+    y = x.new_empty(*x.shape[:-1], width)
+    kernels.swiglu(y.numel() // width, width, _numbers(x.dtype, EPS), *given, y.data_ptr())
+    return y
+
+
+def form_of(layer: Any, conv: Any) -> TokenForm | None:
+    """The form of a `Memory` that does with a token what the kernel computes; None of another."""
+    config, options = layer.config, layer.config.layer_options
+    if options is not None and (options.key_heads, options.conv, options.output) != _AROUND:
+        return None
+    return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
+
+
+Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
+tokens so far."""
+_NONE, _WEIGHT, _GATHERED = set[str](), {"weight"}, {"weight", "retain"}
+_NAMED = [dict] * 4
+
+
+def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
+    """Tensors of a state; None where it has other parts than the config's own, which the whole way has to say."""
+    if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
+        return None
+    memory, slots, anchor, pending, position, normalizer, seen, readout = state
+    own, summed = config.algorithm.slots, _GATHERED if form.chunk > 1 else _NONE
+    if memory.keys() != _WEIGHT or len(slots) != len(own) or anchor or pending.keys() != summed:
+        return None
+    if normalizer is not None or seen is not None or readout is not None:
+        return None
+    if form.chunk > 1:
+        return memory["weight"], pending["weight"], pending["retain"], position
+    return memory["weight"], slots.get(f"{own[0]}.weight") if own else None, None, None
+
+
+def _named(form: TokenForm, state: MemoryState, held: list[Any]) -> MemoryState:
+    memory, moved, retain, position = held
+    weights = dict.fromkeys(state.memory, memory)
+    if form.chunk > 1:
+        return MemoryState(weights, {}, {}, {**dict.fromkeys(weights, moved), "retain": retain}, position)
+    return MemoryState(weights, dict.fromkeys(state.slots, moved), {}, {}, state.position)
+
+
+def layer_token(
+    kernels: Any, layer: Any, form: TokenForm, gates: Any, conv: Any, x: Tensor, mixed: Tensor, opened: Tensor | None,
+    past: Tensor, state: MemoryState,
+) -> tuple[Tensor, MemoryState, Tensor] | None:  # fmt: skip
+    """The normalised and gated answers `[B, 1, H V]` of a token x, and the memory and the convolution's past after it;
+    None where tensors are others than the kernel takes, or what it leaves is not finite.
+
+    mixed `[B, 1, H (2 P + V)]` has the projections, opened `[B, 1, H V]` those of the output gate, past
+    `[B, K-1, H (2 P + V)]` what the convolution saw before.
+    """
+    config, dtype, heads, P, V = layer.config, mixed.dtype, layer.heads, layer.d_key, layer.d_value
+    taps, norm = conv._parameters.get("weight"), layer._parameters.get("norm")
+    x = x.contiguous()  # a token of a longer sequence
+    batch, X = mixed.shape[0], x.shape[-1]
+    count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
+    held = _held(form, config, state)
+    if held is None or config.dtype == torch.float64 != dtype:
+        return None  # a state of another config, or one that the whole way widens
+    memory, moved, gathered, _ = held
+    channels, own = False, gates.plain()
+    if own is None:
+        made, X = gates.forward(x), 0
+        own = [made.lr, None, made.retain, None, made.momentum, None]
+        channels = form.decays and form.chunk == 1 and made.retain is not None and made.retain.dim() == 4
+    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = own
+    size = heads * X or count
+    kept = retain if form.decays else None
+    given = (
+        *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
+        *((momentum, size), (momentum_bias, heads), (mixed, batch * wide), (past, batch * (conv.kernel - 1) * wide)),
+        *((taps, conv.kernel * wide), (memory, cells), (moved, cells), (gathered, count)),
+    )
+    found, at = _addresses(dtype, given), _addresses(torch.int64, ((state.position, count),))
+    rest = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
+    if not (found and at and rest) or 0 in (*at, found[1], *found[9:11], rest[0]) or (form.decays and not found[3]):
+        return None  # a gate or a weight is missing
+    moves = bool(config.algorithm.slots)
+    if (moved is None) == (moves or form.chunk > 1) or (moves and not found[5]) or (form.chunk > 1 and not found[12]):
+        return None
+    if not memory.shape == (batch, heads, V, P) == (memory if moved is None else moved).shape:
+        return None
+    if not state.position.shape == (batch, heads) == (state.position if gathered is None else gathered).shape:
+        return None
+    new, after = [None if item is None else torch.empty_like(item) for item in held], torch.empty_like(past)
+    y, rows = mixed.new_empty(batch, 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
+    into = [0 if item is None else item.data_ptr() for item in (after, *new, y)]
+    flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
+    about = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
+    numbers, told = _norms(dtype, P, *about, gates.lr_max), []
+
+    def work(lo: int, hi: int) -> None:
+        sizes = lo, hi, heads, P, V, conv.kernel, X, form.chunk
+        told.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *found, *at, *rest, *into))
+
+    share_out(work, count, cells, SHARE)
+    if not math.isfinite(sum(told)):  # the kernel has left off, so that there is nothing to hand on
+        return None
+    return y, _named(form, state, new), after

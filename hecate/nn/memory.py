@@ -27,7 +27,7 @@ from hecate.nn.arguments import (
     check_sizes,
     check_state,
 )
-from hecate.nn.blocks import EPS, EXACT, readout, units
+from hecate.nn.blocks import EPS, EXACT, form_of, layer_token, readout, token_kernels, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
 from hecate.nn.gates import GateHeads
 from hecate.nn.parameters import blank, redraw, source_of, unheard
@@ -43,7 +43,6 @@ from hecate.nn.rule import (
     check_projection,
     project_queries,
 )
-from hecate.nn.token import form_of, layer_token, token_kernels
 from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
 from hecate.states import State
 from hecate.tape import Autodiff, is_traced, steady

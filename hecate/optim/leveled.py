@@ -18,8 +18,7 @@ from torch import Tensor
 
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
-from hecate.optim.base import MatrixOptimizer
-from hecate.optim.options import Group, name_of
+from hecate.optim.base import Group, MatrixOptimizer, name_of
 from hecate.optim.tensors import state_dtype
 
 

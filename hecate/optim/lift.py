@@ -20,8 +20,7 @@ from hecate.checks import expect_choice
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning, shorten
 from hecate.formula import Text, map_formula
 from hecate.late import look, put_off
-from hecate.optim.base import MatrixOptimizer, State
-from hecate.optim.options import Group, warn
+from hecate.optim.base import Group, MatrixOptimizer, State, warn
 from hecate.optim.tensors import as_matrix, largest, outline, tamed
 from hecate.phi import FeatureMap, OddLift, Params
 

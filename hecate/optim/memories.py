@@ -16,9 +16,19 @@ from hecate.algorithm import DeepMomentum as Network
 from hecate.checks import Size
 from hecate.distributed import is_sharded
 from hecate.errors import ConfigError, StabilityWarning
-from hecate.optim.base import MatrixOptimizer, State, put
+from hecate.optim.base import (
+    Group,
+    MatrixOptimizer,
+    MatrixView,
+    NonNegative,
+    OptimizerKind,
+    Share,
+    State,
+    name_of,
+    put,
+    warn,
+)
 from hecate.optim.muon import HELD, orthogonalised, settings
-from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Share, name_of, warn
 from hecate.optim.tensors import Bulk, as_matrix, by_group, grouped, largest, outline, state_dtype, tamed, together
 from hecate.tape.bridge import can_inspect
 

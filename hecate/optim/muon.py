@@ -14,8 +14,19 @@ from hecate.algorithm import Algorithm, NewtonSchulz
 from hecate.algorithm.momenta import POLYNOMIALS, Coefficients, polynomials, too_many_steps
 from hecate.checks import Count, expect_choice
 from hecate.errors import ConfigError
-from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
-from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
+from hecate.optim.base import (
+    Group,
+    MatrixOptimizer,
+    MatrixView,
+    NonNegative,
+    OptimizerKind,
+    Positive,
+    Share,
+    State,
+    name_of,
+    put,
+    zeros_like_state,
+)
 from hecate.optim.tensors import Bulk, as_matrix, by_group, tamed, together
 
 HELD = "momentum"

@@ -11,7 +11,19 @@ from pydantic import Field
 from torch import Tensor
 
 from hecate.errors import ConfigError, NonFiniteError
-from hecate.optim.base import MatrixOptimizer, State, put, zeros_like_state
+from hecate.optim.base import (
+    Group,
+    MatrixOptimizer,
+    MatrixView,
+    NonNegative,
+    OptimizerKind,
+    Positive,
+    Share,
+    State,
+    name_of,
+    put,
+    zeros_like_state,
+)
 from hecate.optim.lift import (
     Bent,
     LiftName,
@@ -27,7 +39,6 @@ from hecate.optim.lift import (
     taught,
 )
 from hecate.optim.muon import HELD, orthogonalised, settings
-from hecate.optim.options import Group, MatrixView, NonNegative, OptimizerKind, Positive, Share, name_of
 from hecate.optim.tensors import (
     Bulk,
     Pieces,

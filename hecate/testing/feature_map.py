@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.phi.base import FeatureMap, Params
-from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, require
+from hecate.testing.block import SIGNAL_FLOOR, check_vjp, require
 
 # Features are rounded once or, in combinations, a few times: eight roundings of bfloat16.
 _BFLOAT16_ERROR = 8 * 2.0**-8

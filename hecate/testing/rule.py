@@ -20,7 +20,7 @@ from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
 from hecate.tape.ops import over
-from hecate.testing.vjp import SIGNAL_FLOOR, check_vjp, close, require
+from hecate.testing.block import SIGNAL_FLOOR, check_vjp, close, require
 
 _KERNELS = "by which kernels such as engine compiled go"
 

@@ -22,7 +22,7 @@ from hecate.distributed import ParallelConfig
 from hecate.engine import Plan, explain
 from hecate.errors import ConfigError, DataError, shorten
 from hecate.models import LanguageModelConfig
-from hecate.optim.options import Group, Named, OptimizerKind, Positive, Share
+from hecate.optim.base import Group, Named, OptimizerKind, Positive, Share
 from hecate.train.loggers import LoggerKind, Tensorboard
 from hecate.variant import Config, Conflicts, FrozenDict
 

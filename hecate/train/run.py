@@ -33,12 +33,11 @@ from hecate.train.config import ExperimentConfig
 from hecate.train.display import Display, Interrupted, Progress, Signals
 from hecate.train.estimate import check_memory, check_opening
 from hecate.train.evaluate import Score
-from hecate.train.export import begin_from
 from hecate.train.loggers import MetricsWriter, Record, add_sample, check_loggers, open_loggers, rewind_samples, telling
 from hecate.train.report import write_report
 from hecate.train.sharded import Saver, group_of
 from hecate.train.state import allowing, check_allowed, model_state, run_facts
-from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, check_entries, chosen_checkpoint, expect_run
+from hecate.train.trained import CHECKPOINTS, CONFIG, METRICS, begin_from, check_entries, chosen_checkpoint, expect_run
 from hecate.train.trainer import Trainer
 
 

@@ -24,7 +24,7 @@ from hecate.late import forget, holding, look
 from hecate.models import LanguageModel
 from hecate.nn import Memory
 from hecate.optim import Leveled, OptimizerKind, level_groups
-from hecate.optim.options import Group, Named
+from hecate.optim.base import Group, Named
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.config import ExperimentConfig, OptimConfig, PartialKind, is_vector
 from hecate.train.estimate import check_weights

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 import hecate.compare.run as runs
-import hecate.compare.worker as worker
 from hecate.compare import Budget, cells_of, holm, interval, pairs
 from hecate.compare.cells import Cell, check_once, seeds_of
 from hecate.compare.report import _images
@@ -255,9 +254,9 @@ def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Pat
     def diverging(*_: Any) -> None:
         raise NonFiniteError("memory 'layer 0' became non-finite")
 
-    monkeypatch.setattr(worker, "loss_by_position", diverging)
+    monkeypatch.setattr(runs, "loss_by_position", diverging)
     cell, _ = cells_of([base], ["memory=delta,gated_delta"], ["budget.steps=2"])
-    assert worker.run(cell.config, tmp_path / "run", positions=1) == 0
+    assert runs.run(cell.config, tmp_path / "run", positions=1) == 0
     found = json.loads((tmp_path / "run" / "result.json").read_text())
     assert found["status"] == "finished" and found["loss"] > 0
     assert found["positions"] is None and "non-finite" in found["positions_reason"]
@@ -267,14 +266,14 @@ def test_what_diverges_beyond_its_length_keeps_its_loss(base: str, tmp_path: Pat
 def test_a_curve_is_made_of_means_over_equal_ratios_of_tokens():
     records = [{"event": "train", "tokens": 10 * step, "loss": float(step % 2)} for step in range(1, 1025)]
     records += [{"event": "eval", "tokens": 10, "loss": 9.0}, {"event": "train", "tokens": 10, "loss": 3.0}]  # resumed
-    found = worker.curve(records)
-    assert found[0] == (10, 3.0) and found[-1][0] == 10240 and len(found) <= worker.POINTS
+    found = runs.curve(records)
+    assert found[0] == (10, 3.0) and found[-1][0] == 10240 and len(found) <= runs.POINTS
     assert all(abs(loss - 0.5) < 0.02 for tokens, loss in found if tokens > 1000)
     late = [tokens for tokens, _ in found if tokens > 1000]
     assert max(b / a for a, b in pairwise(late)) / min(b / a for a, b in pairwise(late)) < 1.1
-    ends = [worker.curve(records[:steps])[-2:] for steps in range(2, 1025)]
+    ends = [runs.curve(records[:steps])[-2:] for steps in range(2, 1025)]
     assert all(end[0][0] * 1.05 < end[1][0] for end in ends[100:])  # no place for the last step alone
-    assert worker.curve(records[:1]) == [(10, 1.0)] and worker.curve([]) == []
+    assert runs.curve(records[:1]) == [(10, 1.0)] and runs.curve([]) == []
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ from hecate.data import IGNORED, Bundled
 from hecate.errors import ConfigError, ShapeError
 from hecate.evals import Evaluation, evaluate_tasks
 from hecate.hf import AsModel, adopt, graft_mlp, save, upgrade
-from hecate.hf.adapters import Read
-from hecate.hf.export import byte_tokenizer
+from hecate.hf.layers import Read
+from hecate.hf.saved import byte_tokenizer
 from hecate.models import LanguageModel
 from hecate.train import Trainer, load_experiment, run_experiment
-from hecate.train.export import read_weights
+from hecate.train.trained import read_weights
 from tests.data.corpora import bytes_folder, texts
 from tests.hf.families import built
 from tests.train.common import tiny

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from hecate.data.tokenizer import Bytes, FileTokenizer, train_tokenizer
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import byte_tokenizer, file_tokenizer
-from hecate.hf.export import export_run, tokenizer_of
+from hecate.hf.saved import export_run, tokenizer_of
 from hecate.train import run_experiment
 from hecate.train.display import Display
 from hecate.train.trained import open_model
@@ -75,7 +75,7 @@ def test_a_run_without_text_is_exported_without_a_tokenizer(tmp_path, monkeypatc
         export_run(tmp_path / "run-hf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     opened = open_model(tmp_path / "run")._replace(model=torch.nn.Linear(2, 2))
-    monkeypatch.setattr("hecate.hf.export.open_model", lambda *_: opened)
+    monkeypatch.setattr("hecate.hf.saved.open_model", lambda *_: opened)
     with pytest.raises(ConfigError, match="has trained a Linear; transformers is given language models alone"):
         export_run(tmp_path / "run", tmp_path / "out")
 

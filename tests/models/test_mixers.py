@@ -73,7 +73,7 @@ def test_the_future_changes_nothing_and_all_learn(name):
 @torch.no_grad()
 def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype, monkeypatch):
     """A part with a hook is called as torch calls modules, which is the long way."""
-    monkeypatch.setattr("hecate.nn.token.load_kernels", lambda name: None)
+    monkeypatch.setattr("hecate.nn.blocks.load_kernels", lambda name: None)
     fields = {"memory": GATED} if name == "plain" else MIXERS[name][0]
     model, tokens = model_of(**fields, dtype=dtype), tokens_of(length=11)
     _, state = model(tokens[:, :5])
@@ -106,7 +106,7 @@ def test_a_token_alone_has_the_bits_of_the_long_way_and_is_heard(name, dtype, mo
 @pytest.mark.parametrize("path", ["mlp.up", "mlp.down", "mlp.norm", "memory_norm", "memory.qkv", "memory.out"])
 @torch.no_grad()
 def test_a_token_alone_takes_weights_that_are_no_parameters(path, monkeypatch):
-    monkeypatch.setattr("hecate.nn.token.load_kernels", lambda name: None)
+    monkeypatch.setattr("hecate.nn.blocks.load_kernels", lambda name: None)
     model, tokens = model_of(memory=GATED), tokens_of()
     _, state = model(tokens[:, :5])
     want, _ = model(tokens[:, 5:6], state)

@@ -725,8 +725,8 @@ FAULTS = [
         "tests/hf/test_saved.py tests/hf/test_export.py",
         ("model", "super()._initialize_weights(module, False)", "super()._initialize_weights(module, True)"),
         ("model", "value.detach().clone()", "value.detach()"),
-        ("export", "split_special_tokens=True", "split_special_tokens=False"),
-        ("export", '"padding": None, "post_processor": None', '"padding": None'),
+        ("saved", "split_special_tokens=True", "split_special_tokens=False"),
+        ("saved", '"padding": None, "post_processor": None', '"padding": None'),
         ("model", "self._set(None, {**self.model, field: value})", "self.model"),
     ),
     *_of(

@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hecate
-import hecate.nn.token as token_module
 from hecate import MemoryConfig
 from hecate.errors import NonFiniteError, ShapeError
 from hecate.models import LanguageModel
-from hecate.nn import Memory
+from hecate.nn import Memory, blocks
 from hecate.nn.blocks import swiglu
 from tests.nn.layers import leaves, rules, seeded
 
@@ -80,7 +79,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         taken.append(found is not None)
         return found
 
-    own = token_module.layer_token
+    own = blocks.layer_token
     monkeypatch.setattr("hecate.nn.memory.layer_token", counted)
     return taken
 
@@ -154,7 +153,7 @@ def test_threads_share_the_memories_out_and_change_no_bit(monkeypatch: pytest.Mo
     layer, x = layer_of(CONFIGS["titans_linear"]), inputs(5)
     state = layer(x[:, :2])[1]
     alone = layer(x[:, 2:3], state)
-    monkeypatch.setattr(token_module, "SHARE", 1)
+    monkeypatch.setattr(blocks, "SHARE", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert all(map(torch.equal, leaves(layer(x[:, 2:3], state)), leaves(alone)))
 
@@ -235,7 +234,7 @@ def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch, used: list[bo
     given = x[:, 2:3], {"write_mask": torch.ones(3, 1, dtype=torch.bool)}
     assert torch.equal(plain(given[0], apart)[0], plain(given[0], apart, **given[1])[0])
     assert used == [False]
-    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    monkeypatch.setattr(blocks, "load_kernels", lambda name: None)
     assert errors(plain, x) == 0
 
 
@@ -263,7 +262,7 @@ def test_blocks_of_a_model(memory: Any, monkeypatch: pytest.MonkeyPatch):
     tokens = torch.randint(0, 11, (2, 5), generator=seeded(1))
     _, state = model(tokens[:, :3])
     found = model(tokens[:, 3:4], state)
-    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    monkeypatch.setattr(blocks, "load_kernels", lambda name: None)
     wanted = model(tokens[:, 3:4], state)
     differ = [not torch.equal(got, want) for got, want in zip(leaves(found), leaves(wanted), strict=True)]
     assert any(differ), "no kernel ran"
@@ -337,7 +336,7 @@ def test_a_bias_that_is_no_parameter_counts(used: list[bool]):
 @torch.no_grad()
 def test_rows_that_fill_no_vector_go_the_whole_way():
     x = torch.randn(2, 1, 40, generator=seeded(), dtype=torch.float64)
-    assert torch.equal(token_module.gated_product(token_module.token_kernels(x), x), swiglu.__wrapped__(x))
+    assert torch.equal(blocks.gated_product(blocks.token_kernels(x), x), swiglu.__wrapped__(x))
 
 
 @torch.no_grad()
@@ -383,6 +382,6 @@ def test_few_tokens_go_one_by_one(used: list[bool], monkeypatch: pytest.MonkeyPa
         assert layer(x[:, 2:4], state)[0].requires_grad
     with hecate.exact():
         layer(x[:, 2:4], state)
-    monkeypatch.setattr(token_module, "load_kernels", lambda name: None)
+    monkeypatch.setattr(blocks, "load_kernels", lambda name: None)
     layer(x[:, 2:4], state)
     assert used == [True] * 4

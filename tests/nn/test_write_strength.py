@@ -11,9 +11,9 @@ import torch
 import yaml
 
 import hecate
+from hecate.cms.health import reading_lag, write_strength
 from hecate.errors import ShapeError
 from hecate.nn import Memory
-from hecate.nn.strength import reading_lag, write_strength
 from hecate.rule.config import RULES, MemoryConfig
 
 PRESETS = Path(hecate.__file__).parent / "presets"

@@ -19,8 +19,8 @@ from hecate.nn import Memory
 from hecate.nn.rule import ScanArguments
 from hecate.rule import Gates, MemoryConfig, TokenGates
 from hecate.tape import execute
+from hecate.testing.block import SIGNAL_FLOOR, close, require
 from hecate.testing.rule import _Case, _cut, _inputs
-from hecate.testing.vjp import SIGNAL_FLOOR, close, require
 from tests.product.cells import GATES, WIDTH, Cell, Verdict, refused, validate
 
 ROUNDINGS = 4.0

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from hecate.errors import CheckpointError, ConfigError
 from hecate.train import Checkpoint, open_model, open_run, run_experiment, save_checkpoint
 from hecate.train.display import Display
-from hecate.train.export import export_weights, import_weights, read_weights
+from hecate.train.trained import export_weights, import_weights, read_weights
 
 from .common import same_bits, tiny
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hecate.compare import worker
+from hecate.compare.run import curve
 from hecate.errors import CheckpointError, ConfigError, NonFiniteError, install_line
 from hecate.files import commit_of
 from hecate.train import checkpoints, load_checkpoint, load_experiment, open_run, run_experiment
@@ -350,8 +350,8 @@ def test_metrics_of_another_writer_stop_no_resume(tmp_path):
     assert again.status == "finished" and "step 3 of 3" in (again.folder / "report.md").read_text()
     last = read_metrics(path)[-1]
     assert last["event"] == "end" and 0 <= last["elapsed"] < 1000
-    assert worker.curve(read_metrics(path))[-1][1] == column(read_metrics(path), "train", "loss")[-1]
-    assert not worker.curve(alien[:1])
+    assert curve(read_metrics(path))[-1][1] == column(read_metrics(path), "train", "loss")[-1]
+    assert not curve(alien[:1])
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):

@@ -17,9 +17,9 @@ from hecate.errors import CheckpointError, ConfigError, HecateError, HookError
 from hecate.train import Trainer, run_experiment
 from hecate.train.checkpoint import Checkpoint
 from hecate.train.display import Display, peak_flops
-from hecate.train.export import begin_from
 from hecate.train.loggers import Logger, LoggerKind, read_metrics
 from hecate.train.state import allowing
+from hecate.train.trained import begin_from
 from tests.ranks import run_ranks
 
 from .common import TiedGRU, tiny

@@ -20,8 +20,7 @@ from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.train import checkpoints, generate, open_model, open_run, run_experiment
 from hecate.train.display import Display
 from hecate.train.evaluate import Draws, likely, written
-from hecate.train.export import export_weights, import_weights
-from hecate.train.trained import by_length, parse_lengths, source_of, tables
+from hecate.train.trained import by_length, export_weights, import_weights, parse_lengths, source_of, tables
 
 from .common import tiny
 from .worlds import MODELS

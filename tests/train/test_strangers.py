@@ -25,9 +25,8 @@ from hecate.models.language_model import parameters_of
 from hecate.train import Trainer, open_model, open_run, run_experiment
 from hecate.train.checkpoint import _digest
 from hecate.train.display import Display
-from hecate.train.export import export_weights, import_weights
 from hecate.train.run import check_folder
-from hecate.train.trained import NAMES
+from hecate.train.trained import NAMES, export_weights, import_weights
 from tests.clock import within
 
 from .common import tiny
