@@ -1,10 +1,12 @@
-"""recall, words: small layers, trained on a task and judged there and beyond it: what they answer of pairs that others
-replace, from long ago, or more than keys are wide; and whether they keep count beyond the lengths of training, in
-parity and words of S_3 and S_5."""
+"""recall, words, mad: small layers, trained on a task and judged there and beyond it: what they answer of pairs that
+others replace, from long ago, or more than keys are wide; whether they keep count beyond the lengths of training, in
+parity and words of S_3 and S_5; and what they memorise in their weights, beside published accuracies."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from hecate.data import IGNORED, DataConfig, Task
 from hecate.errors import NonFiniteError
+from hecate.figure import COLOURS, GREY, MARKERS, finish
 from hecate.gym.training import BATCH, Fields, trained
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
@@ -38,7 +41,7 @@ class Outcome(NamedTuple):
 
 def settled(
     models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
-    kept: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None,
+    kept: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
 ) -> Outcome:  # fmt: skip
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
     the first model, then the model at that rate. Runs that are kept are not run again."""
@@ -47,12 +50,12 @@ def settled(
         """Accuracies of a trained layer by task, and bytes of its state."""
 
         def made() -> Sequence[Any]:
-            trainer = trained(models[model], tasks[0], seed, lr, steps, mixer)
+            trainer = trained(models[model], tasks[0], seed, lr, steps, mixer, batch)
             with torch.no_grad():
                 _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
             return [judged(trainer, task, since) for task in tasks], bytes_of(state)
 
-        return kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__], made)
+        return kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__, batch], made)
 
     def score(lr: float, model: int) -> float:
         try:
@@ -302,3 +305,67 @@ def words(run: Run) -> Result:
 
 
 WORDS = Study("words", "Which memories keep count, and beyond the lengths of training?", words, seeds=3)
+
+
+VOCABULARIES, EXAMPLES, PAIRS = (256, 512, 1024, 2048, 4096, 8192), 256, 16
+FACTS_BATCH, FACTS_STEPS, CHOOSING = 128, 400, 1024  # 200 epochs; the vocabulary that rates are chosen at
+FACTS_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+_BLOCKS = {"layers": 2, "d_model": 128, "mlp_ratio": 2.75, "tie_embeddings": False}
+MEMORISING: dict[str, tuple[dict[str, Any], float]] = {  # and the accuracy that Yang et al. report
+    "delta": ({**_BLOCKS, "heads": 2, "memory": "delta"}, 0.528),
+    "gla": ({**_BLOCKS, "heads": 8, "memory": "gla", "conv_kernel": 0}, 0.633),
+    "attention": ({**_BLOCKS, "heads": 16, "attention": {"kind": "attention"}}, 0.852),
+}
+
+
+def mad(run: Run) -> Result:
+    """Trains every model on the same facts for 200 epochs, at every vocabulary, at the rate that is best at one."""
+    sizes, names = ((256,), ["delta"]) if run.quick else (VOCABULARIES, list(MEMORISING))
+    steps, rates = (5, FACTS_RATES[:1]) if run.quick else (FACTS_STEPS, FACTS_RATES)
+    kept = run.kept()
+
+    def at(name: str, size: int, rates: Sequence[float]) -> Outcome:
+        task = {"kind": "mad_memorization", "vocab_size": size, "examples": EXAMPLES}
+        return settled([MEMORISING[name][0]], [task], steps, rates, run.seeds, kept, batch=FACTS_BATCH)
+
+    shown = [1 - (1 - 1 / ((size - 1) // 2)) ** (EXAMPLES * PAIRS) for size in sizes]
+    rows: list[list[Cell]] = [["all that was shown", None, round(statistics.fmean(shown), 3), None, None, *shown, None]]
+    lines = {}
+    for name in progress(names, f"{len(sizes)} vocabularies"):
+        lr = at(name, CHOOSING if CHOOSING in sizes else sizes[0], rates).lr
+        found = [at(name, size, [lr]).scores[0] for size in sizes]
+        means = [statistics.fmean(seed) for seed in zip(*found, strict=True)]
+        lines[name] = [Spread.of(own) for own in found]
+        ours = [Spread.of(means), reach(means, ".3f", 1.0), len(means)]
+        rows.append([name, MEMORISING[name][1], *ours, *lines[name], lr])
+    columns = ["model", "published", "ours", "95 %", "seeds", *(f"vocabulary {size}" for size in sizes), "outer lr"]
+    notes = [
+        "MAD's memorization (Poli et al., 2024, arXiv 2403.17844): accuracy, mean of six vocabularies; published by "
+        "Yang et al. (2024, arXiv 2406.06484), figure 3, delta their own, the others of Poli et al.",
+        f"as published: {EXAMPLES} sequences of {PAIRS} facts, the same for 200 epochs, batch {FACTS_BATCH}, AdamW; "
+        f"two blocks of width 128 with a gated MLP; judged on {JUDGED} fresh sequences; delta behind a convolution",
+        f"otherwise: the rate, one of {', '.join(f'{rate:g}' for rate in rates)}, is chosen on seed {JUDGE} at a "
+        f"vocabulary of {CHOOSING:,}, where the published are 1e-4 to 1e-3, each vocabulary its best",
+        "all that was shown: the share of keys that training sequences hold; who knows those scores no more",
+        "mean +- standard error over seeds, which draw weights and sequences, and Student's interval",
+        "MAD's other tasks: 20,000 steps of 128 longer sequences a level, which were not trained",
+    ]
+    draw = partial(_memorised, sizes, shown, lines)
+    return Result(columns, rows, notes, draw, (6.4, 4.0))
+
+
+def _memorised(
+    sizes: Sequence[int], shown: Sequence[float], lines: Mapping[str, Sequence[Spread]], figure: Any
+) -> None:
+    """Accuracy over the vocabulary."""
+    axes = figure.subplots()
+    axes.plot(sizes, shown, color=GREY, linestyle=":", linewidth=1, label="all that was shown")
+    for index, (name, spreads) in enumerate(lines.items()):
+        errors = [spread.standard_error if spread.seeds > 1 else 0.0 for spread in spreads]
+        look = {"color": COLOURS[index], "marker": MARKERS[index], "label": name, "capsize": 2}
+        axes.errorbar(sizes, [spread.mean for spread in spreads], errors, **look)
+    axes.set_xscale("log", base=2)
+    finish(axes, "Facts memorised in 200 epochs", "vocabulary", "accuracy", xticks=sizes, ylim=(-0.03, 1.03))
+
+
+MAD = Study("mad", "Do memories memorise facts in their weights as published?", mad, seeds=3)
