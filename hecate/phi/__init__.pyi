@@ -1,5 +1,6 @@
 from hecate.phi.base import FeatureMap, FeatureMapKind, MapForm, Params, Traits
 from hecate.phi.combinators import Compose, Concat, Normalise, OddLift, TensorProduct
+from hecate.phi.dot_product import SLAY, ArcCosine, Favor, PerformerReLU, Polysketch, RandomMaclaurin
 from hecate.phi.elementwise import (
     DPFP,
     ELU,
@@ -16,11 +17,9 @@ from hecate.phi.elementwise import (
     SquaredReLU,
     Tanh,
 )
-from hecate.phi.gaussian import SORF, Nystrom, RandomFourier
 from hecate.phi.learned import GLU, MLP, T2R, Hadamard, Hedgehog, Linear, Softmax
 from hecate.phi.polynomial import Polynomial, Rebased, Taylor
-from hecate.phi.random import ArcCosine, Favor, PerformerReLU
-from hecate.phi.random_polynomial import SLAY, Polysketch, RandomMaclaurin
+from hecate.phi.random import SORF, Nystrom, RandomFourier
 
 __all__ = [
     "DPFP",
