@@ -1,7 +1,6 @@
 """Attentional biases: the inner losses that a memory descends at every write."""
 
-from hecate.bias.base import Bias, BiasKind
-from hecate.bias.losses import ErrorBias
+from hecate.bias.losses import Bias, BiasKind, ErrorBias
 from hecate.variant import import_variants
 
 __all__ = ["Bias", "BiasKind", "ErrorBias"]

@@ -1,4 +1,3 @@
-from hecate.bias.base import Bias, BiasKind
-from hecate.bias.losses import KL, L1, L2, Dot, ErrorBias, Huber, Lp, Robust, Yaad
+from hecate.bias.losses import KL, L1, L2, Bias, BiasKind, Dot, ErrorBias, Huber, Lp, Robust, Yaad
 
 __all__ = ["KL", "L1", "L2", "Bias", "BiasKind", "Dot", "ErrorBias", "Huber", "Lp", "Robust", "Yaad"]

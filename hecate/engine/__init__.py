@@ -15,6 +15,7 @@ from hecate.engine.engine import Engine, EngineName, TokenEngine, check_exact, c
 from hecate.engine.features import DIVIDE, L2_NORM, SUM_NORM, to_tokens
 from hecate.engine.log_linear import MOST_LEVELS, as_plain, log_linear_scan, tree_refusal
 from hecate.engine.one_token import TokenForm, short_way, token_form
+from hecate.engine.reductions import one_write_each
 from hecate.engine.scan import (
     Stepper,
     as_loop,
@@ -27,7 +28,6 @@ from hecate.engine.scan import (
 )
 from hecate.engine.tokens import CONCAT, counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
-from hecate.engine.writes import one_write_each
 from hecate.tape.ops import largest, levelling, near_one, reach
 
 for _found in iter_modules(__path__):

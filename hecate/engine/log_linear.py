@@ -30,8 +30,8 @@ from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
 from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
+from hecate.engine.reductions import one_write_each, read_once
 from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
-from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory

@@ -32,11 +32,22 @@ from torch import Tensor
 
 from hecate.bias import Bias
 from hecate.engine.call import GENERAL, Call, Plan
-from hecate.engine.coefficients import Matrices, matrices_of, states_of, transposed_reads
+from hecate.engine.coefficients import (
+    Matrices,
+    States,
+    cotangents_of,
+    matrices_of,
+    plus,
+    solve_columns,
+    solve_rows,
+    states_of,
+    transposed_reads,
+    walk_linear,
+    walk_linear_vjp,
+)
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
-from hecate.engine.walks import States, cotangents_of, plus, solve_columns, solve_rows, walk_linear, walk_linear_vjp
 from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory

@@ -21,10 +21,9 @@ from hecate.engine.call import Call
 from hecate.engine.engine import EngineName, choose, explain
 from hecate.engine.flops import counted, counters, hidden, scan_flops
 from hecate.engine.one_token import keep_program, one_by_one, short_way
-from hecate.engine.readout import read_through
+from hecate.engine.reductions import one_write_each, read_once, read_through
 from hecate.engine.triton.decode import InPlace
 from hecate.engine.triton.ops import config_of, recorded
-from hecate.engine.writes import one_write_each, read_once
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState

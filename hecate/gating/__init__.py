@@ -1,7 +1,6 @@
 """Gating: what a layer makes of a token before its memory gets it."""
 
-from hecate.gating.base import Gating, GatingKind, Masks, Sizes, Written
-from hecate.gating.heads import Head
+from hecate.gating.base import Gating, GatingKind, Head, Masks, Sizes, Written
 from hecate.variant import import_variants
 
 __all__ = ["Gating", "GatingKind", "Head", "Masks", "Sizes", "Written"]

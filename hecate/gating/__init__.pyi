@@ -1,9 +1,6 @@
-from hecate.gating.base import Gating, GatingKind, Masks, Plain, Sizes, Written
-from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient
-from hecate.gating.heads import Head, Heads
-from hecate.gating.readouts import ABC, GSA, KalmaNet, Mesa, Raven
-from hecate.gating.recurrent import MLSTM, RWKV7, Mamba2, Mamba3, MomentumDeltaGates
-from hecate.gating.target import LargeChunk, TargetConv
+from hecate.gating.base import Gating, GatingKind, Head, Heads, Masks, Plain, Sizes, Written
+from hecate.gating.corrections import Comba, Complement, Curvature, Hypergradient, LargeChunk, TargetConv
+from hecate.gating.published import ABC, GSA, MLSTM, RWKV7, KalmaNet, Mamba2, Mamba3, Mesa, MomentumDeltaGates, Raven
 
 __all__ = [
     "ABC",

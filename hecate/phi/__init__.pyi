@@ -1,7 +1,11 @@
 from hecate.phi.base import FeatureMap, FeatureMapKind, MapForm, Params, Traits
 from hecate.phi.combinators import Compose, Concat, Normalise, OddLift, TensorProduct
+from hecate.phi.dot_product import SLAY, ArcCosine, Favor, PerformerReLU, Polysketch, RandomMaclaurin
 from hecate.phi.elementwise import (
+    DPFP,
     ELU,
+    CosFormer,
+    CReLU,
     Exp,
     GELUShifted,
     Identity,
@@ -13,12 +17,9 @@ from hecate.phi.elementwise import (
     SquaredReLU,
     Tanh,
 )
-from hecate.phi.gaussian import SORF, Nystrom, RandomFourier
 from hecate.phi.learned import GLU, MLP, T2R, Hadamard, Hedgehog, Linear, Softmax
-from hecate.phi.performer import ArcCosine, Favor, PerformerReLU
 from hecate.phi.polynomial import Polynomial, Rebased, Taylor
-from hecate.phi.random_polynomial import SLAY, Polysketch, RandomMaclaurin
-from hecate.phi.rectified import DPFP, CosFormer, CReLU
+from hecate.phi.random import SORF, Nystrom, RandomFourier
 
 __all__ = [
     "DPFP",

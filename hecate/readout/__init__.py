@@ -1,6 +1,6 @@
 """Readouts: what a query becomes before a memory answers it."""
 
-from hecate.readout.base import Asked, Direct, Means, Readout, ReadoutKind
+from hecate.readout.readouts import Asked, Direct, Means, Readout, ReadoutKind
 from hecate.variant import import_variants
 
 __all__ = ["Asked", "Direct", "Means", "Readout", "ReadoutKind"]

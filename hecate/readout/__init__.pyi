@@ -1,4 +1,3 @@
-from hecate.readout.base import Asked, Direct, Means, Readout, ReadoutKind
-from hecate.readout.keys import Ridge, Slots
+from hecate.readout.readouts import Asked, Direct, Means, Readout, ReadoutKind, Ridge, Slots
 
 __all__ = ["Asked", "Direct", "Means", "Readout", "ReadoutKind", "Ridge", "Slots"]

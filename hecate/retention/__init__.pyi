@@ -1,4 +1,14 @@
-from hecate.retention.base import GateForm, Retention, RetentionKind
+from hecate.retention.base import (
+    L2,
+    Decay,
+    ElasticNet,
+    GateForm,
+    NoRetention,
+    NormCap,
+    Retention,
+    RetentionKind,
+    Sphere,
+)
 from hecate.retention.mirror import (
     KL,
     Bounded,
@@ -12,7 +22,6 @@ from hecate.retention.mirror import (
     SignedSoftmaxLink,
     SoftmaxLink,
 )
-from hecate.retention.primal import L2, Decay, ElasticNet, NoRetention, NormCap, Sphere
 
 __all__ = [
     "KL",

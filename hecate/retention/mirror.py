@@ -13,8 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hecate.retention.base import LinkAt
-from hecate.retention.primal import Decaying
+from hecate.retention.base import Decaying, LinkAt
 from hecate.tape.ops import inner_axes, torch_vjp
 from hecate.variant import Conflicts, Variant, delegating
 

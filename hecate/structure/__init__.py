@@ -1,7 +1,7 @@
 """Structures: what a memory is."""
 
 from hecate.structure.base import Cascade, Memory, Structure, StructureKind, starts
-from hecate.structure.layered import Layered
+from hecate.structure.memories import Layered
 from hecate.variant import import_variants
 
 __all__ = ["Cascade", "Layered", "Memory", "Structure", "StructureKind", "starts"]

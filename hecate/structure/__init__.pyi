@@ -1,6 +1,5 @@
 from hecate.structure.base import Cascade, Memory, Structure, StructureKind, starts
-from hecate.structure.direct import Slots, TwoPass, Vector
-from hecate.structure.layered import MLP, GatedMLP, Layered, Matrix
+from hecate.structure.memories import MLP, GatedMLP, Layered, Matrix, Slots, TwoPass, Vector
 
 __all__ = [
     "MLP",

@@ -12,7 +12,7 @@ import torch
 from hecate import Gates, MemoryConfig, memory_scan, phi
 from hecate.algorithm import DeepMomentum, NewtonSchulz, Omega
 from hecate.engine import Plan, choose, verdicts
-from hecate.engine.window import chunks, gram, linear
+from hecate.engine.window import blocks, chunks
 from hecate.errors import ConfigError
 from hecate.testing import check_vjp
 from tests.engine.test_properties import in_pieces, whole
@@ -70,9 +70,8 @@ IDS = [f"{name}-{case}" for name, cases in ENGINES.items() for case in cases]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So that a few tokens are several blocks, and several spans of a block."""
-    for file in (linear, gram):
-        monkeypatch.setattr(file, "SIZE", 4)
-    monkeypatch.setattr(gram, "AGAIN", 3)
+    monkeypatch.setattr(blocks, "SIZE", 4)
+    monkeypatch.setattr(blocks, "AGAIN", 3)
     monkeypatch.setattr(chunks, "SIZE", 4)
 
 

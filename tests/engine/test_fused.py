@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine import Engine, Plan, explain
-from hecate.engine.chunk import fused
+from hecate.engine.chunk import engine as chunk
 from hecate.errors import ConfigError
 from hecate.train import ExperimentConfig
 from hecate.train.trainer import Trainer, build_model, compile_chunks
@@ -31,10 +31,10 @@ CASES = {
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    monkeypatch.setattr(fused, "BACKEND", getattr(request, "param", "aot_eager"))
+    monkeypatch.setattr(chunk, "BACKEND", getattr(request, "param", "aot_eager"))
     with as_on_a_device():
         yield
-    fused._block.cache_clear()
+    chunk._compiled_block.cache_clear()
 
 
 def results(case: Case, engine: str, autodiff: str = "auto") -> list[Tensor]:
@@ -102,9 +102,9 @@ def test_second_derivatives_and_retained_graphs(device: None) -> None:
 def test_one_program_for_all_chunks(device: None) -> None:
     case = case_of(config_of(chunk=2, **CASES["dual"]), length=16, d=2, width=2)
     case.scan(engine="fused")
-    assert fused._block.cache_info().misses == 1
+    assert chunk._compiled_block.cache_info().misses == 1
     case.scan(engine="fused")
-    assert fused._block.cache_info().misses == 1
+    assert chunk._compiled_block.cache_info().misses == 1
 
 
 def test_where_it_is_not_for() -> None:

@@ -24,7 +24,7 @@ NOTHING: Any = {"learned": {}, "frozen": {}}
 SHIPPED = {
     kind: cls
     for kind, cls in FeatureMap.variants().items()
-    if cls.__module__ == "hecate.phi.elementwise" and kind != "identity"
+    if cls.__module__ == "hecate.phi.elementwise" and cls().traits().componentwise and kind != "identity"
 }
 WAYS = [(False, False), (True, False), (False, True), (True, True)]
 

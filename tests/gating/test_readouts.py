@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, memory_step, named_rule
 from hecate.cms import SelfReferenceConfig
-from hecate.engine.readout import SPAN
+from hecate.engine.reductions import SPAN
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.gating import Masks, Sizes, Written
 from hecate.nn import Memory

@@ -21,7 +21,7 @@ from hecate.phi import (
     TensorProduct,
 )
 from hecate.phi.base import project_precisely
-from hecate.phi.gaussian import walsh_hadamard
+from hecate.phi.random import walsh_hadamard
 from hecate.testing import check_vjp
 from tests.phi.random_common import F64, SIGMAS, bound_block, deviation, estimates, gaussian, pair, seeded
 from tests.reference import random_features as reference

@@ -1,7 +1,6 @@
 """The chunk engine: writes whose gradients stand still through a chunk, or that come at its end."""
 
-from hecate.engine.chunk.batched import predict
-from hecate.engine.chunk.engine import Chunk
-from hecate.engine.chunk.fused import Fused
+from hecate.engine.chunk.blocks import predict
+from hecate.engine.chunk.engine import Chunk, Fused
 
 __all__ = ["Chunk", "Fused", "predict"]

@@ -169,7 +169,7 @@ WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn"
 @cache
 def _digest() -> str:
     """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("bound", "formulas", "lanes", "layers", "parts", "passes", "rows", "vectors", "walk")
+    names = ("lanes", "layers", "parts", "passes", "rows", "vectors", "walk")
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
 
 

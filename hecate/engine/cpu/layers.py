@@ -9,18 +9,16 @@ The columns of a node are those of `NODE`. The values of a token lie side by sid
 an activation keeps its two derivatives behind its value, a norm 1/s. Cotangents of values lie alike.
 
 Names as in `wide`: M state, S momentum, G and H their cotangents. With a link A is what is carried, W = link(A), and M
-the cotangent of W; without one W is A, and M is G. With `anchor` what is forgotten gives way to the start, and with
-a `floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.bound`. [ENG-LAYERS-D1]
+the cotangent of W; without one W is A, and M is G. With `anchor` what is forgotten gives way to the start, and with a
+`floor` above 0 a step is lr over floor + the bound of `hecate.engine.cpu.passes`. [ENG-LAYERS-D1]
 """
 
 from __future__ import annotations
 
-from hecate.engine.cpu.bound import bounded, bounded_back
-from hecate.engine.cpu.formulas import centred, norm_pulled, normed
 from hecate.engine.cpu.passes import (
-    added, backs, copy, decayed, dots, dots_more, fill, moved, out_of_line, product, product_added,
-    products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten, unwritten_on,
-    written, written_on,
+    added, backs, bounded, bounded_back, centred, copy, decayed, dots, dots_more, fill, moved, norm_pulled, normed,
+    out_of_line, product, product_added, products_added, pulled_once, pulled_twice, regained, regained_back, scaled,
+    summed, unwritten, unwritten_on, written, written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 

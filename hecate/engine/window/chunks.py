@@ -5,7 +5,7 @@ leaves it is made of them in another. With A the memory at the chunk's start all
 
     e_(t,a) = grad ell(b_t A phi_r(t,a), v_r(t,a)),   b_t = 1, or with before_gradient what retain has left of A
 
-so `commit="token"` takes batched products, or the lines of `hecate.engine.window.gram` with errors from outside.
+so `commit="token"` takes batched products, or the lines of `hecate.engine.window.blocks` with errors from outside.
 `commit="chunk"`: `G' = G + sum_(t,a) lr_t w_a e_(t,a) phi_r(t,a)^T` waits; the token that closes the chunk takes one
 step, S' = momentum S + G' and `M' = a M - S'`, or `a M - gain(S' S'^T) S'`. Where tokens lie and what is kept for the
 backward pass is as in the chunk engine. [ENG-WIN-D3, ENG-WIN-D4, ENG-WIN-V3]
@@ -25,8 +25,7 @@ from hecate.engine.chunk.spans import Span, kept_rows
 from hecate.engine.coefficients import coefficients
 from hecate.engine.loop import per_weight, select
 from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
-from hecate.engine.window.gram import mixed
-from hecate.engine.window.rows import Rows, Settings, inverse_length, kernels_of, left_behind, rows_of
+from hecate.engine.window.blocks import Rows, Settings, inverse_length, kernels_of, left_behind, mixed, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, by_hand, one, several

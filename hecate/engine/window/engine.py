@@ -41,9 +41,9 @@ from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
-from hecate.engine.window import gram, linear
+from hecate.engine.window import blocks
+from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
 from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
-from hecate.engine.window.rows import Leaves, Outcome, Rows, Settings, rows_of
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -129,8 +129,8 @@ class Window(Engine):
             scale = inputs.k.shape[-1] ** -0.5 if config.query_scale == "key_dim" else 1.0
             settings = _settings(config, lift, call.shape, normed=config.key_norm == "l2", query=scale)
         initial, carry = call.memories[0]
-        blocks = partial(_in_blocks, settings) if config.chunk == 1 else partial(in_chunks, settings, call.place)
-        y, carry = in_folds(blocks, config, tokens, carry, initial, run=run)
+        walk = partial(_in_blocks, settings) if config.chunk == 1 else partial(in_chunks, settings, call.place)
+        y, carry = in_folds(walk, config, tokens, carry, initial, run=run)
         return y, *carry.flat
 
 
@@ -183,8 +183,8 @@ class _Walk:
         self.settings = settings
         mixes = settings.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
-        self.block: Callable[..., tuple[Outcome, Any]] = gram.gram_block if mixes else linear.linear_block
-        self.size = gram.SIZE if mixes else linear.SIZE
+        self.block: Callable[..., tuple[Outcome, Any]] = gram_block if mixes else linear_block
+        self.size = blocks.SIZE
         self.rooms: dict[str, Tensor] = {}
 
     def room(self, name: str, like: Tensor, length: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""Random features of powers of the dot product, and of SLAY's kernel on the sphere, x^2 / (2 + eps - 2 x) of the cosine
-x."""
+"""Random features of kernels of the dot product: its powers, SLAY's kernel on the sphere, x^2 / (2 + eps - 2 x) of
+the cosine x, the softmax kernel (FAVOR+), and the arc-cosine kernels of rectified powers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hecate.phi.base import Params, Parity, Traits, bounded, compute_dtype, per_
 from hecate.phi.combinators import Normalise
 from hecate.phi.elementwise import Identity
 from hecate.phi.polynomial import Degree, powers, powers_vjp
-from hecate.phi.random import RandomMap, normal, signs
+from hecate.phi.random import Norms, Projected, RandomMap, normal, signs
 from hecate.tape.bridge import without_autocast
 from hecate.variant import Conflicts
 
@@ -327,3 +327,238 @@ class SLAY(RandomMap):
         step = (high - low) / (self.nodes - 1)
         points = [math.exp(low + step * r) for r in range(self.nodes)]
         return [(s, math.log(step * s) - (2 + self.eps) * s) for s in points]
+
+
+Order = Literal[0, 1, 2]
+
+
+class Favor(Projected):
+    r"""favor: phi(x) = exp(Wx' - |x'|^2/2) / sqrt(m), W ~ N(0, I), x' = x d^(-1/4).
+
+    The softmax kernel exp(q.k / sqrt(d)) in expectation. `scale="none"` uses x' = x and estimates exp(q.k), for keys
+    that are l2-normalised. m is num_features. `variant="hyperbolic"` is [exp(Wx'), exp(-Wx')] exp(-|x'|^2/2) /
+    sqrt(num_features); `"trigonometric"` is [cos(Wx'), sin(Wx')] exp(+|x'|^2/2) / sqrt(m) with m = num_features / 2.
+    Positive maps are accurate where the kernel is small, the trigonometric one where x is close to y. `norms="sqrt"`
+    gives every row of W the length sqrt(d): lower variance for a smaller kernel (SMREG), which `exact_kernel` then
+    returns. No maximum over tokens is subtracted, which would make a causal memory see the future.
+
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \exp\left(W^\top \tilde x - \frac{1}{2} \Vert \tilde x \Vert^2\right),\quad
+    \tilde x = d^{-1/4} x,\quad W_{ij} \sim \mathcal{N}(0, 1)$
+    $\phi(x) = \frac{1}{\sqrt{2 m}} [\exp(W^\top \tilde x),\ \exp(-W^\top \tilde x)] \exp\left(-\frac{1}{2} \Vert \tilde
+    x \Vert^2\right) \quad \text{if hyperbolic}$
+    $\phi(x) = \frac{1}{\sqrt{m}} [\cos(W^\top \tilde x),\ \sin(W^\top \tilde x)] \exp\left(\frac{1}{2} \Vert \tilde x
+    \Vert^2\right) \quad \text{if trigonometric}$
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D)),
+    made even for pairs); frozen w `[H, D, num_features]`, or half as many columns for pairs.
+    VJP: for x' and positive: gx' = W^T (g phi) - x' sum(g phi); hyperbolic: W^T (g+ phi+ - g-
+    phi-) - x' sum(g phi); trigonometric: W^T (g_sin phi_cos - g_cos phi_sin) + x' sum(g phi).
+    Traits: is_random; positive and hyperbolic also non_negative, kernel_non_negative.
+    Cost: O(D num_features) multiplications, one exponential per feature (one per token when trigonometric).
+    Warning: the relative variance of the positive map is about exp(|x' + y'|^2) / m, 3000 / m for x' and y' of length 2
+    at a right angle: keep keys short. In float32 positive features can overflow from D = 170 on, trigonometric ones
+    from |x'| = 13 on. A trigonometric kernel can be negative: no sum normaliser.
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794). [PHI-FAVOR-D1]
+    """
+
+    kind: Literal["favor"] = "favor"
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; even for pairs")
+    variant: Literal["positive", "hyperbolic", "trigonometric"] = "positive"
+    orthogonal: bool = True
+    norms: Norms = "chi"
+    scale: Literal["softmax", "none"] = "softmax"
+
+    def conflicts(self) -> Conflicts:
+        if self.variant != "positive" and self.num_features is not None and self.num_features % 2:
+            even = f"must be even for variant {self.variant!r} (features come in pairs), got {self.num_features}"
+            yield ("num_features",), f"{even}; use {self.num_features + 1} or variant 'positive'"
+
+    def output_dim(self, d: int) -> int:
+        width = super().output_dim(d)
+        return width if self.variant == "positive" else width + width % 2
+
+    def traits(self) -> Traits:
+        positive = self.variant != "trigonometric"
+        return Traits(is_random=True, non_negative=positive, kernel_non_negative=positive)
+
+    def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        return {"w": (d, self.output_dim(d) // (1 if self.variant == "positive" else 2))}
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, ...]]:
+        (w,) = self.parameters(params, "w")
+        z = project_precisely(x, w) * self._factor(x)
+        scaled = x.to(z.dtype) * self._factor(x)
+        half = scaled.square().sum(-1, keepdim=True) / 2
+        if self.variant == "trigonometric":
+            amplitude = (half - math.log(w.shape[-1]) / 2).exp()
+            features = torch.cat([z.cos(), z.sin()], -1) * amplitude
+        else:
+            both = z if self.variant == "positive" else torch.cat([z, -z], -1)
+            features = (both - half - math.log(both.shape[-1]) / 2).exp()
+        return features.to(x.dtype), (scaled, w, features)
+
+    def vjp(self, residuals: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        scaled, w, features = residuals
+        gf = g * features
+        radial = scaled * gf.sum(-1, keepdim=True)
+        if self.variant == "positive":
+            gz = gf
+        elif self.variant == "hyperbolic":
+            plus, minus = gf.chunk(2, -1)
+            gz = plus - minus
+        else:
+            (gcos, gsin), (cos, sin) = g.chunk(2, -1), features.chunk(2, -1)
+            gz, radial = gsin * cos - gcos * sin, -radial
+        return ((project_precisely(gz, w.mT) - radial) * self._factor(scaled)).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (v.to(compute_dtype(v)) * self._factor(v) for v in (x, y))
+        if self.norms == "chi":
+            return (x * y).sum(-1).exp()
+        half = (x.square() + y.square()).sum(-1) / 2
+        if self.variant == "trigonometric":
+            return half.exp() * sphere_mean(-(x - y).square().sum(-1), x.shape[-1])
+        return (-half).exp() * sphere_mean((x + y).square().sum(-1), x.shape[-1])
+
+    def _factor(self, x: Tensor) -> float:
+        return float(x.shape[-1] ** -0.25) if self.scale == "softmax" else 1.0
+
+
+def sphere_mean(square: Tensor, d: int) -> Tensor:
+    """E exp(w.z) for w uniform on the sphere of radius sqrt(d), from |z|^2; E cos(w.z) from -|z|^2.
+
+    The hypergeometric series 0F1(d/2; d |z|^2 / 4), summed in float64. For -|z|^2 terms cancel:
+    the absolute error is about 1e-16 exp(|z|^2 / 2). [PHI-FAVOR-D4]
+    """
+    argument = square.double() * d / 4
+    total = term = torch.ones_like(argument)
+    largest = float(argument.abs().max()) if argument.numel() else 0.0
+    for k in range(60 + int(2 * math.sqrt(largest))):
+        term = term * argument / ((k + 1) * (d / 2 + k))
+        total = total + term
+    return total.to(square.dtype)
+
+
+class ArcCosine(Projected):
+    r"""arc_cosine: phi(x) = max(Wx, 0)^order / sqrt(num_features), a step 1[Wx > 0] at order 0.
+
+    With W ~ N(0, I) and the angle t, the arc-cosine kernels in expectation: |x|^n |y|^n J_n(t) / (2 pi) with J_0 = pi -
+    t, J_1 = sin t + (pi - t) cos t, J_2 = 3 sin t cos t + (pi - t) (1 + 2 cos^2 t), half of the paper's. The higher the
+    order, the less a key at a right angle counts. Order 0 sees directions only, is bounded by 1 and costs a bit per
+    feature; order 1 is `performer_relu` without its epsilon. `norms="sqrt"` gives every row of W the length sqrt(D):
+    lower variance, the same kernel at orders 0 and 1, D / (D + 2) times it at order 2.
+
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \max(W^\top x, 0)^n,\quad n = \mathrm{order} \quad \text{above 0}$
+    $\phi(x) = \frac{1}{\sqrt{m}} \mathbf{1}[W^\top x > 0] \quad \text{at order 0}$
+    $W_{ij} \sim \mathcal{N}(0, 1)$
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
+    num_features]`.
+    VJP: gx = W^T (order max(Wx, 0)^(order - 1) g) / sqrt(m), 0 at the kink Wx = 0.
+    Traits: is_random, non_negative, kernel_non_negative, degree order; norm_bound 1 at order 0.
+    Cost: O(D num_features).
+    Warning: at order 0 the derivative is 0 wherever it exists, so nothing before the map learns through it. Order 2
+    grows with the fourth power of x in |phi(x)|^2: normalise keys.
+    References: Kernel Methods for Deep Learning (Cho and Saul, 2009). [PHI-ARCCOS-D1]
+    """
+
+    kind: Literal["arc_cosine"] = "arc_cosine"
+    order: Order = 1
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; None for max(D, int(D log D))")
+    orthogonal: bool = True
+    norms: Norms = "sqrt"
+
+    def traits(self) -> Traits:
+        degree, bound = float(self.order), 1.0 if self.order == 0 else None
+        return Traits(is_random=True, non_negative=True, kernel_non_negative=True, degree=degree, norm_bound=bound)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        (w,) = self.parameters(params, "w")
+        count = w.shape[-1]
+        if self.order == 0:
+            # The sign has the derivative 0 everywhere; a comparison would cut the graph instead.
+            z = project_precisely(x, w).sign().relu()
+            return (z / math.sqrt(count)).to(x.dtype), (w, z)
+        w = w / count ** (0.5 / self.order)
+        z = project_precisely(x, w).relu_()
+        return (z if self.order == 1 else z.square()).to(x.dtype), (w, z)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        w, z = residuals
+        wide = g.to(z.dtype)
+        gz = torch.ops.aten.threshold_backward(wide, z, 0) if self.order == 1 else self.order * z * wide
+        return project_precisely(gz, w.mT).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        d = x.shape[-1]
+        shrunk = self.order == 2 and self.norms == "sqrt"
+        return arc_cosine(x, y, self.order) * (d / (d + 2) if shrunk else 1.0)
+
+
+def arc_cosine(x: Tensor, y: Tensor, order: Order) -> Tensor:
+    """E max(w.x, 0)^order max(w.y, 0)^order for w ~ N(0, I), in float32 or better; 0 at x = 0."""
+    x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+    a, b = x.norm(dim=-1), y.norm(dim=-1)
+    # Kahan's angle: accurate for nearly parallel vectors.
+    u, v = x * b.unsqueeze(-1), y * a.unsqueeze(-1)
+    angle = 2 * torch.atan2((u - v).norm(dim=-1), (u + v).norm(dim=-1))
+    sine, cosine, rest = angle.sin(), angle.cos(), math.pi - angle
+    if order == 0:
+        return torch.where(a * b > 0, rest / (2 * math.pi), 0)
+    if order == 1:
+        return a * b * (sine + rest * cosine) / (2 * math.pi)
+    square = (a * b).square()
+    return square * (3 * sine * cosine + rest * (1 + 2 * cosine.square())) / (2 * math.pi)
+
+
+class PerformerReLU(Projected):
+    r"""performer_relu: phi(x) = (relu(Wx) + kernel_epsilon) / sqrt(num_features).
+
+    With W ~ N(0, I) and m = num_features, the arc-cosine kernel of order 1 (`arc_cosine` has the others), |x| |y| (sin
+    t + (pi - t) cos t) / (2 pi) with the angle t, in expectation, plus a small term of kernel_epsilon that keeps a
+    normaliser off zero: without it a query has no feature at all with probability 2^-m. The factor 1/sqrt(m), absent in
+    the reference code, makes the kernel independent of m. Both norms are unbiased up to kernel_epsilon; `"sqrt"` (all
+    rows of length sqrt(d)) varies less. The reference scales x by d^(-1/4), which is kernel_epsilon * d^(1/4) here.
+
+    Formula: $\phi(x) = \frac{1}{\sqrt{m}} \left(\max(W^\top x, 0) + \varepsilon\right),\quad W_{ij} \sim \mathcal{N}(0,
+    1)$
+    Shapes: x `[..., D]` or `[..., H, D]` -> `[..., num_features]` (None: max(D, int(D log D))); frozen w `[H, D,
+    num_features]`.
+    VJP: gx = W^T (g 1[Wx > 0]) / sqrt(m); the derivative at the kink Wx = 0 is 0.
+    Traits: is_random, non_negative, kernel_non_negative; degree 1 if kernel_epsilon = 0.
+    Cost: O(D num_features).
+    References: Rethinking Attention with Performers (Choromanski et al., 2021, arXiv 2009.14794); Kernel Methods for
+    Deep Learning (Cho and Saul, 2009). [PHI-PRELU-D1]
+    """
+
+    kind: Literal["performer_relu"] = "performer_relu"
+    num_features: Size | None = Field(default=None, gt=0, description="d_phi; None for max(D, int(D log D))")
+    kernel_epsilon: float = Field(default=1e-3, ge=0, description="added to every ReLU")
+    orthogonal: bool = True
+    norms: Norms = "sqrt"
+
+    def traits(self) -> Traits:
+        degree = 1.0 if self.kernel_epsilon == 0 else None
+        return Traits(is_random=True, non_negative=True, kernel_non_negative=True, degree=degree)
+
+    def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        (w,) = self.parameters(params, "w")
+        w, lift = w / math.sqrt(w.shape[-1]), self._lift(w)
+        # In place: a pass over fresh memory costs more than the arithmetic.
+        features = torch.threshold_(project_precisely(x, w).add_(lift), lift, lift)
+        return features.to(x.dtype), (w, features)
+
+    def vjp(self, residuals: tuple[Tensor, Tensor], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        w, features = residuals
+        gz = torch.ops.aten.threshold_backward(g.to(features.dtype), features, self._lift(w))
+        return project_precisely(gz, w.mT).to(g.dtype), {}
+
+    def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = x.to(compute_dtype(x)), y.to(compute_dtype(y))
+        a, b = x.norm(dim=-1), y.norm(dim=-1)
+        eps, length, d = self.kernel_epsilon, 1.0, x.shape[-1]
+        if self.norms == "sqrt":  # the mean length of a row of W relative to that of a Gaussian vector
+            length = math.sqrt(d / 2) * math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2))
+        mean_relu: Tensor = length * (a + b) / math.sqrt(2 * math.pi)
+        return arc_cosine(x, y, 1) + mean_relu * eps + eps**2
+
+    def _lift(self, w: Tensor) -> float:
+        return self.kernel_epsilon / math.sqrt(w.shape[-1])
