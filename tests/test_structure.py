@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hecate"
 
 FLOORS = [
-    {"words", "errors", "checks", "files", "states", "variant", "late", "tape", "terminal", "processes", "figure"},
+    {"errors", "checks", "files", "states", "variant", "late", "tape", "terminal", "processes", "figure"},
     {"activation", "phi", "bias", "retention", "algorithm", "structure", "gating", "readout"},
     {"formula", "rule", "engine"},
     {"distributed"},
@@ -31,9 +31,6 @@ FLOORS = [
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 FREE = {"testing"}  # for users' tests: sees every floor, and no floor sees it
 ACROSS = {  # imports within a floor, each in one direction only
-    ("errors", "words"),
-    ("checks", "words"),
-    ("variant", "words"),
     ("checks", "errors"),
     ("variant", "errors"),
     ("states", "errors"),
@@ -391,7 +388,7 @@ def test_within_a_floor_imports_go_one_way():
 
 # A file is one thought; `__init__` and `__main__` may be short. The house is to have at most 28,000 lines of code (no
 # docstrings, comments or blank lines) in 190 files; these are what it has, and are lowered whenever it has fewer.
-MOST_CODE, MOST_FILES = 44_971, 255
+MOST_CODE, MOST_FILES = 44_854, 227
 # Comments say why, and shapes where a layout changes: at least so many for every hundred lines of code.
 COMMENTS = {"engine": 4.0, "nn": 4.0, "train": 4.0}
 # Names that say nothing of what they hold, in every hundred variables.
