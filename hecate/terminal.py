@@ -56,7 +56,7 @@ class StandardError:
 
     @property
     def encoding(self) -> str:
-        """That of the stream."""
+        """The encoding of the stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
 

@@ -121,7 +121,7 @@ class Trained(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether it ended in something that is no number."""
+        """True if the last loss is not finite."""
         return not math.isfinite(self.losses[-1])
 
 
@@ -165,7 +165,7 @@ def evaluate(model: Associator, pairs: Pairs, g: torch.Generator) -> float:
 
 
 class Contender(NamedTuple):
-    """What is trained: a memory's config, a feature map, or None for softmax."""
+    """The contender to train: a memory's config, a feature map, or None for softmax."""
 
     name: str
     rule: Any
@@ -430,7 +430,7 @@ def end(outcome: Outcome) -> tuple[Cell, ...]:
 
 
 def claims(outcomes: list[Outcome]) -> list[str]:
-    """What the paper says of this setting, and whether it is so here."""
+    """Claims of the paper for this setting, each with a verdict."""
     losses = {(o.contender.name, o.size): [trained.best for trained in o.trained] for o in outcomes}
     lost = [trained.lost for o in outcomes if o.contender.name == RANDOM.name for trained in o.trained]
     sizes = sorted({size for _, size in losses})

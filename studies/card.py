@@ -1,4 +1,4 @@
-"""What a card is asked, part by part: `work(order)` does the tasks of one part that have no row yet.
+"""Measurements of a card, part by part: `work(order)` does the tasks of one part that have no row yet.
 
 A process of its own does it (`studies.gpu` starts it), for a kernel may hang, or take the card's context with it. Every
 row is on disk before the next task begins: what was begun and has no result is what ended the process.
@@ -98,7 +98,7 @@ TINY = Size(64, (8,), 20, ((1, 32, 2, 8),), ((2, 8),), 1, (16, 1, 1, 32))
 
 
 class Order(NamedTuple):
-    """What a process is to do: its share of a part's tasks, dry ones on a CPU, and where rows go."""
+    """Work for one process: its share of a part's tasks, dry ones on a CPU, and where rows go."""
 
     part: str
     rows: str
@@ -155,7 +155,7 @@ class Task(NamedTuple):
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """What is on disk; a line that was cut short is none."""
+    """Rows on disk; a line that was cut short is left out."""
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -453,7 +453,7 @@ def arguments(case: Case) -> tuple[Tensor, Tensor, Tensor, Gates]:
 
 
 def outputs(config: MemoryConfig, engine: str, case: Case) -> Tensor:
-    """Those of a scan alone."""
+    """Outputs of a scan alone."""
     return memory_scan(config, *arguments(case), engine=engine)[0]
 
 

@@ -160,7 +160,7 @@ def told(path: Path, where: str) -> Result:
 
 
 def prepare(folder: Path, python: str) -> None:
-    """What hecate and its peer on a card need beside torch, numpy and Triton, for x86-64 Linux and a Python.
+    """Downloads packages that hecate and its peer need on a card, beside torch, numpy and Triton, for x86-64 Linux.
 
     Raises:
         ConfigError: pip cannot get it.

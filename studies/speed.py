@@ -145,7 +145,7 @@ def ratio(taken: Times, theirs: str, ours: str, direction: str, length: int) -> 
 
 
 def crossover(taken: Times, theirs: str, ours: str, direction: str, lengths: Sequence[int]) -> str:
-    """Where the ratio rises through 1 for good: a straight line between points of the log plot."""
+    """The length at which the ratio rises through 1 for good: a straight line between points of the log plot."""
     known = [(n, r.mean) for n in lengths if (r := ratio(taken, theirs, ours, direction, n))]
     below = [i for i, (_, value) in enumerate(known) if value < 1]
     if not below:

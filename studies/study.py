@@ -64,7 +64,7 @@ def reach(values: Sequence[float], spec: str, most: float = math.inf) -> str | N
 
 @dataclass(frozen=True)
 class Result:
-    """What a study found.
+    """The findings of a study.
 
     Fields:
         columns: headings, with units; what was published or claimed stands in a column of its own.
@@ -118,7 +118,7 @@ class Kept:
 
 
 class Run(NamedTuple):
-    """What a study is asked for.
+    """Options of one run of a study.
 
     Fields:
         name: of the study.
@@ -138,11 +138,11 @@ class Run(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """What its files are called: a quick run or a dry one replaces those of no other."""
+        """Stem of its file names: a quick run or a dry one replaces no other's files."""
         return self.name + ("-dry" if self.dry else "") + ("-quick" if self.quick else "")
 
     def kept(self) -> Kept:
-        """What a full run keeps beside its files, to go on from; a quick one keeps nothing."""
+        """Results that a full run keeps beside its files, to go on from; a quick one keeps nothing."""
         return Kept(None if self.quick else self.out / f"{self.stem}-runs.jsonl")
 
 

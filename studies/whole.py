@@ -292,7 +292,7 @@ def through(model: Any, ids: Tensor) -> dict[str, Call]:
 
 
 def reading(model: Any, prompt: Tensor) -> dict[str, Any]:
-    """What a model of transformers is given beside its next token once it has read a prompt."""
+    """Arguments of a model of transformers beside its next token, once it has read a prompt."""
     from transformers import DynamicCache
 
     name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"

@@ -72,7 +72,7 @@ def critical(freedom: int, level: float = 0.95) -> float:
 
 
 def _root(falling: Callable[[float], float], value: float) -> float:
-    """Where a falling function of a number above 0 has a value."""
+    """The number above 0 at which a falling function has a value."""
     low, high = 0.0, 1.0
     while falling(high) > value:
         high *= 2

@@ -120,7 +120,7 @@ def tokenizer_of(folder: Path, sidecar: Sidecar | None = None) -> Tokenizer:
 
 
 class TokenFile(NamedTuple):
-    """Where they are: `tokens` of them from byte `begin` on; `starts` is of their documents, None where unknown."""
+    """Tokens in a file: `tokens` of them from byte `begin` on; `starts` is of their documents, None where unknown."""
 
     path: Path
     dtype: str
@@ -206,7 +206,7 @@ class TokenStream:
         return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
 
     def starts(self, at: int, end: int) -> NDArray[np.int64]:
-        """Where documents start among the tokens `at .. end`."""
+        """Starts of documents among the tokens `at .. end`."""
         found = [np.zeros(0, dtype=np.int64)]
         for file, first, last, before in self._parts(at, end):
             low, high = self._first_at(file, first), self._first_at(file, last)
@@ -245,7 +245,7 @@ class TokenStream:
         return bisect_left(range(file.documents), place, key=lambda n: int(self._places(file, n, n + 1)[0]))
 
     def _places(self, file: TokenFile, first: int, last: int) -> NDArray[np.int64]:
-        """Where some documents start in their file."""
+        """Starts of some documents in their file."""
         path = file.starts
         if path is None:
             raise DataError(f"nothing says where documents start in {file.path}")

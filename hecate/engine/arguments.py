@@ -61,7 +61,7 @@ def check_mask(name: str, mask: Tensor | None, k: Tensor) -> None:
 def document_starts(
     reset_mask: Tensor | None, cu_seqlens: Tensor | None, k: Tensor, *, going_on: bool
 ) -> Tensor | None:
-    """Where documents start, `[B, T]`, from whichever of the two is given."""
+    """Starts of documents, `[B, T]`, from whichever of the two is given."""
     if cu_seqlens is None:
         return reset_mask
     if going_on:

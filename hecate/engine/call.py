@@ -251,7 +251,7 @@ class Plan:
         return Call(self, tuple(flat), seen, traced=None if self.looks is None else False)
 
     def weights(self, initial: Named | None, k: Tensor) -> Named:
-        """Where a memory starts and restarts, `[B, H, ...]` by name: 0 of a sum normaliser."""
+        """Weights that a memory starts and restarts at, `[B, H, ...]` by name: 0 of a sum normaliser."""
         (batch, _, heads, _), dtype, shapes = k.shape, self.dtype, self.kinds[0]
         if self.counting:
             initial = {name: torch.zeros(heads, *shape, dtype=dtype, device=k.device) for name, shape in shapes.items()}

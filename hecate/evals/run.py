@@ -341,7 +341,7 @@ def _own_text(trained: Trained) -> str | None:
 
 
 def _evals(folder: Path) -> Path:
-    """Where a run keeps its evaluations, given its folder or that of a checkpoint in it."""
+    """The folder that a run keeps its evaluations in, given its folder or that of a checkpoint in it."""
     home = home_of(folder)
     if home is None:
         raise CheckpointError(f"{folder} is a checkpoint outside of a run folder; say with --out where its evals go")

@@ -163,7 +163,7 @@ class StateLayer(Remembering, CacheLayerMixin):
 
     @property
     def state(self) -> Any:
-        """That after the last token; None before the first."""
+        """The state after the last token; None before the first."""
         return self.memories[BLOCK].state
 
     def reset(self) -> None:

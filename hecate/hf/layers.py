@@ -436,7 +436,7 @@ class AsModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """That of the model."""
+        """The config of the model."""
         return self.model.config
 
     def forward(

@@ -40,7 +40,7 @@ from hecate.variant import read_json
 
 
 class Exported(NamedTuple):
-    """Where a model was written, the step it is of, and whether its tokenizer lies beside it."""
+    """A written model: its folder, the step it is of, and whether its tokenizer lies beside it."""
 
     folder: Path
     step: int

@@ -193,7 +193,7 @@ class PhiMomentum(PhiOptimizer):
                 )
 
     def gathers(self, group: Group, p: Tensor) -> bool:
-        """Where a part does not suffice: rows cut apart, or sums over rows."""
+        """True where a part does not suffice: rows cut apart, or sums over rows."""
         learned = group["phi_lr"] or group["lift"] == "learned"
         if learned or group["orthogonalize"] or group["precondition"] == "kronecker":
             return True
@@ -442,7 +442,7 @@ class KernelMomentum(PhiOptimizer):
         return matrix.mT if group["keys"] == "columns" else matrix
 
     def may_be_linear(self, group: Group) -> bool:
-        """Where features are as many as numbers, and no other kernel than theirs is linear."""
+        """True where features are as many as numbers, and no other kernel than theirs is linear."""
         alike = all(map_of(group).output_dim(width) == width for width in self.widths(group))
         return alike and super().may_be_linear(group)
 

@@ -505,7 +505,7 @@ def _of_earlier(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class Difference(NamedTuple):
-    """Where a default layer of a rule is on purpose not the layer that was published.
+    """A default layer of a rule that is on purpose not the layer that was published.
 
     `what` the layer does, which moves the output of a fresh one by `by`, relative to that without it."""
 

@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 def share_of(config: ExperimentConfig, processes: int = 1) -> Share:
-    """That of a process in a world of so many; `ConfigError` where mesh or batch do not fit it."""
+    """The share of a process in a world of so many; `ConfigError` where mesh or batch do not fit it."""
     replicate, data, context = config.parallel.shape(processes)
     rows = each_of(config.budget.batch_size, replicate * data)
     return Share(data, -(-rows // config.budget.accumulate), -(-config.seq_len // context))

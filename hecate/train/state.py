@@ -188,7 +188,7 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
 
 
 def differences(saved: Any, own: Any, path: str) -> list[str]:
-    """Where two trees of settings differ: path, the saved value and this run's."""
+    """Differences of two trees of settings: path, the saved value and this run's."""
     if isinstance(saved, Mapping) and isinstance(own, Mapping):
         keys = [*own, *(key for key in saved if key not in own)]
         pairs = [(saved.get(k, _MISSING), own.get(k, _MISSING), f"{path}.{k}") for k in keys]

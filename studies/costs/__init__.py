@@ -1,4 +1,4 @@
-"""What hecate costs against peers: every group of comparisons is a study `cost-NAME`."""
+"""Costs of hecate against peers: every group of comparisons is a study `cost-NAME`."""
 
 from studies.costs.cases import NAMED, biases, delta, engines, gated_delta, linear, mlp, optim, tape, titans, token
 from studies.costs.harness import cost

@@ -145,7 +145,7 @@ def _tape(deep: structure.MLP, *inputs: Tensor) -> Tensor:
 
 
 def engines(size: Size) -> Iterator[Row]:
-    """What `engine="auto"` has to choose from."""
+    """The engines that `engine="auto"` chooses from."""
     length, ttt = size.short(512), named_rule("ttt_linear")
     rules = {name: named_rule(name) for name in ("hebbian", "delta", "gated_delta", "titans_linear")}
     rules |= {name: MemoryConfig.model_validate({"bias": name, "retention": "decay"}) for name in ("huber", "lp")}
@@ -330,7 +330,7 @@ def _resident(name: str) -> int:
 
 
 def evidence(rule: str, quick: bool) -> tuple[str, float, float]:
-    """Where the truth stands, and the largest relative errors of values and of gradients against it."""
+    """The file of the reference, and the largest relative errors of values and of gradients against it."""
     from tests.rule.distance import LENGTH, engines_of, errors, gradient_errors, reference
 
     length, chunk, engines = (8, 3, ["sequential"]) if quick else (LENGTH, None, engines_of(rule))

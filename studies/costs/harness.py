@@ -26,7 +26,7 @@ LEAST = 0.005  # seconds that a sample lasts at least: the clock's own resolutio
 
 
 class Size(NamedTuple):
-    """How much of everything: the reference case, or a quick look whether the scripts run."""
+    """Sizes of a run: the reference case, or a quick look whether the scripts run."""
 
     length: int = 2048
     repeats: int = 9

@@ -367,7 +367,7 @@ def closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
 
 
 def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
-    """Where gradients are taken: the memory where a chunk opens, else as before."""
+    """Weights that gradients are taken at: the memory where a chunk opens, else as before."""
     if isinstance(span.opens, bool):
         return carry.memory if span.opens else carry.anchor
     return per_weight(run, SELECT, (span.opens,) * len(carry.memory), carry.memory, carry.anchor)

@@ -188,7 +188,7 @@ def _route(structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: in
 
 
 def _activation(graph: Graph) -> Activation:
-    """That of the graph, or any where it has none."""
+    """The activation of the graph, or any where it has none."""
     return next((node.op.act for node in graph.nodes if isinstance(node, Apply) and isinstance(node.op, Act)), ReLU())
 
 
