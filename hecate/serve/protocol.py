@@ -110,7 +110,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         texts.ends,
         _number(given, "temperature", 0, 2, 1.0),
         None,
-        _number(given, "top_p", 0, 1, 1.0) or None,
+        _number(given, "top_p", 0, 1, 1.0),
         int(_number(given, "seed", -(1 << 63), (1 << 63) - 1, secrets.randbits(63), whole=True)),
         user,
         time.monotonic() + limits.seconds,

@@ -103,6 +103,10 @@ def test_draws_and_stops(server, model):
     drawn = [post(url, prompt="ab", temperature=1.0, seed=seed, max_tokens=20).json()["choices"][0]["text"]
              for seed in (1, 1, 2)]  # fmt: skip
     assert drawn[0] == drawn[1] != drawn[2]
+    greedy = said(model, ["ab"], 20)[0]
+    for how in ({"top_p": 0}, {"temperature": 1e-300}, {"temperature": 1e-40}):
+        answer = post(url, prompt="ab", max_tokens=20, **{"temperature": 1.0, **how})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == greedy
     whole = said(model, ["stop here"], 30)[0]
     assert post(url, prompt=list(b"stop here"), temperature=0, max_tokens=30).json()["choices"][0]["text"] == whole
     stop = whole[8:10]
