@@ -264,12 +264,13 @@ def compare(
         Interrupted: a signal came or the minutes are over; unfinished runs have a checkpoint.
     """
     for value, name, low, high in (
-        (jobs, "--jobs", 1, 1024), (positions, "--positions", 0, 1024), (part, "--tuning-part", 0.001, 1),
+        (jobs, "--jobs", 1, 1024), (positions, "--positions", 0, 1024),
         *([] if keep is None else [(keep, "--keep", 1, len(cells) - 1)]),
     ):  # fmt: skip
         expect_number(value, name, low, high)
     if keep is not None and part != 1:
         raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
+    _check_part(part, lrs)
     reported, other = seeds_of(seeds, tuning)
     _check_cells(cells, budget, lrs, jobs)
     until = None if minutes is None else time.monotonic() + 60 * minutes
@@ -287,6 +288,13 @@ def compare(
         notes.append(f"tokens/s and seconds are those of {jobs} processes side by side")
     losses = {cell.label: [row["loss"] for row in rows if row["cell"] == cell.label] for cell in cells}
     return Comparison(cells, rows, rounds + tuned, pairs(losses), notes)
+
+
+def _check_part(part: float, lrs: Sequence[float]) -> None:
+    """Refuses a part of the steps that is none, or that no run would take."""
+    expect_number(part, "--tuning-part", 0.001, 1)
+    if part != 1 and len(lrs) < 2:
+        raise ConfigError("--tuning-part is of runs that choose between rates; give several --lr, or leave it out")
 
 
 def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jobs: int) -> None:
@@ -320,6 +328,7 @@ def plan(
     """
     if keep is not None:
         raise ConfigError("--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it")
+    _check_part(part, lrs)
     check_once(cells, budget, lrs)
     reported, other = seeds_of(seeds, tuning)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0

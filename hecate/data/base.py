@@ -213,6 +213,7 @@ class TaskSource(Source):
         fresh = {"examples"} if task.examples is None else None  # as before the field was
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
         self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # of a seed
+        self._orders: dict[tuple[int, int], Rows] = {}  # by seed and epoch, those of the last batch
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
         self._check(seq_len)
@@ -228,8 +229,12 @@ class TaskSource(Source):
         if self._examples is None or self._examples[0] != seed:
             self._examples = seed, self.task.sample(stream(seed, "train", 0), count)
         epochs, places = np.divmod(np.arange(step * batch_size, (step + 1) * batch_size), count)
-        orders = {epoch: stream(seed, "train", epoch + 1).permutation(count) for epoch in np.unique(epochs).tolist()}
-        chosen = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places.tolist(), strict=True)]
+        needed, known = [(seed, epoch) for epoch in epochs.tolist()], self._orders
+        self._orders = {
+            key: known[key] if key in known else stream(seed, "train", key[1] + 1).permutation(count)
+            for key in dict.fromkeys(needed)
+        }
+        chosen = [self._orders[key][place] for key, place in zip(needed, places.tolist(), strict=True)]
         tokens, targets = self._examples[1]
         return as_batch(tokens[chosen], targets[chosen])
 

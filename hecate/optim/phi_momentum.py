@@ -387,7 +387,7 @@ def kronecker(rows: Tensor, columns: Tensor, update: Tensor, retain: float, eps:
 def root(factor: Tensor, eps: float) -> Tensor:
     """(A + eps max(eigenvalue))^(-1/4) of a positive semi-definite A."""
     try:
-        values, vectors = torch.linalg.eigh(factor)
+        values, vectors = torch.linalg.eigh(factor.to(torch.promote_types(factor.dtype, torch.float32)))
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         raise NonFiniteError(
             f"precondition 'kronecker' met statistics without eigenvalues, {list(factor.shape)}: "
@@ -396,7 +396,7 @@ def root(factor: Tensor, eps: float) -> Tensor:
         ) from None
     values = values.clamp(min=0)
     damped = values + eps * values[-1:] + torch.finfo(values.dtype).tiny
-    return (vectors * damped.pow(-0.25)) @ vectors.mT
+    return ((vectors * damped.pow(-0.25)) @ vectors.mT).to(factor)
 
 
 class KernelMomentum(PhiOptimizer):

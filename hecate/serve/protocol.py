@@ -102,15 +102,18 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         raise ConfigError("this server keeps no memories; start it with --memories FOLDER, or leave user out")
     if user is not None and stops:
         raise ConfigError("stop would end in the middle of what is remembered; leave stop or user out")
+    counts = [name for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    if len(counts) > 1:
+        raise ConfigError("max_tokens and max_completion_tokens are names of one bound; leave one of them out")
     options = given.get("stream_options") or {}
     request = Request(
         tokens,
-        int(_number(given, "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens", 1,
+        int(_number(given, counts[0] if counts else "max_tokens", 1,
                     limits.max_tokens, min(256, limits.max_tokens), whole=True)),
         texts.ends,
         _number(given, "temperature", 0, 2, 1.0),
         None,
-        _number(given, "top_p", 0, 1, 1.0) or None,
+        _number(given, "top_p", 0, 1, 1.0),
         int(_number(given, "seed", -(1 << 63), (1 << 63) - 1, secrets.randbits(63), whole=True)),
         user,
         time.monotonic() + limits.seconds,

@@ -141,9 +141,8 @@ class _Server:
             return _Stream(asked.request, self._events(asked, told, reply))
         return await self._whole(http, asked, told, reply)
 
-    async def _pieces(self, asked: Asked, told: asyncio.Queue[int | None]) -> AsyncIterator[str]:
+    async def _pieces(self, request: Request, cutter: Cutter, told: asyncio.Queue[int | None]) -> AsyncIterator[str]:
         """Text as it is made. `ConfigError` where the request has failed."""
-        cutter, request = Cutter(self.texts, asked.stops), asked.request
         token: int | None = 0
         while token is not None and not cutter.ended:
             token = await told.get()
@@ -160,10 +159,11 @@ class _Server:
         def event(content: dict[str, Any]) -> str:
             return f"data: {json.dumps(content)}\n\n"
 
+        cutter = Cutter(self.texts, asked.stops)
         try:
-            async for piece in self._pieces(asked, told):
+            async for piece in self._pieces(asked.request, cutter, told):
                 yield event(reply.body(piece, None, whole=False))
-            yield event(reply.body("", _finish(asked.request), whole=False))
+            yield event(reply.body("", _finish(asked.request, cutter), whole=False))
             if asked.usage:
                 yield event({**reply.body("", None, whole=False), "choices": [], **usage(asked.request)})
         except ConfigError as error:
@@ -171,8 +171,10 @@ class _Server:
         yield "data: [DONE]\n\n"
 
     async def _whole(self, http: Http, asked: Asked, told: asyncio.Queue[int | None], reply: Reply) -> Response:
+        cutter = Cutter(self.texts, asked.stops)
+
         async def text() -> str:
-            return "".join([piece async for piece in self._pieces(asked, told)])
+            return "".join([piece async for piece in self._pieces(asked.request, cutter, told)])
 
         async def gone() -> None:
             while (await http.receive())["type"] != "http.disconnect":
@@ -190,7 +192,7 @@ class _Server:
             asked.request.cancelled = True
             work.cancel()
             left.cancel()
-        return JSONResponse(reply.body(found, _finish(asked.request), whole=True, **usage(asked.request)))
+        return JSONResponse(reply.body(found, _finish(asked.request, cutter), whole=True, **usage(asked.request)))
 
     async def forget(self, http: Http) -> Response:
         """DELETE /v1/memories/{user}."""
@@ -229,8 +231,9 @@ class _Server:
         return PlainTextResponse("".join(f"hecate_{name} {value}\n" for name, value in rows.items()))
 
 
-def _finish(request: Request) -> str:
-    return request.finish if request.finish in ("stop", "length") else "stop"  # a text of `stop` has been met
+def _finish(request: Request, cutter: Cutter) -> str:
+    """Where a text of `stop` has been met, tokens may have been made beyond it, up to the last that were asked for."""
+    return "length" if request.finish == "length" and not cutter.ended else "stop"
 
 
 def _why(request: Request) -> str:

@@ -194,7 +194,9 @@ def _check_traits(
             require(largest <= declared.norm_bound * (1 + 1e-12), f"{name}: |phi|^2 reached {largest}")
         if declared.componentwise:
             swapped = feature_map(x.flip(-1), params)
-            require(f.shape == x.shape and bool((swapped.flip(-1) == f).all()), f"{name}: not componentwise")
+            others = feature_map(torch.cat([x[..., :1], x[..., 1:].roll(1, 0)], -1), params)  # but for the first
+            same = f.shape == x.shape and bool((swapped.flip(-1) == f).all() and (others[..., 0] == f[..., 0]).all())
+            require(same, f"{name}: not componentwise")
         if declared.rising != "none":
             odd = declared.rising == "odd_part"
             y = x + 0.1 * scale

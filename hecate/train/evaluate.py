@@ -233,7 +233,10 @@ def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch
 def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
     """Probabilities `[V]` to draw from: softmax(logits / temperature) of the `top_k` likeliest tokens, of these the
     fewest that hold a share `top_p`. [TRAIN-GEN-D2]"""
-    logits = logits / temperature
+    likeliest = logits.argmax()
+    sound, logits = logits[likeliest].isfinite(), logits / temperature
+    if bool(sound & ~logits[likeliest].isfinite()):  # at a temperature too small for the dtype it is drawn for certain
+        logits = torch.full_like(logits, -torch.inf).index_fill(0, likeliest, 0.0)
     if top_k is not None and top_k < len(logits):
         # -inf in the others, so that the softmax is over the likeliest alone.
         kept = torch.topk(logits, top_k).indices
@@ -242,7 +245,7 @@ def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: 
     if top_p is not None and top_p < 1:
         ordered, order = chances.sort(descending=True, stable=True)
         ahead = ordered.cumsum(0) - ordered
-        chances = chances.index_fill(0, order[ahead >= top_p], 0.0)  # the likeliest has nothing ahead of it
+        chances = chances.index_fill(0, order[1:][ahead[1:] >= top_p], 0.0)  # the likeliest stays, for a share of 0 too
     return chances
 
 

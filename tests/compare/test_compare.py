@@ -225,6 +225,10 @@ def test_halving_leaves_the_better_half_of_every_round(base: str, tmp_path: Path
     for more, told in (({"keep": 5}, "--keep must be in"), ({"keep": 1, "part": 0.5}, "leave --tuning-part out")):
         with pytest.raises(ConfigError, match=told):
             runs.compare(cells, tmp_path, **how, **more)
+    how["lrs"] = [1e-3]
+    for call in (runs.compare, runs.plan):
+        with pytest.raises(ConfigError, match="--tuning-part is of runs that choose between rates"):
+            call(cells, tmp_path, **how, part=0.5)
 
 
 @pytest.mark.spec("COMPARE-LR-D1")

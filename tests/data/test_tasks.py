@@ -187,6 +187,18 @@ def test_examples_come_once_an_epoch_in_an_order_of_its_own(task):
         assert torch.equal(one.tokens, other.tokens)
 
 
+@pytest.mark.spec("DATA-BASE-D1")
+def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("hecate.data.base.stream", lambda *which: (asked.append(which), stream(*which))[1])
+    source, task = Copy(examples=50).load(), Copy()
+    for step in range(20):
+        source.train_batch(3, step, 8, task.length())
+    assert asked == [(3, "train", number) for number in range(5)]  # the examples, then four epochs
+    batch = source.train_batch(4, 0, 8, task.length())
+    assert torch.equal(batch.tokens, Copy(examples=50).load().train_batch(4, 0, 8, task.length()).tokens)
+
+
 def test_without_examples_a_fingerprint_is_what_it_was():
     old = '{"kind":"copy","vocab_size":32,"symbols":16}'
     assert Copy().load().fingerprint == hashlib.sha256(old.encode()).hexdigest()

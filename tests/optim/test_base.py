@@ -104,6 +104,17 @@ def test_bf16_parameters_keep_float32_state_through_a_checkpoint(name):
     assert equal(weights(one), weights(two))
 
 
+@pytest.mark.spec("OPT-BASE-I2")
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_in_half_precision_takes_steps(name, dtype):
+    module = model(dtype)
+    optimizer = optimizer_of(name, module, state_dtype="parameter")
+    before = weights(module)
+    advance(module, optimizer)
+    assert all(p.isfinite().all() for p in module.parameters()) and not equal(before, weights(module))
+
+
 @pytest.mark.spec("OPT-BASE-I1")
 @every
 def test_distributed_checkpoint_of_a_fresh_optimizer(name):

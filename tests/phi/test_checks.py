@@ -82,6 +82,15 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "not of degree 2": ("degree 2", _trait(degree=2)),
     "not bounded": (r"\|phi\|\^2 reached", _trait(norm_bound=1.0)),
     "numbers mixed": ("not componentwise", _of(lambda x: x.cumsum(-1), componentwise=True)),
+    "numbers mixed alike": (
+        "not componentwise",
+        {
+            "features": lambda self, x, params: (
+                self.weight(x, params).mean(-1, keepdim=True) * x / (1 + x.abs().amax(-1, keepdim=True))
+            ),
+            **_trait(componentwise=True),
+        },
+    ),
     "a slope that grows": ("slope grows", _of(torch.square, bounded_slope=True)),
     "not rising": ("not rising everywhere", _of(torch.neg, rising="everywhere")),
     "a flat odd part": ("not rising odd_part", _of(torch.square, rising="odd_part")),

@@ -27,7 +27,7 @@ from hecate.errors import ConfigError
 from hecate.serve import Limits, Memories, PrefixCache, Scheduler, application
 from hecate.serve.protocol import Cutter
 from hecate.serve.server import serve
-from tests.serve.common import TEXTS, listening, made, said
+from tests.serve.common import TEXTS, alone, listening, made, said
 
 COUNT = 10
 HOW: dict[str, Any] = {"max_tokens": COUNT, "temperature": 0}
@@ -103,6 +103,10 @@ def test_draws_and_stops(server, model):
     drawn = [post(url, prompt="ab", temperature=1.0, seed=seed, max_tokens=20).json()["choices"][0]["text"]
              for seed in (1, 1, 2)]  # fmt: skip
     assert drawn[0] == drawn[1] != drawn[2]
+    greedy = said(model, ["ab"], 20)[0]
+    for how in ({"top_p": 0}, {"temperature": 1e-300}, {"temperature": 1e-40}):
+        answer = post(url, prompt="ab", max_tokens=20, **{"temperature": 1.0, **how})
+        assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == greedy
     whole = said(model, ["stop here"], 30)[0]
     assert post(url, prompt=list(b"stop here"), temperature=0, max_tokens=30).json()["choices"][0]["text"] == whole
     stop = whole[8:10]
@@ -112,6 +116,10 @@ def test_draws_and_stops(server, model):
         found = "".join(event["choices"][0]["text"] for event in events) if stream else None
         choice = events[-1]["choices"][0] if stream else answer.json()["choices"][0]
         assert (found if stream else choice["text"]) == whole[: whole.find(stop)] and choice["finish_reason"] == "stop"
+    tokens = alone(model, [list(b"stop here")], 30)[0]
+    last = next(n for n in range(30) if stop in TEXTS.decode(tokens[:n]))  # of the tokens asked for
+    answers = [post(url, prompt="stop here", temperature=0, max_tokens=last, stop=stop).json() for _ in range(4)]
+    assert {answer["choices"][0]["finish_reason"] for answer in answers} == {"stop"}
 
 
 @pytest.mark.spec("SERVE-HTTP-D1")
@@ -130,6 +138,7 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "messages": []}, "prompt must be"), ({"prompt": "x" * 201}, "1 to 200 tokens, this one has 201"),
     ({"prompt": "a", "max_tokens": True}, "max_tokens must be a whole number in 1..2000"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens"), ({"prompt": "a", "max_tokens": 2001}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 5, "max_completion_tokens": 5}, "leave one of them out"),
     ({"prompt": "a", "max_tokens": 5.0}, "max_tokens"), ({"prompt": "a", "temperature": -0.1}, "temperature"),
     ({"prompt": "a", "temperature": "hot"}, "temperature must be a number in 0..2, got 'hot'"),
     ({"prompt": "a", "top_p": 1.1}, "top_p"), ({"prompt": "a", "seed": 1 << 70}, "seed"),
@@ -138,6 +147,7 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "stream_options": 3}, "stream_options"), ({"prompt": "a", "user": "u" * 257}, "user must be"),
     ({"prompt": "a", "user": 3}, "user must be"), ({"prompt": "a", "user": "u", "stop": "x"}, "leave stop or user out"),
     ({"prompt": "a", "logprobs": 3}, "'logprobs' is not served"), ({"prompt": "a", "n": 2}, "'n' is not served"),
+    ({"prompt": "a", "max_completion_tokens": None}, None),
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
@@ -146,6 +156,7 @@ def test_bad_fields_are_refused_by_a_sentence(server, body, match):
     raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
     answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
     assert answer.status_code == (400 if match else 200), answer.text
+    assert match or answer.json()["usage"]["completion_tokens"] == 1
     assert match is None or match in answer.json()["error"]["message"]
 
 

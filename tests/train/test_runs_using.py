@@ -81,6 +81,15 @@ def test_draws_are_of_the_likeliest(top_k, top_p):
     np.testing.assert_allclose(found / found.sum(), wanted, atol=1e-12)
 
 
+@pytest.mark.spec("TRAIN-GEN-D2")
+@pytest.mark.parametrize("how", [(1e-40,), (1e-300,), (1e-300, 2, 0.5), (0.7, None, 0.0), (0.7, 3, 0.0)])
+@pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
+def test_the_least_temperature_and_share_leave_the_likeliest(how, shift):
+    logits = torch.tensor([0.5, 2.0, -1.0, 0.0, 1.9], dtype=torch.float32) + shift
+    found = likely(logits, *how)
+    assert found[1] > 0 and found.count_nonzero() == 1
+
+
 SHAPES = MODELS | {
     "attention": {"attention": {"kind": "attention"}},
     "mag": {"memory": "gated_delta", "attention": {"kind": "mag", "window": 8}},
