@@ -187,7 +187,8 @@ def did_you_mean(word: object, known: Iterable[str], closeness: float = 0.6) -> 
 def not_known(word: object, known: Iterable[str], hint: str = "") -> str:
     """`. Did you mean 'elu'? Known: elu, relu.`, to follow the word: what was meant stands ahead of all there is."""
     known = list(known)
-    return f".{hint or did_you_mean(word, known)} Known: {', '.join(known)}."
+    between = "; " if any("," in name for name in known) else ", "
+    return f".{hint or did_you_mean(word, known)} Known: {between.join(known)}."
 
 
 _SENTENCES = {

@@ -347,7 +347,9 @@ class PhiOptimizer(MatrixOptimizer):
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
-    _watches: dict[int, Watch | None] | None = None  # by the place of a group, None where nothing is left to say
+    _watches: dict[Tensor, Watch | None] | None = (
+        None  # by a group's first parameter, None where nothing is left to say
+    )
 
     def prepared(self, given: Group) -> Group:
         """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""
@@ -414,15 +416,15 @@ class PhiOptimizer(MatrixOptimizer):
             return
         if self._watches is None:
             self._watches = {}
-        place = next(i for i, own in enumerate(self.param_groups) if own is group)
-        if place not in self._watches:
-            self._watches[place] = Watch() if self.may_be_linear(group) else None
-        found = self._watches[place]
+        first = group["params"][0]  # `Leveled` steps some of the groups, so that their places say nothing
+        if first not in self._watches:
+            self._watches[first] = Watch() if self.may_be_linear(group) else None
+        found = self._watches[first]
         if found is None:
             return
         rows = rows_of()
         if found.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
-            self._watches[place] = None
+            self._watches[first] = None
 
     def may_be_linear(self, group: Group) -> bool:
         """True if a group's phi is not meant to be linear, and nothing about it is learned from gradients."""

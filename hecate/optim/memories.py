@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -74,6 +74,7 @@ class DeltaMomentum(MatrixOptimizer):
 
     held = (HELD,)
     positional = ("lr", "momentum", "erase")
+    only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {"beyond": ("form", ("hope",))}
 
     def check(self, group: Group) -> None:
         group["orthogonalize"] = settings(group["orthogonalize"])

@@ -177,6 +177,9 @@ class PhiMomentum(PhiOptimizer):
             "lift 'learned'": group["lift"] == "learned",
             "precondition 'kronecker'": group["precondition"] == "kronecker",
         }
+        refused["eps must be above 0 with precondition 'diagonal': what never moved is divided by it"] = (
+            group["precondition"] == "diagonal" and not group["eps"]
+        )
         for name, used in learned.items():
             refused[f"differentiable=True does not reach through {name}; leave it out"] = (
                 group["differentiable"] and used

@@ -58,7 +58,10 @@ _KNOWN = {
     "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop",
     "stream", "stream_options", "user",
 }  # fmt: skip
-_NEUTRAL: dict[str, Any] = {"n": 1, "best_of": 1, "suffix": "", "tool_choice": "none", "store": False}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, as null does; of other fields `_NOTHING`
+    "n": (1,), "best_of": (1,), "suffix": ("",), "tool_choice": ("none",), "logprobs": (False,),
+}  # fmt: skip
+_NOTHING: tuple[Any, ...] = (False, 0, 0.0, [], {})
 _ROLES = ("system", "developer", "user", "assistant")
 
 
@@ -84,7 +87,10 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
     if not isinstance(given, dict):
         raise ConfigError("the body must be a JSON object")
     for name, value in given.items():
-        if name not in _KNOWN and value not in (None, False, 0, [], {}, _NEUTRAL.get(name)):
+        nothing = value is None or any(
+            type(value) is type(own) and value == own for own in _NEUTRAL.get(name, _NOTHING)
+        )
+        if name not in _KNOWN and not nothing:
             raise ConfigError(f"{shorten(name)} is not served.{did_you_mean(name, _KNOWN)} Leave it out")
     if given.get("model") not in (None, model):
         raise ConfigError(f"the model {shorten(given['model'])} is not served; {model} is")
@@ -118,7 +124,8 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         user,
         time.monotonic() + limits.seconds,
     )  # fmt: skip
-    flags = [options.get("include_usage") if isinstance(options, dict) else "no"]
+    known = isinstance(options, dict) and options.keys() <= {"include_usage"}
+    flags = [options.get("include_usage") if known else "no"]
     for flag in (given.get("stream"), *flags):
         if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
             raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
@@ -134,8 +141,10 @@ def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
             raise ConfigError("messages must be a list of at least one {role, content}, without a prompt")
         for message in messages:
             fits = isinstance(message, dict) and message.get("role") in _ROLES
-            if not fits or not isinstance(message.get("content"), str) or message.keys() - {"role", "content", "name"}:
-                raise ConfigError(f"a message must be a role of {', '.join(_ROLES)} and a content that is a text")
+            fits = fits and isinstance(message.get("content"), str) and message.get("name") is None
+            if not fits or message.keys() - {"role", "content", "name"}:
+                roles = ", ".join(_ROLES)
+                raise ConfigError(f"a message must be a role of {roles} and a content that is a text, and nothing else")
         return texts.encode(_whole(texts.chat([{key: m[key] for key in ("role", "content")} for m in messages])))
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt

@@ -107,6 +107,12 @@ def formula_text(text: str, family: str = "bias") -> str:
 
     Raises Unprintable, which says why there are none."""
     value, _ = parse_value(text, f"the {family}")
+    families: dict[str, Any] = {"bias": bias.Bias, "retention": retention.Retention, "phi": phi.FeatureMap}
+    kind = value.get("kind") if isinstance(value, dict) else value
+    if family in families and kind not in families[family].variants():
+        for other, own in families.items():
+            if kind in own.variants():
+                raise ConfigError(f"{kind!r} is no {family} but a {other}: give --family {other}")
     if family == "bias":
         found = formula.bias_formula(bias.Bias.model_validate(value))
         texts = [found.psi, found.pull]

@@ -246,6 +246,7 @@ REFUSED = [
     ({"orthogonalize": {"stepz": 5}}, "Did you mean 'steps'"),
     ({"retain": 0.9}, "retain=0.9 acts with precondition 'diagonal' or 'kronecker' alone"),
     ({"eps": 1e-6}, "eps=1e-06 acts with precondition"),
+    ({"eps": 0.0, "precondition": "diagonal"}, "eps must be above 0 with precondition 'diagonal'"),
     ({"forget": 0.5}, "forget=0.5 acts with lift 'learned' alone"),
     ({"ridge": 1e-3, "feature_map": "tanh"}, "ridge=0.001 acts with lift 'pinv' or 'learned'"),
 ]

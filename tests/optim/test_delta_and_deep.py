@@ -334,6 +334,7 @@ def test_large_gradients_do_not_diverge():
         (DeltaMomentum, {"erase": -1.0}, "erase"),
         (DeltaMomentum, {"erase": "momentum"}, "erase"),
         (DeltaMomentum, {"beyond": "clip"}, "beyond"),
+        (DeltaMomentum, {"beyond": "warn"}, "beyond=warn acts with form 'hope' alone"),
         (DeepMomentum, {"width": 0}, "width must be an integer"),
         (DeepMomentum, {"objective": "l2"}, "objective"),
         (DeepMomentum, {"rate": 0.0}, "rate"),

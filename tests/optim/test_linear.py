@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 from hecate import HealthWarning
-from hecate.optim import KernelMomentum, PhiMomentum, lift
+from hecate.optim import KernelMomentum, Leveled, PhiMomentum, lift
 from hecate.optim.lift import LINEAR, STEPS, bend
 
 
@@ -122,6 +123,15 @@ def test_no_step_waits_for_numbers(monkeypatch):
     value, then = waiting.pop()
     then(value)
     assert len(steps(optimizer, 1e-3)) == 1 and not waiting
+
+
+@pytest.mark.spec("OPT-PHI-I5")
+def test_levels_of_other_periods_are_watched_apart():
+    slow, fast = parameters((4, 6), (4, 6))
+    groups = [{"params": [slow], "period": 2}, {"params": [fast], "period": 1, "times": 1e3}]
+    optimizer = Leveled(groups, partial(PhiMomentum, lr=1e-6, feature_map="tanh"))
+    (text,) = steps(optimizer, 1e-3, 4 * STEPS)  # of the first alone: the second sees numbers about 1
+    assert text.startswith("phi sees gradients of 0.001")
 
 
 @pytest.mark.spec("OPT-PHI-I5")

@@ -148,6 +148,10 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "user": 3}, "user must be"), ({"prompt": "a", "user": "u", "stop": "x"}, "leave stop or user out"),
     ({"prompt": "a", "logprobs": 3}, "'logprobs' is not served"), ({"prompt": "a", "n": 2}, "'n' is not served"),
     ({"prompt": "a", "max_completion_tokens": None}, None),
+    ({"prompt": "a", "frequency_penalty": 0.0, "n": None}, None),
+    ({"prompt": "a", "n": 0}, "'n' is not served"), ({"prompt": "a", "n": True}, "'n' is not served"),
+    ({"prompt": "a", "logprobs": 0}, "'logprobs' is not served"), ({"prompt": "a", "logprobs": False}, None),
+    ({"prompt": "a", "stream_options": {"include_usage": True, "else": 1}}, "stream_options {include_usage"),
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
@@ -163,6 +167,7 @@ def test_bad_fields_are_refused_by_a_sentence(server, body, match):
 @pytest.mark.spec("SERVE-HTTP-D2")
 @pytest.mark.parametrize("messages", [None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
                                       [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+                                      [{"role": "user", "content": "x", "name": "ada"}],
                                       [{"role": "user", "content": "x", "tool_calls": []}]])  # fmt: skip
 def test_bad_messages_are_refused_by_a_sentence(server, messages):
     answer = post(server[1], "chat/completions", messages=messages)
