@@ -308,8 +308,8 @@ WORDS = Study("words", "Which memories keep count, and beyond the lengths of tra
 
 
 VOCABULARIES, EXAMPLES, PAIRS = (256, 512, 1024, 2048, 4096, 8192), 256, 16
-FACTS_BATCH, FACTS_STEPS, CHOOSING = 128, 400, 1024  # 200 epochs; the vocabulary that rates are chosen at
-FACTS_RATES = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+FACTS_BATCH, FACTS_STEPS, CHOOSING = 128, 400, 4096  # 200 epochs; the vocabulary that rates are chosen at
+FACTS_RATES = (8e-3, 1.6e-2, 3.2e-2)
 _BLOCKS = {"layers": 2, "d_model": 128, "mlp_ratio": 2.75, "tie_embeddings": False}
 MEMORISING: dict[str, tuple[dict[str, Any], float]] = {  # and the accuracy that Yang et al. report
     "delta": ({**_BLOCKS, "heads": 2, "memory": "delta"}, 0.528),

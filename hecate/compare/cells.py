@@ -11,6 +11,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from hecate.checks import expect_number
+from hecate.data import Task
 from hecate.errors import ConfigError, HecateError, Problem, shorten
 from hecate.train.compose import load_experiment
 from hecate.train.config import ExperimentConfig
@@ -111,6 +112,8 @@ def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequen
         try:
             config = load_experiment(source, given)
             check_memory(config, None)
+            if config.init_from is not None and not Path(config.init_from).exists():
+                raise ConfigError(f"init_from: nothing is at {config.init_from}")
             cells.append(Cell(label, given, config))
         except HecateError as error:
             faults.append(Problem((), f"cell {shorten(label)}: {error.line}"))
@@ -153,9 +156,11 @@ def _check_fair(cells: Sequence[Cell]) -> None:
 
 
 def _common(config: ExperimentConfig) -> dict[str, object]:
-    budget = config.budget
+    budget, data = config.budget, config.data
+    if isinstance(data, Task):  # judged by the same fresh rows, however many training draws from
+        data = data.model_copy(update={"examples": None})
     return {
-        "data": config.data, "seq_len": config.seq_len, "budget.batch_size": budget.batch_size,
+        "data": data, "seq_len": config.seq_len, "budget.batch_size": budget.batch_size,
         "budget.eval_batches": budget.eval_batches,
     }  # fmt: skip
 

@@ -92,6 +92,7 @@ def test_verdicts_are_paired_and_corrected():
     (["data.num_pairs=1,2"], "differ in data"),
     (["name=a,b"], "the same experiment"),
     (["budget.minutes=1,2"], "budget.minutes"),
+    (["init_from=here,nowhere"], "cell 'init_from=nowhere': init_from: nothing is at nowhere"),
 ])  # fmt: skip
 def test_bad_cells_are_told_before_anything_runs(base: str, over: list[str], told: str):
     with pytest.raises(ConfigError, match=told):
@@ -104,6 +105,7 @@ def test_cells_are_the_product_of_all_values(base: str):
     assert len(cells) == 4 and len({cell.folder for cell in cells}) == 4
     assert cells[1].label == "memory=delta, memory.feature_map={kind: dpfp, nu: 2}"
     assert cells[1].config.model.memory.feature_map.kind == "dpfp"
+    assert [cell.config.data.examples for cell in cells_of([base], ["data.examples=4,8"])] == [4, 8]  # judged alike
 
 
 @pytest.mark.spec("COMPARE-BUDGET-D1", "COMPARE-LR-D1")
