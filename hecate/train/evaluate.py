@@ -20,7 +20,7 @@ from hecate.data import IGNORED, Batch, Source, Tokenizer, places_of
 from hecate.distributed import World
 from hecate.distributed.context import piece
 from hecate.distributed.shard import unsharded
-from hecate.errors import ConfigError, DataError, HealthWarning
+from hecate.errors import ConfigError, DataError, HealthWarning, NonFiniteError
 from hecate.states import leaves
 
 
@@ -302,6 +302,8 @@ class Draws:
             logits, self._state = self._model(self._feed, self._state, **self._masks)
         temperature, top_k, top_p = self._how
         for row, last, draws in zip(self._drawn, logits[:, -1].float().cpu(), self._generators, strict=True):
+            if not bool(last.isfinite().all()):
+                raise NonFiniteError("the logits are not finite: weights or a state hold NaN or infinity")
             if temperature == 0:
                 row.append(int(last.argmax()))
             else:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hecate.cli import main
 from hecate.data import Bytes
-from hecate.errors import CheckpointError, ConfigError, DataError
+from hecate.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.train import checkpoints, generate, open_model, open_run, run_experiment
 from hecate.train.display import Display
@@ -79,6 +79,15 @@ def test_draws_are_of_the_likeliest(top_k, top_p):
     wanted[kept] = chances[kept] / chances[kept].sum()
     found = likely(torch.from_numpy(logits), 0.7, top_k, top_p).numpy()
     np.testing.assert_allclose(found / found.sum(), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_are_refused(temperature):
+    model = LanguageModel(LanguageModelConfig(vocab_size=8, d_model=8, layers=1, heads=1), generator=torch.Generator())
+    with torch.no_grad():
+        model.norm.weight.fill_(math.nan)
+    with pytest.raises(NonFiniteError, match="the logits are not finite"):
+        next(generate(model, [1, 2], 3, temperature=temperature, generator=torch.Generator()))
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
