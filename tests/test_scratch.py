@@ -193,9 +193,9 @@ def test_one_new_file_is_enough(name, tmp_path, monkeypatch):
     package, family = importlib.import_module(f"hecate.{name}"), FAMILIES[name]
     monkeypatch.setattr(family, "_registry", dict(family._registry))
     monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-    source = "from typing import Literal\nfrom hecate.{0}.base import {1}\n\n\nclass Dropped({1}):\n    kind: {2}\n"
+    source = "from typing import Literal\nfrom {0} import {1}\n\n\nclass Dropped({1}):\n    kind: {2}\n"
     kind = 'Literal["dropped"] = "dropped"'
-    (tmp_path / "dropped.py").write_text(source.format(name, family.__name__, kind))
+    (tmp_path / "dropped.py").write_text(source.format(family.__module__, family.__name__, kind))
     try:
         listed = import_variants(package.__name__, family)
         assert "Dropped" in listed and package.Dropped is family.variants()["dropped"]

@@ -819,7 +819,7 @@ FAULTS = [
         ("server", "hmac.compare_digest(given, f\"Bearer {self.key}\".encode())", "given"),
         ("server", "elif urlsplit(", "elif False and urlsplit("),
         ("protocol", "text = text[: len(text) - max(held, default=0)]", "pass"),
-        ("protocol", "if name not in _KNOWN and value", "if False and value"),
+        ("protocol", "if name not in _KNOWN and not nothing", "if False and not nothing"),
         ("protocol", "type(value) not in ((int,) if whole", "not isinstance(value, (int,) if whole"),
     ),
 ]  # fmt: skip

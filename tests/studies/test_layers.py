@@ -90,7 +90,7 @@ def test_rates_and_models_are_chosen_on_a_seed_of_its_own(monkeypatch):
         def model(self, tokens):
             return None, ()
 
-    def trained(model, data, seed, lr, steps, mixer):
+    def trained(model, data, seed, lr, steps, mixer, batch):
         asked.append((seed, model, lr))
         if lr == 4:
             raise NonFiniteError("too far")
