@@ -252,7 +252,7 @@ def adopted(run: Run) -> Result:
         rows.append(cells)
         ratios[family] = [ratio for ratio in cells[4::2] if isinstance(ratio, float)]
     columns = ["family", "rule", "logits (relative)"]
-    columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", "ours / theirs")]
+    columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", f"{way}, ours / theirs")]
     notes = [
         f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
         f"batch 1; transformers {transformers.__version__} in torch",
