@@ -324,7 +324,7 @@ def mad(run: Run) -> Result:
     steps, rates = (5, FACTS_RATES[:1]) if run.quick else (FACTS_STEPS, FACTS_RATES)
     kept = run.kept()
 
-    def at(name: str, size: int, rates: Sequence[float]) -> Outcome:
+    def outcome(name: str, size: int, rates: Sequence[float]) -> Outcome:
         task = {"kind": "mad_memorization", "vocab_size": size, "examples": EXAMPLES}
         return settled([MEMORISING[name][0]], [task], steps, rates, run.seeds, kept, batch=FACTS_BATCH)
 
@@ -332,8 +332,8 @@ def mad(run: Run) -> Result:
     rows: list[list[Cell]] = [["all that was shown", None, round(statistics.fmean(shown), 3), None, None, *shown, None]]
     lines = {}
     for name in progress(names, f"{len(sizes)} vocabularies"):
-        lr = at(name, CHOOSING if CHOOSING in sizes else sizes[0], rates).lr
-        found = [at(name, size, [lr]).scores[0] for size in sizes]
+        lr = outcome(name, CHOOSING if CHOOSING in sizes else sizes[0], rates).lr
+        found = [outcome(name, size, [lr]).scores[0] for size in sizes]
         means = [statistics.fmean(seed) for seed in zip(*found, strict=True)]
         lines[name] = [Spread.of(own) for own in found]
         ours = [Spread.of(means), reach(means, ".3f", 1.0), len(means)]

@@ -36,6 +36,11 @@ def test_paths(path, text):
     assert format_path(path) == text
 
 
+def test_names_with_commas_are_told_apart():
+    assert errors.not_known("elo", ["elu", "relu"]) == ". Did you mean 'elu'? Known: elu, relu."
+    assert errors.not_known("none", ["delta, dpfp", "delta"]).endswith(" Known: delta, dpfp; delta.")
+
+
 def test_every_error_is_a_hecate_error_and_what_python_would_raise():
     kinds = {
         item

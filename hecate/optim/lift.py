@@ -347,9 +347,8 @@ class PhiOptimizer(MatrixOptimizer):
 
     structural: ClassVar[tuple[str, ...]] = (*MatrixOptimizer.structural, *MADE_OF[:5])
     carried: ClassVar[tuple[str, ...]] = ("_given", "_call", "_maps")
-    _watches: dict[Tensor, Watch | None] | None = (
-        None  # by a group's first parameter, None where nothing is left to say
-    )
+    # By a group's first parameter; None where nothing is left to say.
+    _watches: dict[Tensor, Watch | None] | None = None
 
     def prepared(self, given: Group) -> Group:
         """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""

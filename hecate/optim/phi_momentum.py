@@ -171,15 +171,15 @@ class PhiMomentum(PhiOptimizer):
             f"phi_lr trains learned parameters, {group['feature_map']['kind']!r} has none; leave it at 0": (
                 group["phi_lr"] and drawn and not any(drawn)
             ),
+            "eps must be above 0 with precondition 'diagonal': what never moved is divided by it": (
+                group["precondition"] == "diagonal" and not group["eps"]
+            ),
         }
         learned = {
             "phi_lr": group["phi_lr"],
             "lift 'learned'": group["lift"] == "learned",
             "precondition 'kronecker'": group["precondition"] == "kronecker",
         }
-        refused["eps must be above 0 with precondition 'diagonal': what never moved is divided by it"] = (
-            group["precondition"] == "diagonal" and not group["eps"]
-        )
         for name, used in learned.items():
             refused[f"differentiable=True does not reach through {name}; leave it out"] = (
                 group["differentiable"] and used

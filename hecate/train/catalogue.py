@@ -106,25 +106,25 @@ def formula_text(text: str, family: str = "bias") -> str:
     numbers c that they take. [ENG-FORMULA-D3]
 
     Raises Unprintable, which says why there are none."""
+    families = ("bias", "retention", "phi")
+    if family not in families:
+        raise ConfigError(f"formulas are printed of a bias, a retention or a phi, not of {family!r}")
     value, _ = parse_value(text, f"the {family}")
-    families: dict[str, Any] = {"bias": bias.Bias, "retention": retention.Retention, "phi": phi.FeatureMap}
     kind = value.get("kind") if isinstance(value, dict) else value
-    if family in families and kind not in families[family].variants():
-        for other, own in families.items():
-            if kind in own.variants():
-                raise ConfigError(f"{kind!r} is no {family} but a {other}: give --family {other}")
+    others = [name for name in families if isinstance(kind, str) and kind in VARIANTS[name].variants()]
+    if others and family not in others:
+        raise ConfigError(f"{kind!r} is no {family} but a {others[0]}: give --family {others[0]}")
+    given: Any = VARIANTS[family].model_validate(value)
     if family == "bias":
-        found = formula.bias_formula(bias.Bias.model_validate(value))
+        found = formula.bias_formula(given)
         texts = [found.psi, found.pull]
     elif family == "retention":
-        texts = formula.retention_texts(retention.Retention.model_validate(value))
-    elif family == "phi":
-        text_of = formula.map_formula(phi.FeatureMap.model_validate(value))
+        texts = formula.retention_texts(given)
+    else:
+        text_of = formula.map_formula(given)
         if isinstance(text_of, str):
             raise formula.Unprintable(text_of)
         texts = [text_of]
-    else:
-        raise ConfigError(f"formulas are printed of a bias, a retention or a phi, not of {family!r}")
     return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in texts)
 
 

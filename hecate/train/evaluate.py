@@ -233,10 +233,8 @@ def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch
 def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: float | None = None) -> Tensor:
     """Probabilities `[V]` to draw from: softmax(logits / temperature) of the `top_k` likeliest tokens, of these the
     fewest that hold a share `top_p`. [TRAIN-GEN-D2]"""
-    likeliest = logits.argmax()
-    sound, logits = logits[likeliest].isfinite(), logits / temperature
-    if bool(sound & ~logits[likeliest].isfinite()):  # at a temperature too small for the dtype it is drawn for certain
-        logits = torch.full_like(logits, -torch.inf).index_fill(0, likeliest, 0.0)
+    # Below the largest, so that a small temperature leaves the likeliest at 0; one that is 0 in the dtype is no number.
+    logits = (logits - logits.max()) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < len(logits):
         # -inf in the others, so that the softmax is over the likeliest alone.
         kept = torch.topk(logits, top_k).indices

@@ -230,6 +230,11 @@ def test_the_command_line_prints_texts_and_says_who_has_one(monkeypatch):
     assert "c = (1e-12, 1e-06, 0.5)" in formula_text("{kind: lp, p: 1.5}")
     with pytest.raises(ConfigError, match="Did you mean 'huber'"):
         formula_text("hubr")
+    with pytest.raises(ConfigError, match="'tanh' is no bias but a phi: give --family phi"):
+        formula_text("tanh")
+    for given in ("[1]", "{kind: [1]}"):
+        with pytest.raises(ConfigError, match=r"bias kind.* \[1\]"):
+            formula_text(given)
     monkeypatch.setitem(Bias._registry, "sorted", Sorted)
     header, table = catalogue("bias")
     found = {row[0]: row[header.index("kernel")] for row in table}
