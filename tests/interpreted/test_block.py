@@ -90,11 +90,16 @@ def trial(
     if borders:
         masks = {"write_mask": draw(1, length) < 0.8, "cu_seqlens": torch.tensor(borders)}
     right = scanned(MemoryConfig.model_validate({**config, "state_dtype": "float64"}), leaves, "sequential", masks)
-    mine = scanned(own, {name: item.float() for name, item in leaves.items()}, "triton", masks)
-    for found, wanted in zip(mine, right, strict=True):
+    narrow = {name: item.float() for name, item in leaves.items()}
+    mine = scanned(own, narrow, "triton", masks)
+    # Where keys are equal, products of many tokens cancel: torch's own chunks show by how much float32 is off then, which
+    # differs from processor to processor.
+    beside = scanned(own, narrow, "parallel", masks) if adverse else right
+    for found, plain, wanted in zip(mine, beside, right, strict=True):
         assert (found is None) == (wanted is None)
         if wanted is not None and float(wanted.norm()) > 1e-12:
-            assert float((found.double() - wanted).norm()) <= BOUND * float(wanted.norm())
+            bound = max(BOUND * float(wanted.norm()), 4 * float((plain.double() - wanted).norm()))
+            assert float((found.double() - wanted).norm()) <= bound
 
 
 @pytest.mark.spec("ENG-TRITON-D1", "ENG-TRITON-D2")
