@@ -7,7 +7,6 @@ is not made for. A part and a walk are compiled once per float type, each by its
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 import types
@@ -15,7 +14,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,13 +164,6 @@ PLACES = Parts._fields[:-1]
 WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn", "link"))}  # parts, and back
 
 
-@cache
-def _digest() -> str:
-    """Of all that kernels are made of: numba's cache on disk watches the file of a function alone."""
-    names = ("lanes", "layers", "parts", "passes", "rows", "vectors", "walk")
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
-
-
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
     """A part or a walk as numba is to read it."""
     if name in WALKS:
@@ -207,17 +198,12 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
 @cache
 def _built(name: str, options: tuple[Any, ...], place: str, back: bool, dtype: Any) -> Any:
     """A function for numba to compile, or to take from disk where it has been before."""
-    from numba import njit
+    from hecate.engine.cpu.disk import compiled
 
     found = _python(name, options, back)
     named = types.FunctionType(found.__code__, found.__globals__, found.__name__, None, found.__closure__)
-    words = [_named(name, options, back), np.dtype(dtype).name, _digest()]
-    named.__qualname__ = "_".join(words)
-    wide: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
-    try:
-        return njit(cache=True, **wide)(named)
-    except RuntimeError:  # no folder to write to
-        return njit(**wide)(named)
+    named.__qualname__ = f"{_named(name, options, back)}_{np.dtype(dtype).name}"
+    return compiled(named)
 
 
 def _named(name: str, options: tuple[Any, ...], back: bool) -> str:

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from hecate.engine.cpu.lanes import _all, exp
 from hecate.engine.cpu.vectors import (
-    ONE, Vector, digest, filled, inline, kernel, load, mad, mul, number, per_vector, store, sums,
+    ONE, Vector, filled, inline, kernel, load, mad, mul, number, per_vector, store, sums,
 )  # fmt: skip
 
 BLOCK = 8  # vectors of channels that go together: their taps, sums and slopes stay in the first cache
@@ -245,6 +245,5 @@ def swiglu_back(N, W, x, apart, like, g, gx, lo, hi):
 
 
 convolve, convolve_back, norm, norm_back, swiglu, swiglu_back = (
-    kernel(function, digest("vectors", "lanes", "fused"))
-    for function in (convolve, convolve_back, norm, norm_back, swiglu, swiglu_back)
+    kernel(function) for function in (convolve, convolve_back, norm, norm_back, swiglu, swiglu_back)
 )

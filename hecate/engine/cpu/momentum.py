@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from hecate.engine.cpu.lanes import NAMES, _called, first, larger, sqrt
 from hecate.engine.cpu.lanes import top as largest
-from hecate.engine.cpu.vectors import ONE, digest, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
+from hecate.engine.cpu.vectors import ONE, each, filled, inline, kernel, load, mad, per_vector, raw, store, sums
 
 
 @intrinsic
@@ -134,8 +134,9 @@ def mover(source: str) -> Any:
     space["phi"] = inline(space["phi"])
     space["_moved"] = inline(FunctionType(_moved.__code__, space, "_moved"))
     text = hashlib.sha256(source.encode()).hexdigest()[:16]
-    return kernel(FunctionType(_move.__code__, space, "move"), f"{_DIGEST}_{text}")
+    move = FunctionType(_move.__code__, space, "move")
+    move.__qualname__ = f"move_{text}"
+    return kernel(move)
 
 
-_DIGEST = digest("vectors", "lanes", "momentum")
-finite = kernel(finite, _DIGEST)
+finite = kernel(finite)

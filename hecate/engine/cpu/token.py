@@ -11,21 +11,7 @@ from __future__ import annotations
 import math
 
 from hecate.engine.cpu.lanes import exp
-from hecate.engine.cpu.vectors import (
-    ONE,
-    digest,
-    filled,
-    inline,
-    kernel,
-    load,
-    raw,
-    mad,
-    mul,
-    number,
-    per_vector,
-    store,
-    sums,
-)
+from hecate.engine.cpu.vectors import ONE, filled, inline, kernel, load, raw, mad, mul, number, per_vector, store, sums
 
 
 @inline
@@ -296,6 +282,5 @@ def delta_update(q, k, v, g, beta, state, y, scratch):
                     cells[i, j] = kept * cells[i, j] + write * held[j]
 
 
-_OF = digest("vectors", "lanes", "token")
-token, add_norm, swiglu = (kernel(function, _OF) for function in (token, add_norm, swiglu))
-conv_update, delta_update = (kernel(function, _OF, fastmath={"contract"}) for function in (conv_update, delta_update))
+token, add_norm, swiglu = map(kernel, (token, add_norm, swiglu))
+conv_update, delta_update = (kernel(function, fastmath={"contract"}) for function in (conv_update, delta_update))

@@ -10,9 +10,8 @@ they are. Arrays are flat and C-contiguous; nothing checks bounds. [ENG-NUM-D1]
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -20,29 +19,19 @@ from numba import njit, types
 from numba.extending import intrinsic, models, register_model
 from numba.np.arrayobj import populate_array
 
+from hecate.engine.cpu.disk import compiled
+
 BYTES = 64
 ROWS = 4
 ONE = (0,)  # the width of a single vector
 FOUR = ()  # and of one of four numbers alone
 
 
-def digest(*names: str) -> str:
-    """A name after files: numba's cache on disk watches the file of a function alone."""
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{n}.py").read_bytes() for n in names)).hexdigest()[:12]
-
-
 helper = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True)
 inline = njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True, forceinline=True)
 
 
-def kernel(function: Callable[..., Any], made_of: str = digest("vectors", "wide", "registers"), **more: Any) -> Any:
-    """Compiled when first called; kept on disk where there is a place for it."""
-    function.__qualname__ = f"{function.__name__}_{made_of}"
-    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "no_cfunc_wrapper": True, **more}
-    try:
-        return njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder to write to
-        return njit(**options)(function)
+kernel = partial(compiled, no_cfunc_wrapper=True)
 
 
 class Vector(types.Type):
