@@ -447,7 +447,7 @@ def test_a_preset_says_as_many_levels_and_layers_as_it_has():
     assert seen >= 2
 
 
-@pytest.mark.parametrize("family", [None, "phi", "bias", "rules", "presets", "gating"])
+@pytest.mark.parametrize("family", [None, "phi", "bias", "structure", "rules", "presets", "gating"])
 @pytest.mark.parametrize("columns", [40, 80, 100, 160])
 @pytest.mark.spec("TRAIN-LIST-D1")
 def test_a_list_on_a_terminal_cuts_nothing(family, columns, monkeypatch, capsys):

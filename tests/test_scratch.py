@@ -163,6 +163,16 @@ def test_a_users_parts_are_listed_with_their_kernels(scratch):
     for family, kind in (("bias", "log_cosh"), ("retention", "halving"), ("activation", "softsign")):
         header, rows = catalogue(family)
         assert {row[0]: row[header.index("kernel")] for row in rows}[kind] == "printed"
+    header, rows = catalogue("phi")  # asinh is no function of a kernel
+    assert {row[0]: row[header.index("kernel")] for row in rows}["arsinh"] == "torch: aten.asinh has no kernel form"
+    for family, kind, engines in (
+        ("algorithm", "carried", "parallel, compiled, compiled_layers"),
+        ("structure", "offset", "token loop: structure 'offset' has no kernel"),
+        ("structure", "two_pass", "cascade"),
+        ("algorithm", "adaptive", "token loop: algorithm 'adaptive' as configured has no kernel"),
+    ):
+        header, rows = catalogue(family)
+        assert {row[0]: row[header.index("exact engines")] for row in rows}[kind] == engines
 
 
 def test_a_users_linear_algorithm_is_as_good_as_momentum(scratch):

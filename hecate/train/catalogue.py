@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from hecate import activation, algorithm, bias, formula, gating, phi, readout, retention, structure
 from hecate.data import DataConfig
-from hecate.engine import Engine, Plan, choose, kernel_verdicts, verdicts
+from hecate.engine import Engine, Plan, choose, exact_engines, kernel_verdicts, verdicts
 from hecate.errors import MESSAGE, ConfigError, install_line, not_known, printable
 from hecate.models import LanguageModel
 from hecate.nn.positions import Position
@@ -68,7 +68,9 @@ _PRINTED: dict[type, Callable[[Any], Any]] = {
     bias.Bias: formula.formula_of,
     activation.Activation: formula.activation_nodes,
     retention.Retention: formula.retention_formula,
+    phi.FeatureMap: formula.map_formula,
 }
+_FAST = (algorithm.Algorithm, structure.Structure)  # families whose variants an engine takes by what they declare
 _TRAITS = re.compile(r"^Traits: (.+?)(?=\n[A-Z]\w*: |\Z)", re.DOTALL | re.MULTILINE)
 _REFERENCE = re.compile(r"References?: (.+?)(?=\n\s*\n|\[[A-Z]+-|\Z)", re.DOTALL)
 
@@ -95,9 +97,9 @@ def variant_rows(root: type[Variant]) -> Table:
         # Families without derivatives of their own have no such columns.
         derivative = "hand-written" if variant.hand_written() else "torch.func"
         own = [_traits(variant), derivative] if root._derivatives else []
-        own += [_kernel(variant)] if root in _PRINTED else []
+        own += [_kernel(variant)] if root in _PRINTED else [_exact(variant)] if root in _FAST else []
         rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
-    kernel = ["kernel"] if root in _PRINTED else []
+    kernel = ["kernel"] if root in _PRINTED else ["exact engines"] if root in _FAST else []
     return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), *kernel, "paper"], rows
 
 
@@ -135,11 +137,23 @@ def _kernel(variant: Any) -> str:
         found: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
+    if issubclass(variant, phi.FeatureMap):  # ahead of a memory features are made in torch
+        return f"torch: {found}" if isinstance(found, str) else "printed, in optimisers"
     if isinstance(found, str):
         return f"token loop: {found}"
     if isinstance(found, formula.RetentionFormula):
         return "printed" if found.cellwise else "printed, for whole weights"
     return "printed" if getattr(found, "coordinatewise", True) else "printed, for whole rows"
+
+
+def _exact(variant: Any) -> str:
+    """Engines beside the token loop that take a memory which is otherwise the delta rule, or why no kernel does."""
+    try:
+        config = MemoryConfig.model_validate({variant._family_type.__name__.lower(): variant()})
+    except ConfigError:
+        return "depends on its settings"
+    why = verdicts(Plan.sketch(config, length=LENGTH))["compiled"]
+    return ", ".join(exact_engines(config)) or f"token loop: {why}"
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:

@@ -16,7 +16,7 @@ from hecate.optim.lift import RowMap
 from hecate.phi import DPFP, ELU, Exp, FeatureMap, OddLift, Tanh
 from hecate.phi.elementwise import Elementwise
 from hecate.testing.rule import in_torch
-from hecate.train.catalogue import formula_text
+from hecate.train.catalogue import catalogue, formula_text
 from tests.formula.draws import drawn
 from tests.formula.test_biases import SPECIAL, close
 
@@ -128,5 +128,9 @@ def test_what_has_no_text_says_why() -> None:
     with pytest.raises(Unprintable, match="of rows"):
         formula_text("dpfp", "phi")
     assert "tanh(x)" in formula_text("tanh", "phi")
+    header, rows = catalogue("phi")
+    kernels = {row[0]: row[header.index("kernel")] for row in rows}
+    assert kernels["tanh"] == "printed, in optimisers" and kernels["compose"] == "depends on its settings"
+    assert kernels["dpfp"] == "torch: it makes features of rows, not of single numbers"
     with pytest.raises(ConfigError, match="a bias, a retention or a phi, not of 'gating'"):
         formula_text("none", "gating")

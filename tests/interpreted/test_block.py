@@ -92,8 +92,8 @@ def trial(
     right = scanned(MemoryConfig.model_validate({**config, "state_dtype": "float64"}), leaves, "sequential", masks)
     narrow = {name: item.float() for name, item in leaves.items()}
     mine = scanned(own, narrow, "triton", masks)
-    # Where keys are equal, products of many tokens cancel: torch's own chunks show by how much float32 is off then, which
-    # differs from processor to processor.
+    # Where keys are equal, products of many tokens cancel: torch's own chunks show by how much float32 is off then, and
+    # that differs from processor to processor.
     beside = scanned(own, narrow, "parallel", masks) if adverse else right
     for found, plain, wanted in zip(mine, beside, right, strict=True):
         assert (found is None) == (wanted is None)
