@@ -121,7 +121,7 @@ def formula(
 
     Args:
         kind: A kind, or a mapping as in YAML.
-        family: bias, retention or phi.
+        family: bias, retention, algorithm or phi.
 
     Examples: hecate formula '{kind: lp, p: 1.5}', hecate formula kl --family retention
     """

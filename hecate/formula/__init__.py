@@ -2,11 +2,14 @@
 
 from hecate.formula.knobs import (
     MIXES,
+    Descent,
     Formula,
     RetentionFormula,
     Weights,
     activation_nodes,
     bias_formula,
+    descent_formula,
+    descent_texts,
     formula_of,
     map_formula,
     retention_formula,
@@ -16,6 +19,7 @@ from hecate.formula.nodes import Unprintable
 from hecate.formula.printer import Text
 
 __all__ = [
-    "MIXES", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes", "bias_formula",
-    "formula_of", "map_formula", "retention_formula", "retention_texts",
+    "MIXES", "Descent", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes",
+    "bias_formula", "descent_formula", "descent_texts", "formula_of", "map_formula", "retention_formula",
+    "retention_texts",
 ]  # fmt: skip

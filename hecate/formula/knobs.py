@@ -1,6 +1,6 @@
 """Knobs as formulas, from the variant's own methods: a bias's u = grad(pred, target) and its derivative, an activation
-and its two, a retention's step of whole weights and the memory of what is carried, each with its pullback; and what a
-componentwise phi makes of gradients."""
+and its two, a retention's step of whole weights and the memory of what is carried, an algorithm's direction, each with
+its pullback; and what a componentwise phi makes of gradients."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hecate.activation import Activation
+from hecate.algorithm import Algorithm
 from hecate.bias import Bias
 from hecate.errors import shorten
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node, Nodes, Unprintable
@@ -166,6 +167,70 @@ def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
 
 _NOTHING: Any = {"learned": {}, "frozen": {}}
 _MAPS = {(c, p): partial(_of_map, centred=c, pulled=p) for c in (False, True) for p in (False, True)}
+
+
+# Algorithms.
+
+
+class Descent(NamedTuple):
+    """An algorithm as nodes, number by number of a weight: `results`, the direction and the new slots, of the gradient
+    G, the gates lr and m and the slots s0, s1, ...; and `pulled`, the cotangents of these from those of the results, g,
+    h0, h1, ...
+    """
+
+    results: tuple[Node, ...]
+    pulled: tuple[Node, ...]
+
+    @property
+    def slots(self) -> int:
+        """Weights that are carried."""
+        return len(self.results) - 1
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Names of what the direction is made of, and their axes."""
+        return {"G": CELLS, "lr": 0, "m": 0, **{f"s{at}": CELLS for at in range(self.slots)}}
+
+    @property
+    def cotangents(self) -> dict[str, int]:
+        """Names of those of the results, and their axes."""
+        return {"g": CELLS, **{f"h{at}": CELLS for at in range(self.slots)}}
+
+
+def descent_formula(algorithm: Algorithm) -> Descent | str:
+    """The formula of an algorithm that steps every number of a weight by its own gradient, or why it has none."""
+    found: Descent | str = kept(algorithm, _of_algorithm)
+    return found
+
+
+def descent_texts(algorithm: Algorithm) -> list[Text]:
+    """The functions of the direction and the new slots, and of their pullback. Raises Unprintable."""
+    formula = descent_formula(algorithm)
+    if isinstance(formula, str):
+        raise Unprintable(formula)
+    inputs = list(formula.inputs)
+    back = printed("direction_back", [*inputs, *formula.cotangents], formula.pulled)
+    return [printed("direction", inputs, formula.results), back]
+
+
+def _of_algorithm(algorithm: Algorithm) -> Descent:
+    if not algorithm.takes_any_gradient():
+        raise Unprintable("it descends a gradient of its own")
+    weight = (3, 5)
+    if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):
+        raise Unprintable("its slots are no weights")
+    named, nodes = Descent((Nodes().const(0.0),) * (1 + len(algorithm.slots)), ()), Nodes()
+    count = len(named.inputs)
+
+    def pulled(own: Any) -> Callable[..., Any]:
+        return lambda *given: own.direction_vjp(given[:count], *given[count:])
+
+    results = nodes_of(algorithm, lambda own: own.direction, named.inputs, nodes, axes=2)
+    back = nodes_of(algorithm, pulled, {**named.inputs, **named.cotangents}, nodes, axes=2)
+    back = [nodes.const(0.0) if node is None else node for node in back]
+    if printed("f", (), [*results, back[0], *back[3:]]).operations & MIXED:
+        raise Unprintable("a number of its step needs others of the weight")
+    return Descent(tuple(results), tuple(back))
 
 
 # Retentions.

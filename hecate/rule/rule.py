@@ -13,7 +13,15 @@ from torch import Tensor
 from hecate.activation import Activation
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, Bias, BiasKind
-from hecate.formula import Formula, RetentionFormula, activation_nodes, formula_of, retention_formula
+from hecate.formula import (
+    Descent,
+    Formula,
+    RetentionFormula,
+    activation_nodes,
+    descent_formula,
+    formula_of,
+    retention_formula,
+)  # fmt: skip
 from hecate.phi import FeatureMapKind, Identity, MapForm
 from hecate.retention import NoRetention, RetentionKind
 from hecate.structure import Matrix, Memory, Structure, StructureKind
@@ -292,6 +300,7 @@ class Forms(NamedTuple):
         retention: printed, or why it cannot be.
         algorithm: its `kernel_form()`.
         tokens: its `token_form()`, and that of the structure.
+        descent: of the algorithm where kernels know none of these, printed, or why it cannot be.
         plain: whether the memory itself is carried, by steps r X + D.
         texts: bias, both and phi in JSON, which a tracer could not make.
         phi: its `kernel_form()`.
@@ -311,6 +320,7 @@ class Forms(NamedTuple):
     retention: RetentionFormula | str
     algorithm: AlgorithmForm | None
     tokens: tuple[AlgorithmForm | None, SlotForm | None]
+    descent: Descent | str | None
     plain: bool
     texts: tuple[str, ...]
     phi: MapForm | None
@@ -337,7 +347,8 @@ class Forms(NamedTuple):
         return cls(
             retention=(kept := retention_formula(retention)),
             algorithm=algorithm.kernel_form(),
-            tokens=(algorithm.token_form(), rule.structure.token_form()),
+            tokens=(form := algorithm.token_form(), rule.structure.token_form()),
+            descent=descent_formula(algorithm) if form is None or form.nesterov else None,
             plain=not isinstance(kept, str) and kept.plain,
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),

@@ -104,13 +104,13 @@ def variant_rows(root: type[Variant]) -> Table:
 
 
 def formula_text(text: str, family: str = "bias") -> str:
-    """The printed functions of a bias, a retention or a componentwise phi, given as a kind or a mapping, and the
-    numbers c that they take. [ENG-FORMULA-D3]
+    """The printed functions of a bias, a retention, an algorithm or a componentwise phi, given as a kind or a mapping,
+    and the numbers c that they take. [ENG-FORMULA-D3]
 
     Raises Unprintable, which says why there are none."""
-    families = ("bias", "retention", "phi")
+    families = ("bias", "retention", "algorithm", "phi")
     if family not in families:
-        raise ConfigError(f"formulas are printed of a bias, a retention or a phi, not of {family!r}")
+        raise ConfigError(f"formulas are printed of a bias, a retention, an algorithm or a phi, not of {family!r}")
     value, _ = parse_value(text, f"the {family}")
     kind = value.get("kind") if isinstance(value, dict) else value
     others = [name for name in families if isinstance(kind, str) and kind in VARIANTS[name].variants()]
@@ -122,6 +122,8 @@ def formula_text(text: str, family: str = "bias") -> str:
         texts = [found.psi, found.pull]
     elif family == "retention":
         texts = formula.retention_texts(given)
+    elif family == "algorithm":
+        texts = formula.descent_texts(given)
     else:
         text_of = formula.map_formula(given)
         if isinstance(text_of, str):

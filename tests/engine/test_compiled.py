@@ -367,7 +367,7 @@ def test_a_retention_of_ones_own():
         ({"chunk": 2}, "chunk=2"),
         ({"commit": "chunk"}, "commit='chunk'"),
         ({"structure": "mlp"}, "structure 'mlp'"),
-        ({"algorithm": "ftrl"}, "algorithm 'ftrl' as configured has no kernel"),
+        ({"algorithm": "deep_momentum"}, "algorithm 'deep_momentum' as configured has no kernel: its slots are no"),
     ],
     ids=str,
 )

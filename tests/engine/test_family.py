@@ -59,6 +59,9 @@ ALGORITHMS: list[Any] = [
     {"kind": "delta_momentum", "form": "paper"},
     "rls",
     {"kind": "rls", "ridge": 0.5, "discount": 0.9},
+    {"kind": "momentum", "nesterov": True},
+    {"kind": "adaptive", "eps": 0.1},
+    {"kind": "ftrl", "l1": 0.02},
 ]
 FACTORS: dict[str, list[Any]] = {
     "bias": BIASES,
@@ -296,8 +299,7 @@ for family in (Bias, Retention):
     ("fields", "reason"),
     [
         ({"bias": Softest()}, "bias 'family_test_softest' as configured has no kernel: aten.sort has no kernel form"),
-        ({"algorithm": "adaptive"}, "algorithm 'adaptive' as configured has no kernel"),
-        ({"retention": "kl", "algorithm": {"kind": "momentum", "nesterov": True}}, "momentum without nesterov"),
+        ({"algorithm": "newton_schulz"}, "algorithm 'newton_schulz' as configured has no kernel: aten.transpose"),
         ({"structure": "slots", "algorithm": "delta_momentum"}, "'delta_momentum' has a kernel for gradients of rank"),
         ({"structure": "vector", "retention": "kl"}, "retention 'kl' as configured is not known to treat them apart"),
         ({"structure": "vector", "bias": "yaad"}, "bias 'yaad' as configured is not known to treat them apart"),

@@ -80,7 +80,9 @@ def _judge(fault: Fault, folder: Path) -> dict[str, object]:
 
 
 def _run(folder: Path, tests: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    # Kernels of planted faults are not for the user's own folder.
+    own = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(folder.parent)}
+    environment = {**os.environ, **own}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests.split()]
     return subprocess.run(
         command,

@@ -35,6 +35,22 @@ def _of(folder: str, tests: str, *faults: tuple[str, str, str]) -> list[Fault]:
 
 FAULTS = [
     *_of(
+        "engine/cpu",
+        "tests/formula/test_algorithms.py",
+        ("walk", "return max(rule.moving, 1) - 1", "return 0"),
+        ("walk", "        _clear(out)\n", ""),
+        ("walk", "_copy(part(S, n, D.size), D)", "_copy(part(S, n, A.size), D)"),
+        ("cells", "enumerate([*kept, nodes.const(0.0)])", "enumerate(kept)"),
+        ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
+        ("family", "given.append(torch.zeros_like(memory))", "given.append(memory)"),
+    ),
+    *_of(
+        "formula",
+        "tests/formula/test_algorithms.py",
+        ("knobs", "if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):", "if False:"),
+        ("knobs", "if printed(\"f\", (), [*results, back[0], *back[3:]]).operations & MIXED:", "if False:"),
+    ),
+    *_of(
         "engine",
         "tests/engine/test_plans.py",
         ("call", "self.by_tensors = True", "pass"),
@@ -417,7 +433,7 @@ FAULTS = [
         ("engine/cpu/cells", 'return f"true(inside, {text}, {other})"', "return text"),
         ("engine/cpu/cells", 'done.append(f"        store(grp, j, load(grp, j, WIDE) + {own})")', "pass"),
         ("engine/cpu/cells", 'inner.append(f"{pad}{share} = {share} * load(rp, j, WIDE)")', "pass"),
-        ("engine/cpu/cells", 'self.lines += [*lines, f"    grv[0] += first({text})"]', "self.lines += lines"),
+        ("engine/cpu/cells", 'self.lines += [*lines, f"    {result.to} += first({text})"]', "self.lines += lines"),
         ("engine/cpu/cells", "self.vanishes(a) and self._finite(b)", "self.vanishes(a)"),
         ("engine/cpu/cells", 'else "state", first', 'else "row", first'),
         ("engine/cpu/family", '"channels" if channels else "rows"', '"channels"'),

@@ -6,7 +6,8 @@ loop needs. One number per row, column or
 weight is a vector of equal numbers or an array `[P]`. `do(X, D, rv, rp, O, V, P, v, p, x, c)` of a step has r_ij = rv_i
 rp_j, and O may be X; back, G is the cotangent of O on the way in and that of X on the way out, that of D is added to H
 if it moves, else H is that, and `grv`, `grp` are added to, `grv` with sums over rows alone where rp_j is one number. A
-link's `do(A, M, V, P, v, p, x, c)` is M, 0 beyond the true widths; back adds to H, the cotangent of A. [ENG-NUM-D8]
+link's `do(A, M, V, P, v, p, x, c)` is M, 0 beyond the true widths; back adds to H, the cotangent of A. Descents are as
+`parts` has them, of the gradient u w^T. [ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from hecate.formula import Weights
+from hecate.formula import Descent, Weights
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import literal, said, uses
 
@@ -23,6 +24,8 @@ SIGNATURES = {
     "step_back": "X, D, rv, rp, G, H, grv, grp, moving, V, P, v, p, x, c",
     "link": "A, M, V, P, v, p, x, c",
     "link_back": "A, M, G, H, V, P, v, p, x, c",
+    "descend": "M, S, u, w, lr, m, D, V, P, v, p, x, c",
+    "descend_back": "M, S, u, w, lr, m, H, G, gu, gw, out, V, P, v, p, x, c",
 }
 COSTLY = frozenset(("exp", "expm1", "log", "log1p", "tanh", "erf", "sin", "cos", "power"))
 Place = tuple[int, int]  # a pass, and a loop over a row within it
@@ -40,11 +43,18 @@ class Given(NamedTuple):
 
 class Result(NamedTuple):
     """A node and what becomes of it: `set` and `add` are of an array, `move` adds to one if the state moves; `gate`
-    is a retain's cotangent, cell by cell, of one number per column (`rp`) or for all; `number` one of a weight."""
+    is a retain's cotangent, cell by cell, of one number per column (`rp`) or for all; `outer` is that of u w^T, handed
+    to u and w; `number` one of a weight. An array's states ahead of it are `after`."""
 
     node: Node
     how: str
     to: str
+    after: int = 0
+
+    @property
+    def place(self) -> str:
+        """Of a row, or of a number in whole states."""
+        return f"{self.after} * V * P + " if self.after else ""
 
 
 class Scratch(NamedTuple):
@@ -126,7 +136,7 @@ class Cells:
         for result in self.results:
             if result.how == "number":
                 page.add_number(result)
-        outputs = [result.to for result in self.results if result.how in ("set", "move")]
+        outputs = [result for result in self.results if result.how in ("set", "move")]
         first = next(iter(SIGNATURES[name].split(", ")))
         head = [
             f"def {name}({SIGNATURES[name]}):",
@@ -135,7 +145,9 @@ class Cells:
         ]
         head += [f"    size = per_vector({first}) * len(WIDE)"]
         tail = (
-            ["    for i in range(v * P, V * P):", *(f"        {array}[i] = 0" for array in outputs)] if outputs else []
+            ["    for i in range(v * P, V * P):", *(f"        {item.to}[{item.place}i] = 0" for item in outputs)]
+            if outputs
+            else []
         )
         return [*head, *page.lines, *tail], page.missing()
 
@@ -238,7 +250,8 @@ class Page:
                 ahead.append(f"    {name} = {_start(node)}")
                 if node in cells.whole:
                     after.append(f"    {name} = {node.op[7:]}({name})")
-        if last[1] == 0 and all(cells.by_columns(node) or node in cells.whole for node in sinks):
+        across = any(result.how == "outer" for result in cells.results)  # sums a row, whatever else there is
+        if last[1] == 0 and not across and all(cells.by_columns(node) or node in cells.whole for node in sinks):
             body = self._column(at, sinks, ahead)
         else:
             body = ["    for r in range(v):", "        o = r * P"]
@@ -311,7 +324,14 @@ class Page:
             for result, text in [(result, self._inside(result.node)) for result in results]:
                 if result.how == "gate":
                     self._gate(result.node, text, outer, inner, done, columns=columns)
+                elif result.how == "outer":
+                    share, whole, pad = self._name(), self._name(), "            "
+                    outer.append(f"        {whole} = zero")
+                    inner += [f"{pad}{share} = {text}", f"{pad}{whole} = mad({share}, load(w, j, WIDE), {whole})"]
+                    inner.append(f"{pad}store(gw, j, mad({share}, u[r], load(gw, j, WIDE)))")
+                    done.append(f"        gu[r] = first(total({whole}))")
                 else:
+                    text = f"filled(zero, {text})" if result.node.op == "const" else text
                     inner += [f"            {line}" for line in _written(result, text)]
 
     def _gate(
@@ -339,12 +359,12 @@ class Page:
             done.append(f"        grv[r] += first(total({whole}))")
 
     def add_number(self, result: Result) -> None:
-        """Adds one number of a weight to the first of grv, whose sum it is."""
+        """Adds one number of a weight to another, of which 0 is no part."""
         if not result.node.literal(0):
             lines: list[str] = []
             self._enter((self.cells.final[0] + 1, 0), lines, lines, lines, columns=True)
             text = self._text(result.node)
-            self.lines += [*lines, f"    grv[0] += first({text})"]
+            self.lines += [*lines, f"    {result.to} += first({text})"]
 
     # What is computed where.
 
@@ -467,7 +487,7 @@ def _floored(x: Node) -> bool:
 
 def _written(result: Result, text: str) -> list[str]:
     """Lines that write a result into its array."""
-    to = f"{result.to}, o + j"
+    to = f"{result.to}, {result.place}o + j"
     if result.how == "set":
         return [f"store({to}, {text})"]
     added = f"store({to}, load({to}, WIDE) + {text})"
@@ -492,10 +512,37 @@ def step_of(step: Weights, retain: str) -> tuple[Cells, Cells, tuple[float, ...]
     given = {nodes.input("X"): ARRAYS["X"], nodes.input("D"): ARRAYS["D"], nodes.input("r"): gate}
     there = Cells("step", given, [Result(step.out, "set", "O")], numbers, by_column=False)
     gx, gd, gr = step.pulled
-    own = Result(gr, "number" if retain == "single" else "gate", "")
+    own = Result(gr, "number" if retain == "single" else "gate", "grv[0]")
     results = [Result(gx, "set", "G"), Result(gd, "move", "H"), own]
     given |= {nodes.input("g"): Given("load(G, o + j, WIDE)", ALONG | DOWN)}
     back = Cells("step_back", given, results, numbers, by_column=retain == "channels")
+    return there, back, tuple(node.args[0] for node in numbers)
+
+
+def descent_of(descent: Descent) -> tuple[Cells, Cells, tuple[float, ...]]:
+    """The functions of an algorithm and its numbers. Of its slots the direction comes last."""
+    nodes, numbers, last = descent.results[0].nodes, dict[Node, int](), descent.slots
+    cells = [Given(f"load(S, {at} * V * P + o + j, WIDE)", ALONG | DOWN) for at in range(last)]
+    texts = [
+        Given("load(w, j, WIDE) * u[r]", ALONG | DOWN),
+        Given("filled(zero, lr)", 0),
+        Given("filled(zero, m)", 0),
+        *cells,
+    ]
+    given = {nodes.input(*item): text for item, text in zip(descent.inputs.items(), texts, strict=True)}
+    direction, *slots = descent.results
+    results = [Result(node, "set", "D", at) for at, node in enumerate([*slots, direction])]
+    there = Cells("descend", given, results, numbers, by_column=False)
+    for at, name in zip((last, *range(last)), descent.cotangents, strict=True):
+        given[nodes.input(name, ALONG | DOWN)] = Given(f"load(H, {at} * V * P + o + j, WIDE)", ALONG | DOWN)
+    gradient, of_lr, of_momentum, *kept = descent.pulled
+    results = [Result(node, "set", "H", at) for at, node in enumerate([*kept, nodes.const(0.0)])]
+    results += [
+        Result(gradient, "outer", ""),
+        Result(of_lr, "number", "out[0]"),
+        Result(of_momentum, "number", "out[1]"),
+    ]
+    back = Cells("descend_back", given, results, numbers, by_column=False)
     return there, back, tuple(node.args[0] for node in numbers)
 
 

@@ -17,16 +17,18 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hecate.algorithm import AlgorithmForm
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
-from hecate.formula import Formula, Weights
+from hecate.formula import Descent, Formula, Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
-PRINTED = "learn_", "act_", "step_", "link_"  # and a digest: names of parts that are printed
+PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # and a digest: names of parts that are printed
 LEAST = 16  # tokens between kept states, and their square root where that is more
 
 
@@ -72,20 +74,19 @@ def refusal(config: MemoryConfig) -> str | None:
         return f"structure {structure.kind!r} has no kernel"
     if config.forms.unprinted is not None:
         return config.forms.unprinted
-    if form is None:
-        return f"algorithm {rule.algorithm.kind!r} as configured has no kernel"
+    if isinstance(config.forms.descent, str):
+        return f"algorithm {rule.algorithm.kind!r} as configured has no kernel: {config.forms.descent}"
     if isinstance(retention, str):
         return f"retention {rule.retention.kind!r} as configured has no kernel: {retention}"
-    if form.nesterov:
-        return "its kernels know momentum without nesterov"
-    if not structure.linear and not form.plain:
+    plain = form is not None and form.plain and not form.nesterov
+    if not structure.linear and not plain:
         return (
             f"algorithm {rule.algorithm.kind!r} has a kernel for gradients of rank one, and those of structure "
             f"{structure.kind!r} are of any rank"
         )
     if structure.diagonal:
         for name, variant, apart in (
-            ("algorithm", rule.algorithm, form.plain),
+            ("algorithm", rule.algorithm, plain or form is None or form.nesterov),
             ("bias", rule.bias, config.forms.apart),
             ("retention", rule.retention, retention.cellwise),
         ):
@@ -100,7 +101,8 @@ def refusal(config: MemoryConfig) -> str | None:
 def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[int, bool] = (1, False)) -> Parts:
     """The parts of a memory whose retain is per phi channel, per value channel, both or one number; `wide` as `at_once`
     has it."""
-    rule, retention, algorithm = config.rule, config.forms.retention, config.rule.algorithm.token_form()
+    rule, retention, descent = config.rule, config.forms.retention, config.forms.descent
+    algorithm = config.rule.algorithm.token_form() or AlgorithmForm()
     slots = None if rule.structure.linear else rule.structure.token_form()
     learn, single = printed_part(config.forms.formula), not (channels or values)
     if isinstance(retention, str):
@@ -109,6 +111,8 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
     own = printed_part(retention.single if single else retention.cells, kind)._replace(options=wide)
     if slots is not None:
         predict, descend = Part("directions", (slots.least,)), Part("turning", (slots.least,), (algorithm.momentum,))
+    elif isinstance(descent, Descent):
+        predict, descend = Part("matrix"), printed_part(descent)._replace(options=wide)
     elif algorithm.erase is not None:
         predict, descend = Part("matrix"), Part("erasing", (algorithm.erase, float(algorithm.bounded)))
     else:
@@ -133,8 +137,8 @@ def at_once(rows: Sequence[int], padded: Sequence[int], vector: int) -> tuple[in
 
 
 @cache
-def printed_part(found: Formula | Weights | tuple[Any, ...] | str | None, kind: str = "") -> Part:
-    """The part of a bias's formula, an activation's nodes, a link or a step. Raises TypeError for what has none."""
+def printed_part(found: Formula | Weights | Descent | tuple[Any, ...] | str | None, kind: str = "") -> Part:
+    """The part of a bias, an activation's nodes, an algorithm, a link or a step. Raises TypeError for what has none."""
     if found is None or isinstance(found, str):
         raise TypeError("the engine was chosen without its refusal being asked")
     return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
@@ -150,7 +154,7 @@ _ARGUMENTS = {
     "learn": ("AAAiA", "AAAAAAiA"),
     "act": ("AAAAiA", ""),
     "predict": ("AAAiiAA", "AAAAAiiAA"),
-    "descend": ("AAAAffAiiAA", "AAAAffAAAAAiiAA"),
+    "descend": ("AAAAffAiiiiAA", "AAAAffAAAAAiiiiAA"),
     "step": ("AAAAAiiiiAA", "AAAAAAAAiiiiiAA"),
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
@@ -232,9 +236,14 @@ class Walk:
 
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
-        form = config.algorithm.token_form()
-        self.moving, self.gains = bool(form.momentum), form.ridge is not None
-        states = 1 + self.moving + self.gains
+        form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
+        self.apart = isinstance(descent, Descent) and descent.slots > 0  # the direction is none of the slots
+        self.kept, self.gains = (
+            len(config.algorithm.slots) if self.apart else int(form.momentum),
+            form.ridge is not None,
+        )
+        self.moving = self.kept + self.apart
+        states = 1 + self.kept + self.gains
         memory, *slots = several(inputs[:states])
         self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         self.config, self.memory, self.slots, self.initial = config, memory, slots, inputs[states]
@@ -270,18 +279,21 @@ class Walk:
         return padded(context, self.width, self.width).clone()
 
     def copies(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of memory, slot and gain's matrix, of size 0 where there is none."""
+        """Copies of memory, of slots `[N, slots, V, P]`, the direction's place being the last, and of gain's matrix, of
+        size 0 where there is none."""
         none = self.memory.new_empty(0)
-        given = list(states[1:])
-        slot = self.state(given.pop(0)) if self.moving else none
-        return [self.state(states[0]), slot, self.square(given.pop(0)) if self.gains else none]
+        memory, *given = (self.state(state) for state in states[: 1 + self.kept])
+        if self.apart:
+            given.append(torch.zeros_like(memory))
+        slots = torch.stack(given, 1) if given else none
+        return [memory, slots, self.square(states[-1]) if self.gains else none]
 
     def cut(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Memory, slot and gain's matrix without their padding."""
-        memory, slot, square = states
+        """Memory, slots and gain's matrix without their padding."""
+        memory, slots, square = states
         v, p = self.values, self.channels
-        kept = [memory[:, :v, :p], slot[:, :v, :p] if self.moving else None, square[:, :p, :p] if self.gains else None]
-        return [item.contiguous() for item in kept if item is not None]
+        kept = [memory[:, :v, :p], *(slots[:, at, :v, :p] for at in range(self.kept))]
+        return [item.contiguous() for item in (*kept, *([square[:, :p, :p]] if self.gains else []))]
 
     def launch(self, name: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a walk over all memories on what is given beside their tokens, each worker with scratch space of its
@@ -290,7 +302,7 @@ class Walk:
         rule = importlib.import_module("hecate.engine.cpu.walk").Rule(
             tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
             self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
-            int(config.decay_order == "before_gradient"), int(config.read == "before"), int(self.moving),
+            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving,
             int(self.linked), int(self.gains), int(self.parts.plain),
         )  # fmt: skip
         wide, high, back = (self.width,), (self.height,), name == "backward"
@@ -328,7 +340,7 @@ def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors,
     y = new(*shape, height)
     segments = -(-call.length // call.segment) if keeps else 0
     kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    scratch = [6 * call.cells + call.spare, 3 * height + 2 * width + 2]
+    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, 3 * height + 2 * width + 2]
     call.launch("forward", (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 
@@ -343,7 +355,8 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     zeros = call.memory.new_zeros
     initial = zeros(states[0].shape if tokens.reset is not None else 0)
     gk, gq, gv = zeros(*shape, width), zeros(*shape, width), zeros(*shape, height)
-    glr, gmomentum = zeros(*shape), zeros(*shape if call.moving else [0])
+    moves = config.algorithm.uses_momentum
+    glr, gmomentum = zeros(*shape), zeros(*shape if moves else [0])
     gretain = zeros(*shape, width) if call.by_channel else zeros(*shape)
     gw = zeros(*shape, width) if tokens.phi_w is not None else zeros(0)
     gvalue = zeros(*shape, height) if tokens.retain_value is not None else zeros(0)
@@ -358,7 +371,7 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     return (
         *call.cut(states), initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
         gk[..., :p], gq[..., :p], gv[..., :v],
-        glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if call.moving else None,
+        glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if moves else None,
         None, None, gw[..., :p] if tokens.phi_w is not None else None,
         gvalue[..., :v] if tokens.retain_value is not None else None,
     )  # fmt: skip

@@ -4,7 +4,8 @@ A part is compiled by itself and called by its address, so that a rule of known 
 compiled before it. States, weights M, directions D and cotangents are flat arrays `[V, P]` in whole fours and vectors
 with zeros behind the true widths, u and predictions `[V]`, keys `[P]`; `x` is scratch space of V P + 8 (V + P) numbers
 and `c` has the numbers of the form. What ends in `_back` adds to the cotangents of M, keys and gates and writes the
-others; what a bias, a step of retention and a link bring is printed by `rows` and `cells`. [ENG-NUM-D8]
+others; what a bias, a step of retention, a link and most algorithms bring is printed by `rows` and `cells`.
+[ENG-NUM-D8]
 """
 
 from __future__ import annotations
@@ -128,14 +129,15 @@ def _outer_and(G, M, u, a, t, V, P):
             store_rows(G, o, P, mad(load(t, j, ONE), load_rows(M, o, P, ONE), new))
 
 
-# Descents, `(M, S, u, w, lr, m, D, V, P, x, c)`: the direction D, which is the new S where there is one. Back, H is the
-# cotangent of D on the way in and that of S on the way out; `out` gets those of lr and m.
+# Descents, `(M, S, u, w, lr, m, D, V, P, v, p, x, c)`: the new slots D, of which the direction is the last, or all.
+# Back, H is the cotangent of D on the way in and that of S on the way out; `out` gets those of lr and m. Those whose
+# slot is the direction, and those that know M, are here, others printed.
 
 
 def descent(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """D = (m S) - lr u w^T."""
 
-    def do(M, S, u, w, lr, m, D, V, P, x, c):
+    def do(M, S, u, w, lr, m, D, V, P, v, p, x, c):
         for r in range(0, V, ROWS):
             f = times(-lr, get(u, r))
             for j in range(0, P, per_vector(w)):
@@ -145,7 +147,7 @@ def descent(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 else:
                     store_rows(D, o, P, mul(f, load(w, j, ONE)))
 
-    def back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, x, c):
+    def back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, v, p, x, c):
         gl, gm = lr * 0, filled(w, 0.0)
         for r in range(0, V, ROWS):
             four, f = zeros(w), times(-lr, get(u, r))
@@ -175,7 +177,7 @@ def _erased(u, w, V, P, c):
     return e * n / d, e / d / d, -(e * n / d) * (e * n / d)
 
 
-def erasing(M, S, u, w, lr, m, D, V, P, x, c):
+def erasing(M, S, u, w, lr, m, D, V, P, v, p, x, c):
     """D = m S - (g S w + lr u) w^T: for a gradient G of rank one S G^T G is |u|^2 S w w^T."""
     g, _, _ = _erased(u, w, V, P, c)
     dots(S, w, x, V, P)
@@ -187,7 +189,7 @@ def erasing(M, S, u, w, lr, m, D, V, P, x, c):
             store_rows(D, o, P, mad(f, load(w, j, ONE), mul(m, load_rows(S, o, P, ONE))))
 
 
-def erasing_back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, x, c):
+def erasing_back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, v, p, x, c):
     g, by_u, by_w = _erased(u, w, V, P, c)
     y, z, gg, gl, gm = x, x[V:], lr * 0, lr * 0, filled(w, 0.0)
     dots(S, w, y, V, P)
@@ -215,7 +217,7 @@ def erasing_back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, x, c):
 def turning(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """D = (m S) - lr G for `directions`: with i = 1/|M_j| and a = w i, G = u a^T - M diag(a (M^T u) i^2)."""
 
-    def do(M, S, u, w, lr, m, D, V, P, x, c):
+    def do(M, S, u, w, lr, m, D, V, P, v, p, x, c):
         seen = x[P:]
         _lengths(M, u, x, seen, V, P, c[0])
         for j in range(0, P, per_vector(w)):
@@ -232,7 +234,7 @@ def turning(moving: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
                     d = mad(m, load_rows(S, o, P, ONE), d)
                 store_rows(D, o, P, mad(f, load(x, j, ONE), d))
 
-    def back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, x, c):
+    def back(M, S, u, w, lr, m, H, G, gu, gw, out, V, P, v, p, x, c):
         near, seen, along = x[P:], x[2 * P :], x[3 * P :]
         _lengths(M, u, x, seen, V, P, c[0])
         for j in range(0, P, per_vector(w)):

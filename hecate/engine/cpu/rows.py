@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.cells import Scratch, link_of, step_of
+from hecate.engine.cpu.cells import Scratch, descent_of, link_of, step_of
 from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, mad, per_vector, store
-from hecate.formula import Formula, Weights
+from hecate.formula import Descent, Formula, Weights
 from hecate.formula.nodes import SUMS, Node
 from hecate.formula.printer import literal, said, uses
 
@@ -114,13 +114,15 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
 _KNOWN: dict[str, Row] = {}
 
 
-def part(found: Formula | Weights | tuple[Node, Node, Node], kind: str = "") -> tuple[Any, ...]:
-    """The name of the part that a bias, an activation, a link or, with its kind of retain, a step brings, its numbers,
-    options and scratch space."""
-    if isinstance(found, Weights):
-        there, back, numbers = step_of(found, kind) if kind else link_of(found)
+def part(found: Formula | Weights | Descent | tuple[Node, Node, Node], kind: str = "") -> tuple[Any, ...]:
+    """The name of the part that a bias, an activation, a link, an algorithm or, with its kind of retain, a step brings,
+    its numbers, options and scratch space."""
+    if isinstance(found, Weights | Descent):
+        of = descent_of(found) if isinstance(found, Descent) else step_of(found, kind) if kind else link_of(found)
+        there, back, numbers = of
         most = Scratch(*map(max, there.scratch, back.scratch))
-        row = Row("step" if kind else "link", there.text, back.text, numbers, most)
+        name = "descend" if isinstance(found, Descent) else "step" if kind else "link"
+        row = Row(name, there.text, back.text, numbers, most)
     else:
         row = row_of(found) if isinstance(found, Formula) else act_of(found)
     _KNOWN[row.name] = row
@@ -135,7 +137,7 @@ def function(name: str, back: bool, vectors: int = 1, whole: bool = False) -> Ca
         "NAN": math.nan, "FOUR": FOUR, "ONE": ONE, "WIDE": ONE * vectors, "per_vector": per_vector, "filled": filled,
         "load": load, "store": store, "mad": mad, "__name__": __name__,
     }  # fmt: skip
-    if name.startswith(("step", "link")):
+    if name.startswith(("step", "link", "descend")):
         space |= {"power": lanes.quick_power, "exp": lanes.quick_exp, "thirds": lanes.thirds}
         space["thirds_above"] = lanes.thirds_above
         space["true"] = lanes.true if whole else lanes.where

@@ -23,7 +23,8 @@ class Rule(NamedTuple):
 
     heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
     channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
-    ahead: the gradient sees the decayed memory; before: reads come first; moving: a momentum; linked: the memory is a
+    ahead: the gradient sees the decayed memory; before: reads come first; moving: slots, the last of which is the
+    direction; linked: the memory is a
     link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number a row, and one pass.
     """
 
@@ -71,6 +72,12 @@ def _join(target, source):
 
 
 @inline
+def _last(rule):
+    """The place of the direction among slots."""
+    return max(rule.moving, 1) - 1
+
+
+@inline
 def _spread(rule, given, at, rv, rp):
     """Retain of a token, per row and per column."""
     _, _, _, _, retain, _, _, _, _, kept, _ = given
@@ -108,7 +115,8 @@ def _ahead(rule, do, X, zero, rv, rp, Y, YM, x):
 
 @inline
 def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
-    """The state O, D, C2 after X, S, C, the gradient taken at M; the prediction p and its u."""
+    """The state O, D, C2 after X, S, C, the gradient taken at M; the prediction p and its u. The last of D is the
+    direction."""
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
     keys, _, v, lr, _, momentum, _, _, written, _, _ = given
     V, P = rule.height, rule.width
@@ -122,8 +130,8 @@ def _write(rule, do, given, at, X, M, S, C, rv, rp, O, D, C2, p, u, g, x):
     if rule.plain:
         write_rank_one(X, u, w, lr[at], rv, rp, O, V, P)
     else:
-        descend(M, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
-        step(X, D, rv, rp, O, V, P, rule.values, rule.channels, x, sc)
+        descend(M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc)
+        step(X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc)
 
 
 def forward(
@@ -136,8 +144,9 @@ def forward(
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     # Scratch space is one array, cut up here: a kernel allocates nothing.
     cells, square, segments = V * P, P * P, (T + segment - 1) // segment
-    A, D, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells), part(states, 3, cells)
-    Y, YM, x = part(states, 4, cells), part(states, 5, cells), states[6 * cells :]
+    A, M, zero = part(states, 0, cells), part(states, 1, cells), part(states, 2, cells)
+    Y, YM, rest = part(states, 3, cells), part(states, 4, cells), states[5 * cells :]
+    D, x = part(rest, 0, max(rule.moving, 1) * cells), rest[max(rule.moving, 1) * cells :]
     p, u, rv, wide = part(rows, 0, V), part(rows, 1, V), part(rows, 2, V), rows[3 * V :]
     g, rp = part(wide, 0, P), part(wide, 1, P)
     _fill(rv, rp)
@@ -186,7 +195,7 @@ def _take(rule, X, S, n, A, D):
     """A state out of others."""
     _copy(part(X, n, A.size), A)
     if rule.moving:
-        _copy(part(S, n, A.size), D)
+        _copy(part(S, n, D.size), D)
 
 
 @helper
@@ -194,7 +203,7 @@ def _leave(rule, A, D, own, X, S, C, n):
     """A state, and its gain's matrix, into others."""
     _copy(A, part(X, n, A.size))
     if rule.moving:
-        _copy(D, part(S, n, A.size))
+        _copy(D, part(S, n, D.size))
     if rule.gains:
         _copy(own, part(C, n, own.size))
 
@@ -215,6 +224,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
     _, _, _, _, _, _, write, reset, _, _, initial = given
     states_X, states_S, states_C, states_M = states
     V, segment, cells, square = rule.height, rule.segment, rule.height * rule.width, rule.width**2
+    slots = rule.moving * cells
     _, _, Y, YM, _, zero, D = more
     rv, rp, g, spare = near
     s, first = 0, first_token(n, rule.heads, rule.length)
@@ -225,7 +235,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
         if reset.size > 0 and reset[at]:
             s += 1
             A = part(states_X, s, cells)
-            _restart(rule, initial, n, A, part(states_S, s, cells), part(states_C, s, square))
+            _restart(rule, initial, n, A, part(states_S, s, slots), part(states_C, s, square))
             if rule.linked:
                 _weigh(rule, do, A, part(states_M, s, cells), x)
         # A masked token leaves the slot it starts from: both marks are the same.
@@ -237,7 +247,7 @@ def _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x
                 C, C2 = part(states_C, s, square), part(states_C, s + 1, square)
             W, N = A, D
             if rule.moving:
-                S, N = part(states_S, s, cells), part(states_S, s + 1, cells)
+                S, N = part(states_S, s, slots), part(states_S, s + 1, slots)
             if rule.linked:
                 W = part(states_M, s, cells)
             if rule.ahead:
@@ -268,7 +278,8 @@ def _unwrite(
     k, w, A = part(keys, at, P), part(written, at, P), part(states_X, a, cells)
     S, direction, C = zero, D, spare
     if rule.moving:
-        S, direction = part(states_S, a, cells), part(states_S, b, cells)
+        slots = rule.moving * cells
+        S, direction = part(states_S, a, slots), part(part(states_S, b, slots), _last(rule), cells)
     W, GA = A, G
     # Every read and prediction of this state has been gathered in GM by now.
     if rule.linked:
@@ -295,9 +306,11 @@ def _unwrite(
     else:
         # Without a momentum the direction is not kept, and made once more.
         if not rule.moving:
-            descend(W, S, u, w, lr[at], momentum[at], D, V, P, x, dc)
-        step_back(A, direction, rv, rp, G, H, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
-        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, x, dc)
+            descend(W, S, u, w, lr[at], momentum[at], D, V, P, rule.values, p, x, dc)
+        GD = part(H, _last(rule), cells)
+        step_back(A, direction, rv, rp, G, GD, grv, grp, rule.moving, V, P, rule.values, p, x, sc)
+        _clear(out)
+        descend_back(W, S, u, w, lr[at], momentum[at], H, GA, gu, gw, out, V, P, rule.values, p, x, dc)
     if rule.gains:
         gain_back(C, k, GC, gg, gk, P, p, x, gc)
     learn_back(part(learnt, 2 * i + 1, V), part(v, at, V), u, gu, gp, gv, rule.values, bc)
@@ -364,12 +377,12 @@ def backward(
     for n in range(lo, hi):
         first, G, H, own = first_token(n, heads, T), part(GX, n, cells), loose, part(GC, n, square)
         if rule.moving:
-            H = part(GS, n, cells)
+            H = part(GS, n, rule.moving * cells)
         _clear(GM)
         GW = GM if rule.linked else G
         for index in range(segments - 1, -1, -1):
             start, end, place = index * segment, min(T, (index + 1) * segment), n * segments + index
-            _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, cells))
+            _take(rule, keep_X, keep_S, place, part(states_X, 0, cells), part(states_S, 0, rule.moving * cells))
             if rule.gains:
                 _copy(part(keep_C, place, square), part(states_C, 0, square))
             _replay(rule, do, given, n, start, end, states, more, near, marks, learnt, x)
