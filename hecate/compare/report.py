@@ -91,7 +91,8 @@ def write(found: Comparison, out: Path) -> list[Path]:
 
 def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: Mapping[str, bytes]) -> list[Path]:
     """Writes texts by their names and pictures by their endings; the paths, pictures last."""
-    contents = {**texts, **{f"{stem}.{ending}": image for ending, image in pictures.items()}}
+    contents: dict[str, str | bytes] = {**texts}
+    contents |= {f"{stem}.{ending}": image for ending, image in pictures.items()}
     with refusing(f"write {out}", then="call the same line again"):
         make_folder(out)
         for name, content in contents.items():
