@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from hecate.compare.run import Comparison
 from hecate.compare.statistics import Interval, interval
 from hecate.errors import printable
 from hecate.figure import COLOURS, DASHES, GREY, finish, images, one_legend
-from hecate.files import refusing, write_file
+from hecate.files import make_folder, refusing, write_file
 from hecate.train.display import counted
 from hecate.train.report import Table, csv_text
 from hecate.train.run import versions
@@ -81,13 +81,20 @@ def write(found: Comparison, out: Path) -> list[Path]:
         "notes": list(found.notes), "versions": versions(),
     }  # fmt: skip
     runs = [{"for": kind, **row} for kind, rows in (("report", found.rows), ("rate", found.tuning)) for row in rows]
-    contents: dict[str, str | bytes] = {
+    contents = {
         "cells.csv": csv_text(cells, _columns(cells)), "pairs.csv": csv_text(verdicts, _columns(verdicts)),
         "runs.csv": csv_text(runs, _columns(runs)),
         "comparison.json": json.dumps(finite(facts), indent=1, allow_nan=False) + "\n",
     }  # fmt: skip
-    contents |= {f"comparison.{ending}": image for ending, image in _images(found).items()}
+    return write_results(out, contents, "comparison", _images(found))
+
+
+def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: Mapping[str, bytes]) -> list[Path]:
+    """Writes texts by their names and pictures by their endings; the paths, pictures last."""
+    contents: dict[str, str | bytes] = {**texts}
+    contents |= {f"{stem}.{ending}": image for ending, image in pictures.items()}
     with refusing(f"write {out}", then="call the same line again"):
+        make_folder(out)
         for name, content in contents.items():
             write_file(out / name, content)
     return [out / name for name in contents]

@@ -41,6 +41,8 @@ from hecate.variant import read_json
 
 POLL, PATIENCE = 0.05, 60.0
 """Seconds between two looks at the processes; seconds that another comparison in the folder is waited for."""
+PILOTED = 1 << 20
+"""Steps of the run whose first few a speed is measured in: more than any period of parameters."""
 RECORDS = "results.jsonl"
 """The file of what finished runs came to, in the folder of the comparison."""
 Row = dict[str, Any]
@@ -305,15 +307,16 @@ def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jo
         raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")
     if any(cell.config.budget.device == "cuda" for cell in cells) and jobs > 1:
         raise ConfigError(f"--jobs {jobs} processes would share one GPU under budget.device=cuda; give --jobs 1")
-    if budget.seconds is None:
-        for cell in cells:
-            for lr in [*lrs] or [cell.config.optim.lr]:
-                cell.at(0, budget.steps_of(cell), lr)
+    for cell in cells:
+        # Seconds come to steps once speeds are measured; rates can be refused before.
+        steps = PILOTED if budget.seconds is not None else budget.steps_of(cell)
+        for lr in [*lrs] or [cell.config.optim.lr]:
+            cell.at(0, steps, lr)
 
 
 def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:
     """Steps a second of every cell, measured one by one and then kept."""
-    jobs = [_Job(cell, cell.at(0, 1 << 20), work.out / "speeds" / cell.folder, measure=True) for cell in cells]
+    jobs = [_Job(cell, cell.at(0, PILOTED), work.out / "speeds" / cell.folder, measure=True) for cell in cells]
     found = work.results(jobs, 1)
     return {cell.label: row["steps_per_second"] for cell, row in zip(cells, found, strict=True)}
 
@@ -329,8 +332,8 @@ def plan(
     if keep is not None:
         raise ConfigError("--plan cannot tell which cells --keep will leave; leave --keep out: the hours bound it")
     _check_part(part, lrs)
-    check_once(cells, budget, lrs)
     reported, other = seeds_of(seeds, tuning)
+    _check_cells(cells, budget, lrs, jobs)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0
     with locked(out) as lock, Signals() as signals:
         found = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)

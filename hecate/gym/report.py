@@ -9,9 +9,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from hecate.compare.report import finite, label
+from hecate.compare.report import finite, label, write_results
 from hecate.figure import COLOURS, GREY, finish, images
-from hecate.files import make_folder, refusing, write_file
 from hecate.gym.contenders import Contender
 from hecate.gym.run import Result
 from hecate.gym.tasks import tasks
@@ -85,16 +84,11 @@ def write(found: Sequence[Result], out: Path) -> list[Path]:
     rows, asked = facts(found), {result.task.kind: result.task for result in found}
     told = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
     whole = {"tasks": told, "results": rows, "versions": versions()}
-    contents: dict[str, str | bytes] = {
+    contents = {
         "gym.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
         "gym.csv": csv_text(rows, [name for name in rows[0] if name not in ("scores", "parts")]),
     }
-    contents |= {f"gym.{ending}": image for ending, image in _images(found).items()}
-    with refusing(f"write {out}", then="call the same line again"):
-        make_folder(out)
-        for name, content in contents.items():
-            write_file(out / name, content)
-    return [out / name for name in contents]
+    return write_results(out, contents, "gym", _images(found))
 
 
 def _images(found: Sequence[Result]) -> dict[str, bytes]:

@@ -243,7 +243,7 @@ def foreseen(memory: Memory, stream: Stream, name: str) -> str:
 
 
 def _apart(what: str, left: Tensor, right: Tensor, largest: float) -> str:
-    """True where two answers are further from each other than rounding takes them."""
+    """Where two answers are first further from each other than rounding takes them; empty where they never are."""
     apart = (left - right).abs().amax((0, 2)) / largest if largest else left.new_zeros(left.shape[1])
     if bool((apart <= ROUNDING).all()):
         return ""

@@ -24,26 +24,23 @@ BATCH = 32
 Fields = Mapping[str, Any]
 
 
-def experiment(model: Fields, data: Fields, seed: int, lr: float, steps: int, batch: int = BATCH) -> ExperimentConfig:
-    """AdamW without weight decay, one layer unless the model says otherwise."""
-    return ExperimentConfig.model_validate({
-        "seed": seed, "model": {"layers": 1, **model}, "data": data,
-        "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
-        "budget": {"steps": steps, "batch_size": batch, "eval_batches": 1},
-    })  # fmt: skip
-
-
 def trained(
     model: Fields, data: Fields, seed: int, lr: float, steps: int,
     mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
 ) -> Trainer:  # fmt: skip
-    """Such a model, trained; `mixer` draws what takes the place of its memory."""
-    config, own = experiment(model, data, seed, lr, steps, batch), None
+    """A model trained by AdamW without weight decay, of one layer unless `model` says otherwise; `mixer` draws what
+    takes the place of its memory."""
+    config = ExperimentConfig.model_validate({
+        "seed": seed, "model": {"layers": 1, **model}, "data": data,
+        "optim": {"lr": lr, "weight_decay": 0.0, "warmup": min(20, steps // 2)},
+        "budget": {"steps": steps, "batch_size": batch, "eval_batches": 1},
+    })  # fmt: skip
+    network = None
     if mixer is not None:
         generator = Generator().manual_seed(seed)
-        own = LanguageModel(config.model_for_data(), generator=generator)
-        own.blocks[0].memory = mixer(generator)
-    trainer = Trainer(config) if own is None else Trainer(config, model=own)
+        network = LanguageModel(config.model_for_data(), generator=generator)
+        network.blocks[0].memory = mixer(generator)
+    trainer = Trainer(config, model=network)
     for _ in range(steps):
         trainer.train_step()
     return trainer

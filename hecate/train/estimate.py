@@ -58,10 +58,8 @@ def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
 
     Parameters are sharded by their first dimension, in equal parts but for the last ones. [TRAIN-EST-D4]
     """
-    one, layers = config.model_for_data().model_copy(update={"layers": 1}), config.model.layers
-    with torch.device("meta"):
-        model = LanguageModel(one)
-        _, (state,) = model(torch.zeros(1, 0, dtype=torch.int64))
+    model, layers = _one_block(config), config.model.layers
+    _, (state,) = model(torch.zeros(1, 0, dtype=torch.int64, device="meta"))
 
     def whole(of: Callable[[nn.Module], int]) -> int:
         return of(model) + (layers - 1) * of(model.blocks[0])
@@ -84,12 +82,16 @@ def flops_of(config: ExperimentConfig) -> float:
     the pairs, which is what a causal mask or a window leaves. [TRAIN-EST-D5]"""
     from torch.utils.flop_counter import FlopCounterMode
 
-    layers = config.model.layers
-    model = LanguageModel(config.model_for_data().model_copy(update={"layers": 1}), device="meta")
+    model, layers = _one_block(config), config.model.layers
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Pairs() as pairs:
         model(torch.zeros(1, config.seq_len, dtype=torch.int64, device="meta"))
     block = sum(counter.flop_counts["LanguageModel.blocks.0"].values()) + pairs.flops
     return float(counter.get_total_flops() + pairs.flops + (layers - 1) * block) / config.seq_len
+
+
+def _one_block(config: ExperimentConfig) -> LanguageModel:
+    """The model that `train` builds with one of its blocks, without storage."""
+    return LanguageModel(config.model_for_data().model_copy(update={"layers": 1}), device="meta")
 
 
 class _Pairs(TorchFunctionMode):
@@ -110,11 +112,7 @@ def ways_of(config: ExperimentConfig) -> dict[str, Way]:
     """Way in which each layer of a block goes over the ranks that share a sequence, by its path in the model; empty
     where each process has whole sequences. [CTX-WAY-D2]"""
     ranks = config.parallel.context
-    if ranks == 1:
-        return {}
-    with torch.device("meta"):
-        model = LanguageModel(config.model_for_data().model_copy(update={"layers": 1}))
-    return ways(model, ranks)
+    return {} if ranks == 1 else ways(_one_block(config), ranks)
 
 
 def training_bytes(config: ExperimentConfig, sizes: Sizes, share: Share) -> dict[str, int]:

@@ -282,6 +282,21 @@ def test_a_curve_is_made_of_means_over_equal_ratios_of_tokens():
     assert runs.curve(records[:1]) == [(10, 1.0)] and runs.curve([]) == []
 
 
+@pytest.mark.spec("COMPARE-PLAN-D1", "COMPARE-BUDGET-D1")
+@pytest.mark.parametrize("start", [runs.plan, runs.compare])
+@pytest.mark.parametrize(("over", "how", "told"), [
+    ("memory=delta,titans", {"budget": Budget(seconds=5), "lrs": [-1.0, 1e-3]}, "cell 'memory=delta': optim.lr"),
+    ("memory=delta,titans", {"budget": Budget(steps=5), "lrs": [-1.0, 1e-3]}, "cell 'memory=delta': optim.lr"),
+    ("budget.steps=20,40", {"budget": Budget()}, "different budget.steps"),
+])  # fmt: skip
+def test_what_cannot_run_is_told_before_a_speed_is_measured(
+    base: str, tmp_path: Path, start: Any, over: str, how: dict[str, Any], told: str
+):
+    with pytest.raises(ConfigError, match=told):
+        start(cells_of([base], [over]), tmp_path / "out", seeds=1, **how)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.spec("COMPARE-PLAN-D1", "COMPARE-BUDGET-D1")
 def test_a_plan_states_runs_steps_and_hours(base: str, tmp_path: Path):
