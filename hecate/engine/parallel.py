@@ -47,7 +47,18 @@ from hecate.engine.coefficients import (
 )
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
+from hecate.engine.tokens import (
+    NEUTRAL,
+    NUMBERS,
+    VECTORS,
+    Carry,
+    Scan,
+    Tokens,
+    in_folds,
+    linear_block,
+    parted,
+    run_by_hand,
+)  # fmt: skip
 from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -153,27 +164,23 @@ def parallel(
 
 
 def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> Callable[..., Tensors]:
-    """A kernel's function of (memory, *slots, initial, *tokens), in plain torch: by an engine, or by blocks where they
-    are exact."""
-    states = 1 + len(like.slots)
+    """A kernel's function of (*memory, *slots, *initial, *tokens), in plain torch: by an engine, or by blocks where
+    they are exact."""
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        blocks = rest.retain_value is None and not Engine.registry["parallel"].refuses(config)
+        memory, slots, initial, tokens = parted(inputs, len(like.slots), len(like.memory))
+        blocks = tokens.retain_value is None and not Engine.registry["parallel"].refuses(config)
         scan = engine or (parallel if blocks else sequential)
-        memory, *slots = several(inputs[:states])
-        own = like._replace(memory=(memory,), slots=tuple(slots))
-        y, new = in_folds(scan, config, rest, own, several(inputs[states : states + 1]), run=execute)
+        carry = like._replace(memory=memory, slots=slots)
+        y, new = in_folds(scan, config, tokens, carry, initial, run=execute)
         return y, *new.memory, *new.slots
 
     return plain
 
 
 def _named(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
-    memory, *slots = inputs[: 1 + len(config.algorithm.slots)]
-    initial, *rest = inputs[1 + len(slots) :]
-    tokens = Tokens(*rest)  # type: ignore[arg-type]
-    return tokens, States(memory, slots[0] if slots else None, None if tokens.reset is None else initial)  # type: ignore[arg-type]
+    (memory,), slots, (initial,), tokens = parted(inputs, len(config.algorithm.slots))
+    return tokens, States(memory, slots[0] if slots else None, None if tokens.reset is None else initial)
 
 
 def _scan(

@@ -108,14 +108,6 @@ def decayed(G, go, A, o, size, r):
 
 
 @helper
-def added(x, at, y, to, size):
-    """y += x."""
-    out_of_line()
-    for j in range(0, size, per_vector(x)):
-        store(y, to + j, add(load(y, to + j, ONE), load(x, at + j, ONE)))
-
-
-@helper
 def summed(x, at, y, yo, z, to, size):
     """z = x + y."""
     out_of_line()
@@ -387,10 +379,10 @@ def norm_pulled(values, yo, s, size, cotangents, go, into, to):
 
 
 @helper
-def _node(plan, n):
-    """The columns of a node."""
-    c = plan[n]
-    return c[0], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
+def node(plan, n):
+    """The columns of a node, as `hecate.engine.cpu.layers.NODE` names them."""
+    c = plan.nodes[n]
+    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10]
 
 
 @helper
@@ -403,21 +395,22 @@ def _square(x, at, size):
 
 
 @helper
-def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
+def bounded(plan, W, wo, x, xo, v, t):
     """The sum over layers of b |h|^2, and what it is made of in v and t."""
     out_of_line()
-    nil, one, found, root = L - L, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
-    fill(v, nil, L, 0.0)
-    fill(t, nil, L, 0.0)
+    nil, one, bound, root = xo - xo, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
+    fill(v, nil, plan.row, 0.0)
+    fill(t, nil, plan.row, 0.0)
     # The derivative of the prediction by itself is the identity: of columns of length 1, and of norm 1.
-    at, wide = plan[nodes - 1, 7], plan[nodes - 1, 9]
+    count, hidden = len(plan.nodes), plan.ones
+    at, wide = plan.nodes[count - 1, 7], plan.nodes[count - 1, 9]
     fill(v, at, wide, 1.0)
     t[at] = one
-    for n in range(nodes - 1, -1, -1):
-        op, o, V, P, a, b, at, size, wide = _node(plan, n)
+    for n in range(count - 1, -1, -1):
+        op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
         if op == 0:
             # A layer's part of |J|^2: |h|^2 times the square norm of the derivative by its outputs.
-            found += (t[at] + root) * _square(x, xo + a, P)
+            bound += (t[at] + root) * _square(x, xo + a, P)
             if 0 < a < hidden:
                 columns(W, wo + o, V, P, v, a)
                 s = number(x[xo], 0)
@@ -450,18 +443,18 @@ def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
             q = x[xo + at + wide]
             t[a] = t[at] * q * q
             fill(v, a, wide, t[a])
-    return found
+    return bound
 
 
 @helper
-def bounded_back(plan, nodes, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row, L, hidden):
+def bounded_back(plan, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row):
     """The reverse of `bounded` for the cotangent e of its sum: added to g those of the values, to M of the weights."""
     out_of_line()
-    nil, two = L - L, number(x[xo], 2)
-    fill(gv, nil, L, 0.0)
-    fill(gt, nil, L, 0.0)
-    for n in range(nodes):
-        op, o, V, P, a, b, at, size, wide = _node(plan, n)
+    nil, two, hidden = xo - xo, number(x[xo], 2), plan.ones
+    fill(gv, nil, plan.row, 0.0)
+    fill(gt, nil, plan.row, 0.0)
+    for n in range(len(plan.nodes)):
+        op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
         if op == 0:
             c, w = e * _square(x, xo + a, P), two * e * (t[at] + number(x[xo], ROOT))
             for j in range(P):
