@@ -127,11 +127,14 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
-def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+def run_by_hand(
+    engine: ByHand | Block, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
+) -> tuple[Tensor, Carry]:
     """Runs a sequence in a function of (*memory, *slots, *initial, *tokens): outputs shaped like the values and the
     final carry."""
     inputs, count = (*carry.memory, *carry.slots, *initial, *tokens), len(carry.memory)
-    y, *states = several(run(engine.block(), *inputs, label="tokens"))
+    block = engine if isinstance(engine, Block) else engine.block()
+    y, *states = several(run(block, *inputs, label="tokens"))
     return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
 

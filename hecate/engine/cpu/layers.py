@@ -18,14 +18,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hecate.engine.cpu.passes import (
-    backs, bounded, bounded_back, centred, copy, decayed, dots, dots_more, fill, moved, node, norm_pulled, normed,
-    out_of_line, product, product_added, products_added, pulled_once, pulled_twice, regained, regained_back, scaled,
-    summed, unwritten, unwritten_on, written, written_on,
+    ACT, ADD, LINEAR, MULTIPLY, backs, bounded, bounded_back, centred, copy, decayed, dots, dots_more, fill, node,
+    norm_pulled, normed, out_of_line, product, product_added, products_added, pulled_once, pulled_twice, regained,
+    regained_back, scaled, summed, unwritten, unwritten_on, written, written_on,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import first_token, helper, number
 
 NODE = ("op", "weight", "o", "V", "P", "a", "b", "at", "size", "wide", "width")
-LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)
 
 
 class Plan(NamedTuple):
@@ -65,14 +64,14 @@ def _evaluated(plan, W, wo, x, xo, act, ac):
     out_of_line()
     for n in range(len(plan.nodes)):
         op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             dots(W, wo + o, V, P, x, xo + a, x, xo + at)
-        elif op == 1:
+        elif op == ACT:
             i, j = xo + a, xo + at
             act(x[i : i + wide], x[j : j + wide], x[j + wide : j + 2 * wide], x[j + 2 * wide : j + 3 * wide], size, ac)
-        elif op == 2:
+        elif op == ADD:
             summed(x, xo + a, x, xo + b, x, xo + at, wide)
-        elif op == 3:
+        elif op == MULTIPLY:
             product(x, xo + a, x, xo + b, x, xo + at, wide)
         else:
             normed(x, xo + a, size, plan.eps, x, xo + at, wide)
@@ -83,13 +82,13 @@ def _spread(node, x, xo, g, go, row):
     """Adds the cotangent of an operation's value to those of its inputs."""
     out_of_line()
     op, _, _, _, _, a, b, at, size, wide, _ = node
-    if op == 1:
+    if op == ACT:
         # f'(z) lies behind f(z), f'' behind it: no activation is evaluated twice.
         product_added(g, go + at, x, xo + at + wide, g, go + a, wide)
-    elif op == 2:
+    elif op == ADD:
         summed(g, go + at, g, go + a, g, go + a, wide)
         summed(g, go + at, g, go + b, g, go + b, wide)
-    elif op == 3:
+    elif op == MULTIPLY:
         product_added(g, go + at, x, xo + b, g, go + a, wide)
         product_added(g, go + at, x, xo + a, g, go + b, wide)
     else:
@@ -104,7 +103,7 @@ def _descended(plan, W, wo, x, xo, f, fo, row):
     out_of_line()
     for n in range(len(plan.nodes) - 1, -1, -1):
         op, _, o, V, P, a, _, at, _, _, _ = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             # Neither the input nor the constant 1 behind biases has a layer below that asks for its d.
             if 0 < a < plan.ones:
                 backs(W, wo + o, V, P, f, fo + at, f, fo + a)
@@ -119,17 +118,17 @@ def _raised(plan, W, wo, x, xo, f, fo, up, g, row):
     out_of_line()
     for n in range(len(plan.nodes)):
         op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             if 0 < a < plan.ones:
                 dots_more(W, wo + o, V, P, up, a, up, at)
-        elif op == 1:
+        elif op == ACT:
             # d_z = f'(z) d: what arrives at d_z goes to z by f''(z) d, and to d by f'(z).
             products_added(up, a, f, fo + at, x, xo + at + 2 * wide, g, a, wide)
             product_added(up, a, x, xo + at + wide, up, at, wide)
-        elif op == 2:
+        elif op == ADD:
             summed(up, a, up, at, up, at, wide)
             summed(up, b, up, at, up, at, wide)
-        elif op == 3:
+        elif op == MULTIPLY:
             # d_a = b d and d_b = a d: each has a cotangent for the other factor and one for d.
             product_added(up, b, f, fo + at, g, a, wide)
             product_added(up, a, f, fo + at, g, b, wide)
@@ -159,7 +158,7 @@ def _through(plan, W, wo, M, mo, x, xo, g, f, fo, up, row, both):
     out_of_line()
     for n in range(len(plan.nodes) - 1, -1, -1):
         op, _, o, V, P, a, _, at, _, _, _ = node(plan, n)
-        if op != 0:
+        if op != LINEAR:
             _spread(node(plan, n), x, xo, g, at - at, row)
         elif both > 0 and 0 < a < plan.ones:
             # In one pass over the weight: what comes through values, and what comes through d, f c^T.
@@ -174,7 +173,7 @@ def _links(plan, link, lc, spare, A, o, W, to):
     out_of_line()
     for n in range(len(plan.nodes)):
         op, _, at, V, P, _, _, _, size, _, width = node(plan, n)
-        if op == 0 and plan.linked:
+        if op == LINEAR and plan.linked:
             i, j, count = o + at, to + at, V * P
             link(A[i : i + count], W[j : j + count], V, P, size, width, spare, lc)
 
@@ -185,7 +184,7 @@ def _unlinks(plan, link_back, lc, spare, A, o, W, to, M, G, go):
     out_of_line()
     for n in range(len(plan.nodes)):
         op, _, at, V, P, _, _, _, size, _, width = node(plan, n)
-        if op == 0 and plan.linked:
+        if op == LINEAR and plan.linked:
             i, j, k, count = o + at, to + at, go + at, V * P
             link_back(
                 A[i : i + count], W[j : j + count], M[at : at + count], G[k : k + count], V, P, size, width, spare, lc
@@ -241,7 +240,7 @@ def _stepped(plan, A, ao, S, so, B, R, bo, I, io, x, xo, f, fo, l, r, m, back, r
     out_of_line()
     for n in range(len(plan.nodes)):
         op, _, o, V, P, a, _, at, _, _, width = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             h, ho = _looked_at(x, xo + a, width, P, plan.centres, row)
             if S.size > 0:
                 written_on(A, ao + o, S, so + o, B, R, bo + o, I, io + o, V, P, f, fo + at, h, ho, l, r, m, back)
@@ -371,7 +370,7 @@ def _step_back(plan, A, ao, S, so, I, T, G, H, go, x, xo, f, l, r, m, back, g, u
     gl, gr, gm = l - l, l - l, l - l
     for n in range(len(plan.nodes)):
         op, _, o, V, P, a, _, at, size, _, width = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             h, ho = _looked_at(x, xo + a, width, P, plan.centres, row)
             if S.size > 0:
                 e, c = unwritten_on(
@@ -477,7 +476,8 @@ def backward(
                         _read_back(plan, Z, o, Q, mo, q, at * P, gy, at * V, z, g, gq, row, act, ac)
                 if resets:  # the cotangents of a memory that starts anew go to those of its start
                     _unlinks(plan, link_back, lc, spare, states, o, W, o, M, G, base)
-                    moved(G, base, size, g_initial, base)
+                    summed(G, base, g_initial, base, g_initial, base, size)
+                    fill(G, base, size, 0.0)
                     if H.size > 0:
                         fill(H, base, size, 0.0)
         _unlinks(plan, link_back, lc, spare, states, nil, W, nil, M, G, base)

@@ -18,10 +18,12 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, number, per_vector, put, store, store_rows, sums,
-    total, zeros,
+    ONE, ROWS, add, filled, get, helper, inline, load, load_rows, mad, mul, number, per_vector, put, store, store_rows,
+    sums, total, zeros,
 )  # fmt: skip
 from hecate.structure.bound import ROOT
+
+LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)  # operations of a graph's nodes, as `deep` numbers them
 
 
 @intrinsic
@@ -50,16 +52,6 @@ def copy(source, at, target, to, size):
     out_of_line()
     for j in range(0, size, per_vector(source)):
         store(target, to + j, load(source, at + j, ONE))
-
-
-@helper
-def moved(G, at, size, T, to):
-    """T[to:] += G[at:], and G[at:] = 0."""
-    out_of_line()
-    zero = filled(G, 0.0)
-    for j in range(0, size, per_vector(G)):
-        store(T, to + j, add(load(T, to + j, ONE), load(G, at + j, ONE)))
-        store(G, at + j, zero)
 
 
 @helper
@@ -143,17 +135,21 @@ def products_added(w, wo, x, at, y, yo, z, to, size):
 # One weight W [V, P] of a memory.
 
 
+@inline
+def products(W, o, P, x, at):
+    """Four rows times x, which is loaded once for all of them."""
+    y = zeros(W)
+    for j in range(0, P, per_vector(W)):
+        y = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), y)
+    return sums(y)
+
+
 @helper
 def dots(W, o, V, P, x, at, y, to):
     """y = W x."""
     out_of_line()
-    # Four rows at once: their input is loaded once for all of them.
     for c in range(0, V, ROWS):
-        acc = zeros(W)
-        for j in range(0, P, per_vector(W)):
-            acc = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), acc)
-        put(y, to + c, sums(acc))
-        o += ROWS * P
+        put(y, to + c, products(W, o + c * P, P, x, at))
 
 
 @helper
@@ -161,13 +157,8 @@ def dots_more(W, o, V, P, x, at, y, to):
     """y += W x."""
     out_of_line()
     for c in range(0, V, ROWS):
-        acc = zeros(W)
-        for j in range(0, P, per_vector(W)):
-            acc = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), acc)
-        a, b, c0, d = sums(acc)
-        e, f, g, h = get(y, to + c)
-        put(y, to + c, (a + e, b + f, c0 + g, d + h))
-        o += ROWS * P
+        (a0, a1, a2, a3), (b0, b1, b2, b3) = products(W, o + c * P, P, x, at), get(y, to + c)
+        put(y, to + c, (a0 + b0, a1 + b1, a2 + b2, a3 + b3))
 
 
 @helper
@@ -408,7 +399,7 @@ def bounded(plan, W, wo, x, xo, v, t):
     t[at] = one
     for n in range(count - 1, -1, -1):
         op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             # A layer's part of |J|^2: |h|^2 times the square norm of the derivative by its outputs.
             bound += (t[at] + root) * _square(x, xo + a, P)
             if 0 < a < hidden:
@@ -418,7 +409,7 @@ def bounded(plan, W, wo, x, xo, v, t):
                     v[a + j] *= t[at]
                     s += v[a + j]
                 t[a] = s
-        elif op == 1:
+        elif op == ACT:
             s = number(x[xo], 0)
             for i in range(size):
                 q = x[xo + at + wide + i]
@@ -426,12 +417,12 @@ def bounded(plan, W, wo, x, xo, v, t):
                 v[a + i] = v[at + i] * q * q
                 s += v[a + i]
             t[a] = s
-        elif op == 2:
+        elif op == ADD:
             for k in (a, b):
                 if 0 < k < hidden:
                     copy(v, at, v, k, wide)
                     t[k] = t[at]
-        elif op == 3:
+        elif op == MULTIPLY:
             s, u = number(x[xo], 0), number(x[xo], 0)
             for i in range(size):
                 p, q, w = x[xo + a + i], x[xo + b + i], v[at + i]
@@ -455,7 +446,7 @@ def bounded_back(plan, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row):
     fill(gt, nil, plan.row, 0.0)
     for n in range(len(plan.nodes)):
         op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == 0:
+        if op == LINEAR:
             c, w = e * _square(x, xo + a, P), two * e * (t[at] + number(x[xo], ROOT))
             for j in range(P):
                 g[a + j] += w * x[xo + a + j]
@@ -468,18 +459,18 @@ def bounded_back(plan, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row):
                     row[j] = two * t[at] * r
                 spread_columns(W, wo + o, M, mo + o, V, P, row, nil)
             gt[at] += c
-        elif op == 1:
+        elif op == ACT:
             for i in range(size):
                 r, q = gv[a + i] + gt[a], x[xo + at + wide + i]
                 gv[at + i] += r * q * q
                 g[a + i] += two * v[at + i] * q * x[xo + at + 2 * wide + i] * r
-        elif op == 2:
+        elif op == ADD:
             for k in (a, b):
                 if 0 < k < hidden:
                     for i in range(wide):
                         gv[at + i] += gv[k + i]
                     gt[at] += gt[k]
-        elif op == 3:
+        elif op == MULTIPLY:
             for i in range(size):
                 p, q, w = x[xo + a + i], x[xo + b + i], two * v[at + i]
                 r, s = gv[a + i] + gt[a], gv[b + i] + gt[b]
