@@ -218,7 +218,7 @@ def each_token(tokens: Tokens, run: Run) -> list[Tokens]:
     """The tokens one by one, without the axis of time."""
     length = tokens.v.shape[1]
     columns = [(None,) * length if item is None else run(UNBIND, item, label="tokens") for item in tokens]
-    return [Tokens(*row) for row in zip(*columns, strict=True)]  # type: ignore[arg-type]
+    return [Tokens(*row) for row in zip(*columns, strict=True)]
 
 
 def spacing(count: int) -> int:

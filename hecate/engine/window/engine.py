@@ -189,12 +189,12 @@ class _Walk:
         settings, spread = self.settings, self.settings.lift.spread
         own = len(settings.form.inner.slots)
         context = 3 if settings.form.remembers else 0
-        (memory,), slots, (initial,), tokens = parted(inputs, own + context)
+        (memory,), slots, (start,), tokens = parted(inputs, own + context)
         keys, values, filled = slots[own:] if context else (None, None, memory.new_zeros(len(tokens.v), 0))
-        states = (slots[0] if own else None, None if tokens.reset is None else initial, keys)
+        states = (slots[0] if own else None, None if tokens.reset is None else start, keys)
         # From phi's numbers to the lift's features, of which one or two hold the same number.
-        wide = (None if item is None else spread(item) for item in states)
-        return _Held(spread(memory), *wide, values, filled), tokens, own  # type: ignore[arg-type]
+        slot, initial, keys = (None if item is None else spread(item) for item in states)
+        return _Held(spread(memory), slot, initial, keys, values, filled), tokens, own
 
     def spans(self, tokens: Tokens) -> list[slice]:
         """The tokens of every block."""
