@@ -47,10 +47,10 @@ RATES = "lr of each weight"  # as `Plan.general` has it
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 MOST = 64  # plans, or programs of a token, that a config keeps
-DEFAULTS, NO_PARAMS = Gates(), Params(learned={}, frozen={})
+_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
 _OF_TENSORS = ("flat", "inputs", "retain", "seen")
-_TENSORS, PLAIN_NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
+_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
 class Inputs(NamedTuple):
@@ -305,7 +305,7 @@ def looks_in(given: Any, tensors: list[Any]) -> list[object] | None:
         elif type(item) is dict:
             looks.append(tuple(item))
             tensors += item.values()
-        elif type(item) in PLAIN_NUMBERS:
+        elif type(item) in _NUMBERS:
             looks += (type(item), item)
         else:
             looks.append(Tensor)
@@ -347,7 +347,7 @@ class Call:
         write_mask: Tensor | None = None, reset_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Call:  # fmt: skip
         """From the arguments of `memory_scan`: by the plan that others of the same looks have left, else checked."""
-        gates, params = DEFAULTS if gates is None else gates, NO_PARAMS if phi_params is None else phi_params
+        gates, params = _DEFAULTS if gates is None else gates, _NO_PARAMS if phi_params is None else phi_params
         if cu_seqlens is not None:
             check_tokens(q, k, v)
             reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
@@ -434,7 +434,7 @@ def _looks(
     """All that checks and engines ask of a call but its numbers; None where torch has to see every operation, and where
     something is not what it should be. The one place where a scan asks torch whether it has."""
     plain = isinstance(config, MemoryConfig) and type(gates) is Gates and type(params) is dict
-    if torch.compiler.is_compiling() or not plain or params.keys() != NO_PARAMS.keys():
+    if torch.compiler.is_compiling() or not plain or params.keys() != _NO_PARAMS.keys():
         return None
     given: tuple[Any, ...] = (*gates, write, reset, initial, params["learned"], params["frozen"])
     if state is not None:
@@ -533,7 +533,7 @@ def complete(
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
     check_alike(q, k, v, write_mask, reset_mask)
-    gates = DEFAULTS if gates is None else gates
+    gates = _DEFAULTS if gates is None else gates
     check_gates(config, gates, k, v)
     own, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
     return Inputs(q, k, v, *own, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]

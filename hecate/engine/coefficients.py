@@ -153,15 +153,9 @@ def stepped_keys(chunks: Tokens) -> Tensor:
 def states_of(config: MemoryConfig, chunks: Tokens) -> tuple[Combined, Combined, Combined | None]:
     """`coefficients` of a group of blocks, with an axis before time: 1, or the P phi channels where retain differs
     between them."""
-    reset = None if chunks.reset is None else chunks.reset.unsqueeze(2)
-    retain, write = _decays(chunks)
-    return coefficients(config, retain, chunks.momentum.unsqueeze(2), write, reset)
-
-
-def _decays(chunks: Tokens) -> tuple[Tensor, Tensor | None]:
-    """Retain and the mask of a group of blocks, with such an axis."""
     retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
-    return retain, None if chunks.write is None else chunks.write.unsqueeze(2)
+    write, reset = (None if mask is None else mask.unsqueeze(2) for mask in (chunks.write, chunks.reset))
+    return coefficients(config, retain, chunks.momentum.unsqueeze(2), write, reset)
 
 
 def transposed_reads(states: Combined, chunks: Tokens, bases: Tensor, writes: Tensor) -> Tensor:
@@ -194,7 +188,9 @@ def matrices_of(
         seen = chunks.phi_k if moving else None
         return Matrices(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
     after, before, slot = states_of(config, chunks) if states is None else states
-    read, faced = after if config.read == "after" else before, faced_states(config, after, before, *_decays(chunks))
+    retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
+    write = None if chunks.write is None else chunks.write.unsqueeze(2)
+    read, faced = after if config.read == "after" else before, faced_states(config, after, before, retain, write)
     return Matrices(
         read=_spread(read, chunks.phi_q),
         attend=_pairs(read, chunks.phi_q, stepped),

@@ -13,6 +13,7 @@ The same numbers as those of the token loop, but for rounding. [ENG-FACT-D1, ENG
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Plan
-from hecate.engine.engine import TokenEngine, chunk_refusal
-from hecate.engine.tokens import Carry, Tokens, each_token, expand_to, in_folds, parted, run_by_hand, spacing
+from hecate.engine.engine import TokenEngine
+from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Run, Tensors, execute
+from hecate.tape import ByHand, Run, Tensors, one, several
 from hecate.tape.ops import over, sum_to_gate
 
 State = tuple[Tensor, ...]  # the memory and its slots
@@ -38,8 +39,8 @@ class Factored(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that need whole gradients, or take them elsewhere."""
-        if (reason := chunk_refusal(config)) is not None:
-            return reason
+        if config.chunk > 1 or config.commit == "chunk":
+            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
         if not config.forms.linear or config.structure.diagonal:
             return f"structure {config.structure.kind!r} is not a matrix"
         if not config.retention.linear:
@@ -61,7 +62,9 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
     loop = _Loop(config)
     hand = ByHand("engine.factored", loop.forward, loop.backward, lambda *inputs: loop.forward(inputs, False)[0])
-    return run_by_hand(hand, tokens, carry, initial, run=run)
+    inputs = (*carry.memory, *carry.slots, *initial, *tokens[:8])
+    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
 class _Kept(NamedTuple):
@@ -87,13 +90,17 @@ class _Loop:
 
     def split(self, inputs: Tensors) -> tuple[State, State, list[Tokens]]:
         """The first state, the one of a restart, and every token."""
-        memory, slots, initial, tokens = parted(inputs, len(self.config.algorithm.slots))
-        return (*memory, *slots), (*initial, *map(torch.zeros_like, slots)), each_token(tokens, execute)
+        count = 1 + len(self.config.algorithm.slots)
+        state, initial = several(inputs[:count]), one((inputs[count],))
+        columns = [None if item is None else item.unbind(1) for item in inputs[count + 1 :]]
+        length = len(columns[2] or ())
+        tokens = [Tokens(*(None if c is None else c[t] for c in columns)) for t in range(length)]  # type: ignore[arg-type]
+        return state, (initial, *map(torch.zeros_like, state[1:])), tokens
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[State]]:
         """Outputs and the last state; the states of every sqrt(T)-th token."""
         state, fresh, tokens = self.split(inputs)
-        every, starts, outputs = spacing(len(tokens)), [], []
+        every, starts, outputs = _every(len(tokens)), [], []
         for t, token in enumerate(tokens):
             if keeps and t % every == 0:
                 starts.append(state)
@@ -125,7 +132,7 @@ class _Loop:
         gy, *later = cotangents
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
-        every, found = spacing(len(tokens)), []
+        every, found = _every(len(tokens)), []
         # From the last kept state: forward to the next one, then back through those steps.
         for begin in reversed(range(0, len(tokens), every)):
             at, steps = starts[begin // every], []
@@ -139,7 +146,7 @@ class _Loop:
                     ginitial = ginitial + torch.where(expand_to(reset, state[0]), state[0], 0.0)
                     state = _where(reset, tuple(map(torch.zeros_like, state)), state)
         joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*found, strict=True)]
-        return *state, ginitial, *joined, *[None] * (len(Tokens._fields) - len(joined))
+        return *state, ginitial, *joined, None, None
 
     def back(self, token: Tokens, kept: _Kept, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
         """Cotangents of a token's phi_k, phi_q, v and gates, and of the state before it."""
@@ -185,6 +192,10 @@ def one_step(block: Any) -> Any:
     if block is None:
         raise TypeError("the algorithm makes no step of narrow factors")
     return block
+
+
+def _every(length: int) -> int:
+    return math.isqrt(max(length - 1, 0)) + 1
 
 
 def _where(mask: Tensor, yes: State, no: State) -> State:

@@ -14,6 +14,7 @@ its level, and a token one query of every level that came into the block, weighe
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from hecate.engine.features import to_tokens
 from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
-from hecate.engine.tokens import Carry, Tokens, cast, cut, each_token, fold_heads, spacing, unfold_heads, written_before
+from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
 from hecate.errors import ConfigError, ShapeError
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Memory
@@ -209,7 +210,7 @@ def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *given: Tensor |
     places, call = given[:3], Call(plan, given[3:])
     tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, plan.dtype, run), run)
     (initial, carry), heads = call.memories[0], scale.shape[2]
-    size = SEGMENT * CHUNK if blocks else spacing(call.length)
+    size = SEGMENT * CHUNK if blocks else math.isqrt(call.length - 1) + 1
     sizes = [min(size, call.length - at) for at in range(0, call.length, size)]
     rows = cut((one(run(_FOLD, scale, label="scale")), *places, *tokens), sizes, run)
     way = partial(_segment_in_blocks if blocks else _segment, call.config)
@@ -251,13 +252,15 @@ def _segment(
     initial = tuple(one(run(oldest, weight)) for weight in initial)
     memory, slots = ([one(run(rowed, item)) for item in kind] for kind in (carry.memory, carry.slots))
     blocks = blocks_of(config)
+    columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
     outputs: list[Tensor] = []
-    for t, token in enumerate(each_token(tokens, run)):
+    for t in range(length):
         move = formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels))
         own = labelled(run, f"token {first * length + t}")
         held = carry._replace(
             memory=tuple(one(own(move, item)) for item in memory), slots=tuple(one(own(move, item)) for item in slots)
         )
+        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
         y, carry, _ = token_step(config, token, held, initial, run=own, blocks=blocks)
         memory, slots = list(carry.memory), list(carry.slots)
         outputs.append(y)

@@ -6,6 +6,7 @@ tape keeps one carry per segment, and a segment is taped again when its turn com
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import chain
 
@@ -19,16 +20,15 @@ from hecate.engine.tokens import (
     CONCAT,
     NUMBERS,
     SELECT,
+    UNBIND,
     VECTORS,
     Carry,
     Scan,
     Tokens,
     cut,
-    each_token,
     in_folds,
     linear_block,
     rates_of,
-    spacing,
 )  # fmt: skip
 from hecate.rule import MemoryConfig, TokenGates
 from hecate.structure import Memory
@@ -70,7 +70,7 @@ def sequential(
     if run is execute:
         return _segment(config, tokens, carry, initial, run, 0)
     length = tokens.v.shape[1]
-    size = spacing(length)
+    size = max(1, math.isqrt(max(length - 1, 0)) + 1)
     rows = cut(tokens, [min(size, length - at) for at in range(0, length, size)], run)
 
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
@@ -121,9 +121,12 @@ def _segment(
     config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, run: Run, first: int
 ) -> tuple[Tensor, Carry]:
     blocks = blocks_of(config)
+    # [N, T, *] to a column of T tensors [N, *] for every field.
+    columns = [None if tensor is None else several(run(UNBIND, tensor, label="tokens")) for tensor in tokens]
     outputs: list[Tensor] = []
     weights: Memory | None = None
-    for t, token in enumerate(each_token(tokens, run)):
+    for t in range(tokens.v.shape[1]):
+        token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
         own = labelled(run, f"token {first + t}")
         y, carry, weights = token_step(config, token, carry, initial, run=own, blocks=blocks, weights=weights)
         outputs.append(y)

@@ -47,18 +47,7 @@ from hecate.engine.coefficients import (
 )
 from hecate.engine.engine import Engine, TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.tokens import (
-    NEUTRAL,
-    NUMBERS,
-    VECTORS,
-    Carry,
-    Scan,
-    Tokens,
-    in_folds,
-    linear_block,
-    parted,
-    run_by_hand,
-)  # fmt: skip
+from hecate.engine.tokens import NEUTRAL, NUMBERS, VECTORS, Carry, Scan, Tokens, in_folds, linear_block, run_by_hand
 from hecate.formula import formula_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -147,10 +136,14 @@ def parallel(
     if carry.memory[0].dim() == 2:
         scalars = partial(parallel, size=min(size, DIAGONAL_CHUNK))
         return by_coordinate(scalars, config, tokens, carry, initial, run=run)
-    if config.forms.transposed or tokens.retain_value is not None:
-        name, scan = ("keys", _scan_keys) if config.forms.transposed else ("values", _scan_values)
-        block = Block(f"engine.parallel.{name}", lambda *inputs: (scan(config, inputs), inputs))
-        return run_by_hand(block, tokens, carry, initial, run=run)
+    if config.forms.transposed:
+        block = Block("engine.parallel.keys", lambda *inputs: (_scan_keys(config, inputs), inputs))
+        y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *tokens, label="tokens"))
+        return y, carry._replace(memory=(memory,), slots=tuple(slots))
+    if tokens.retain_value is not None:
+        block = Block("engine.parallel.values", lambda *inputs: (_scan_values(config, inputs), inputs))
+        y, memory = several(run(block, *carry.memory, *initial, *tokens, label="tokens"))
+        return y, carry._replace(memory=(memory,))
 
     def plain(*inputs: Tensor | None) -> Tensors:
         return _scan(config, size, inputs, False, by_hand=False)[0]
@@ -160,23 +153,27 @@ def parallel(
 
 
 def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> Callable[..., Tensors]:
-    """A kernel's function of (*memory, *slots, *initial, *tokens), in plain torch: by an engine, or by blocks where
-    they are exact."""
+    """A kernel's function of (memory, *slots, initial, *tokens), in plain torch: by an engine, or by blocks where they
+    are exact."""
+    states = 1 + len(like.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        memory, slots, initial, tokens = parted(inputs, len(like.slots), len(like.memory))
-        blocks = tokens.retain_value is None and not Engine.registry["parallel"].refuses(config)
+        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        blocks = rest.retain_value is None and not Engine.registry["parallel"].refuses(config)
         scan = engine or (parallel if blocks else sequential)
-        carry = like._replace(memory=memory, slots=slots)
-        y, new = in_folds(scan, config, tokens, carry, initial, run=execute)
+        memory, *slots = several(inputs[:states])
+        own = like._replace(memory=(memory,), slots=tuple(slots))
+        y, new = in_folds(scan, config, rest, own, several(inputs[states : states + 1]), run=execute)
         return y, *new.memory, *new.slots
 
     return plain
 
 
 def _named(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
-    (memory,), slots, (initial,), tokens = parted(inputs, len(config.algorithm.slots))
-    return tokens, States(memory, slots[0] if slots else None, None if tokens.reset is None else initial)
+    memory, *slots = inputs[: 1 + len(config.algorithm.slots)]
+    initial, *rest = inputs[1 + len(slots) :]
+    tokens = Tokens(*rest)  # type: ignore[arg-type]
+    return tokens, States(memory, slots[0] if slots else None, None if tokens.reset is None else initial)  # type: ignore[arg-type]
 
 
 def _scan(
@@ -194,13 +191,8 @@ def _scan(
         outputs.append(y.transpose(0, 1))
         if keeps:
             record += [bases] if writes is chunks.v else [bases, writes]
-    return _joined(outputs, tokens, states), tuple(record)
-
-
-def _joined(outputs: list[Tensor], tokens: Tokens, states: States) -> Tensors:
-    """Outputs and last states, from the outputs of every group `[N, g, C, V]`."""
     y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
-    return y, states.memory, *(() if states.slot is None else (states.slot,))
+    return (y, states.memory, *(() if states.slot is None else (states.slot,))), tuple(record)
 
 
 def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
@@ -241,7 +233,8 @@ def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
         _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
         y = transposed_reads(found[0] if config.read == "after" else found[1], chunks, bases, writes)
         outputs.append(y.transpose(0, 1))
-    return _joined(outputs, tokens, states)
+    y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
+    return y, states.memory, *(() if states.slot is None else (states.slot,))
 
 
 def _scan_vjp(

@@ -403,13 +403,10 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
 
 def _built(call: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
     """y and the state of the operator's outputs."""
-    return cast(tuple[Tensor, MemoryState], _filled(*pytree.tree_flatten(_first(call, tensors)), outputs))
-
-
-def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
-    """A tree with these tensors in place of its own."""
-    rest = iter(tensors)
-    return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    leaves, spec = pytree.tree_flatten(_first(call, tensors))
+    rest = iter(outputs)
+    found = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return cast(tuple[Tensor, MemoryState], found)
 
 
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
@@ -479,9 +476,13 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     fixed, fixed_spec = pytree.tree_flatten(tree)
     further = [item for item in fixed if isinstance(item, Tensor)]
 
+    def filled(leaves: list[Any], spec: Any, found: Sequence[Tensor]) -> Any:
+        rest = iter(found)
+        return pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
+
     def one(tokens: list[Tensor], held: Any, own: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-        given = _filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
-        return whole_scan(config, **given, **_filled(fixed, fixed_spec, own), state=held, **way)
+        given = filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
+        return whole_scan(config, **given, **filled(fixed, fixed_spec, own), state=held, **way)
 
     held, held_spec = pytree.tree_flatten(state)
     start = [item for item in held if isinstance(item, Tensor)]
@@ -489,7 +490,7 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     def step(*given: Tensor) -> list[Tensor]:
         before, rest = given[: len(start)], given[len(start) :]
         tokens, own = rest[: len(rows)], rest[len(rows) :]
-        y, after = one(list(tokens), _filled(held, held_spec, before), own)
+        y, after = one(list(tokens), filled(held, held_spec, before), own)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
     found = torch.ops.higher_order.scan(step, start, rows, tuple(further))

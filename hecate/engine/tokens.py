@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
@@ -127,22 +126,11 @@ def in_folds(
     return one(run(unfold_heads(tokens.lr.shape[2]), y, label="heads")), new
 
 
-def run_by_hand(
-    engine: ByHand | Block, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
-) -> tuple[Tensor, Carry]:
-    """Runs a sequence in a function of (*memory, *slots, *initial, *tokens): outputs shaped like the values and the
-    final carry."""
-    inputs, count = (*carry.memory, *carry.slots, *initial, *tokens), len(carry.memory)
-    block = engine if isinstance(engine, Block) else engine.block()
-    y, *states = several(run(block, *inputs, label="tokens"))
-    return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
-
-
-def parted(inputs: Tensors, slots: int, weights: int = 1) -> tuple[Memory, Memory, Memory, Tokens]:
-    """The inputs of such a function: weights, slots, initial weights and tokens."""
-    states = several(inputs[: 2 * weights + slots])
-    tokens = Tokens(*inputs[len(states) :])  # type: ignore[arg-type]
-    return states[:weights], states[weights:-weights], states[-weights:], tokens
+def run_by_hand(engine: ByHand, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
+    """Runs a sequence in a function of (memory, *slots, initial, *tokens): outputs shaped like the values and the final
+    carry."""
+    y, memory, *slots = run(engine.block(), *carry.memory, *carry.slots, *initial, *tokens, label="tokens")
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))  # type: ignore[return-value, arg-type]
 
 
 _FOLD = Block(
@@ -212,18 +200,6 @@ def cut(tensors: Tensors, sizes: list[int], run: Run) -> list[Tensors]:
     block = split_time(sizes)
     cut = [(None,) * len(sizes) if tensor is None else run(block, tensor, label="split") for tensor in tensors]
     return list(zip(*cut, strict=True))
-
-
-def each_token(tokens: Tokens, run: Run) -> list[Tokens]:
-    """The tokens one by one, without the axis of time."""
-    length = tokens.v.shape[1]
-    columns = [(None,) * length if item is None else run(UNBIND, item, label="tokens") for item in tokens]
-    return [Tokens(*row) for row in zip(*columns, strict=True)]
-
-
-def spacing(count: int) -> int:
-    """Every how many steps, of so many, a state is kept for the backward pass: their root, rounded up."""
-    return math.isqrt(max(count - 1, 0)) + 1
 
 
 def _select(mask: Tensor, yes: Tensor, no: Tensor) -> tuple[Tensors, Tensor]:

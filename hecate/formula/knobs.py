@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ MIXES = "a coordinate needs the whole row, where an activation goes coordinate b
 KEPT = 4096  # formulas that are remembered
 CELLS = ALONG | DOWN
 MIXED = {*SUMS, "in N", "in M"}  # operations by which one number needs others
-Made = TypeVar("Made")
 
 
 class Formula(NamedTuple):
@@ -63,19 +62,20 @@ def bias_formula(bias: Bias) -> Formula:
 
 def formula_of(bias: Bias) -> Formula | str:
     """The formula of a bias, or why it has none."""
-    return kept(bias, _of_bias)
+    found: Formula | str = kept(bias, _of_bias)
+    return found
 
 
 def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
     """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
-    return kept(activation, _of_activation)
+    found: tuple[Node, Node, Node] | str = kept(activation, _of_activation)
+    return found
 
 
-def kept(variant: Variant, make: Callable[[Any], Made]) -> Made | str:
+def kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
     """The formula that is made of a variant, once, or why it could not be made."""
     # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
-    formula: Made | str = _made(make, tuple(_methods(variant)), repr(variant), variant)
-    return formula
+    return _made(make, tuple(_methods(variant)), repr(variant), variant)
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
@@ -140,7 +140,8 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
 def map_formula(feature_map: FeatureMap, *, centred: bool = False, pulled: bool = False) -> Text | str:
     """`phi(x, c)` of a componentwise map without parameters, or why there is none: phi(x) - phi(0) where it is
     `centred`, J^T of what it would be, J the derivative of phi at x, where it is `pulled`."""
-    return kept(feature_map, _MAPS[centred, pulled])
+    found: Text | str = kept(feature_map, _MAPS[centred, pulled])
+    return found
 
 
 def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
@@ -298,7 +299,8 @@ class RetentionFormula(NamedTuple):
 
 def retention_formula(retention: Retention) -> RetentionFormula | str:
     """The formula of a retention, or why it has none."""
-    return kept(retention, _of_retention)
+    found: RetentionFormula | str = kept(retention, _of_retention)
+    return found
 
 
 def retention_texts(retention: Retention) -> list[Text]:

@@ -151,10 +151,13 @@ def test_thirds_are_near(n, dtype):
     """A root is off by 1.5, its square by twice as much and its own rounding."""
     x = np.abs(samples(dtype))
     x = padded(x[(x >= np.finfo(dtype).tiny) & (x < np.inf)])
-    ends, thirds = padded(np.array([np.inf, np.nan], dtype)), lanes.thirds
-    function = lambda a, b, c: thirds(a, n)  # noqa: E731 - compiled once
-    same(applied(function, ends), ends ** (n / 3))
-    judged(f"thirds {n}", applied(function, x), x.astype(wider(dtype)) ** (n / wider(dtype)(3)), 4.0)
+    ends, found = padded(np.array([np.inf, np.nan], dtype)), []
+    for own in (lanes.thirds, lanes.thirds_above):
+        function = lambda a, b, c, own=own: own(a, n)  # noqa: E731 - compiled once
+        found.append(applied(function, x))
+        same(applied(function, ends), ends ** (n / 3))
+    judged(f"thirds {n}", found[0], x.astype(wider(dtype)) ** (n / wider(dtype)(3)), 4.0)
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

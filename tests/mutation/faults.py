@@ -415,7 +415,7 @@ FAULTS = [
     *_of(
         "engine",
         "tests/engine/test_compiled_layers.py",
-        ("cpu/layers", "        gr = decayed(G, go, A, ao, plan.size, r)", "        pass"),
+        ("cpu/layers", "        gr = decayed(G, go, A, ao, size, r)", "        pass"),
         ("cpu/layers", "            one += up[a + i] * row[wide + i]", "            pass"),
         ("cpu/layers", "                for i in range(width):\n                    g[a + i] = row[i]", "                pass"),
         ("cpu/passes", "            store_rows(H, go + j, P, mul(m, g))", "            store_rows(H, go + j, P, g)"),

@@ -55,7 +55,6 @@ from hecate.engine.tokens import (
     fold_mask,
     in_folds,
     linear_block,
-    spacing,
 )
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig, TokenGates
@@ -224,7 +223,7 @@ def chunked(
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
     small = len(spans) * _bytes(carry.flat) + sum(_bytes(row) for row in rows) <= KEPT
-    each = len(spans) if small else spacing(len(spans))
+    each = len(spans) if small else math.isqrt(len(spans) - 1) + 1
     y, carry = in_segments(segment, rows, carry, initial, run, each=each, keep=small)
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))

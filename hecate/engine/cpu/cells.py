@@ -30,6 +30,7 @@ SIGNATURES = {
 COSTLY = frozenset(("exp", "expm1", "log", "log1p", "tanh", "erf", "sin", "cos", "power"))
 Place = tuple[int, int]  # a pass, and a loop over a row within it
 FIRST: Place = (0, 0)
+NORMAL = 1.2e-38  # in float32
 Scope = tuple[list[str], dict[Node, str], str]  # lines, the names that are known in them, and their indentation
 
 
@@ -472,8 +473,16 @@ def _power(node: Node, text: Callable[[Node], str]) -> str:
         return f"sqrt(sqrt({x}))"
     thirds = round(3 * n)
     if thirds in (-2, -1, 1, 2) and abs(n - thirds / 3) < 1e-15:
-        return f"thirds({x}, {thirds})"
+        return f"{'thirds_above' if _floored(node.args[0]) else 'thirds'}({x}, {thirds})"
     return f"power({x}, {text(node.args[1])})"
+
+
+def _floored(x: Node) -> bool:
+    """True of a number that is no smaller than a constant that is normal in float32."""
+    if x.op != "where" or x.args[0].op != "lt":
+        return False
+    _, floor, other = x.args
+    return x.args[0].args == (other, floor) and floor.op == "const" and floor.args[0] >= NORMAL
 
 
 def _written(result: Result, text: str) -> list[str]:

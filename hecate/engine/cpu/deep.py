@@ -8,11 +8,11 @@ on disk. Threads share memories as in `compiled`. [ENG-LAYERS-D1]
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,15 +25,14 @@ from hecate.engine.cpu.engine import TOKENS, no_kernels
 from hecate.engine.cpu.family import at_once, link_part, printed_part, ready
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
-from hecate.engine.parallel import by_torch
-from hecate.engine.tokens import Carry, Tokens, parted, run_by_hand, spacing
+from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
 from hecate.rule import MemoryConfig
 from hecate.rule.rule import acts_of
 from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
-from hecate.tape import ByHand, Run, Tensors, several
+from hecate.tape import ByHand, Run, Tensors, execute, several
 
 SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
@@ -89,9 +88,14 @@ class CompiledLayers(TokenEngine):
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels."""
         config = call.config
-        plain = by_torch(config, carry, sequential)
-        kernel = ByHand("engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), plain)
-        return run_by_hand(kernel, tokens, carry, initial, run=run)
+        kernel = ByHand(
+            "engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), by_loop(config, carry)
+        )
+        # One flat row for the block: what the backward returns is in this order, too.
+        inputs = (*carry.memory, *carry.slots, *initial, *tokens)
+        y, *states = several(run(kernel.block(), *inputs, label="tokens"))
+        count = len(carry.memory)
+        return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
 
 def _unwalked(structure: Structure) -> str | None:
@@ -113,6 +117,21 @@ def _unwalked(structure: Structure) -> str | None:
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
         return "norms of several eps, of which its kernels know one"
     return None
+
+
+def by_loop(config: MemoryConfig, like: Carry) -> Any:
+    """The kernels' function of (*memory, *slots, *initial, *tokens), in plain torch."""
+    count = len(like.memory)
+    states = count + len(like.slots)
+
+    def plain(*inputs: Tensor | None) -> Tensors:
+        given = several(inputs[: states + count])
+        own = like._replace(memory=given[:count], slots=given[count:states])
+        rest = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
+        y, new = in_folds(sequential, config, rest, own, given[states:], run=execute)
+        return y, *new.memory, *new.slots
+
+    return plain
 
 
 class Route:
@@ -179,10 +198,13 @@ class Scan:
 
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
-        self.config, count = config, config.structure.graph().weights
-        self.memory, self.slots, self.initial, tokens = parted(inputs, count * len(config.algorithm.slots), count)
-        self.tokens, first = tokens, self.memory[0]
-        self.inputs, self.width = tokens.phi_k.shape[-1], tokens.v.shape[-1]
+        graph, self.config = config.structure.graph(), config
+        count = graph.weights
+        states = count * (1 + len(config.algorithm.slots))
+        self.memory, self.slots = several(inputs[:count]), several(inputs[count:states])
+        self.initial = several(inputs[states : states + count])
+        self.tokens = tokens = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
+        first, self.inputs, self.width = self.memory[0], tokens.phi_k.shape[-1], tokens.v.shape[-1]
         self.per = BYTES // first.element_size()
         keys, values = ((-(-size // self.per) * self.per,) for size in (self.inputs, self.width))
         self.sizes = keys, keys, values  # of phi(k), phi(q) and v in whole vectors
@@ -190,7 +212,7 @@ class Scan:
         self.route = _route(config.structure, tuple(self.shapes), self.inputs, self.per)
         self.count, self.length = len(first), tokens.v.shape[1]
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
-        self.segment = spacing(self.length)
+        self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
         self.new, self.zeros = first.new_empty, first.new_zeros
         self.link = link_part(config, self.route.wide)
         self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
@@ -226,12 +248,12 @@ class Scan:
         tensors = (*tokens[:4], retain, tokens.momentum, *masks, initial, *given)
         rows = arrays(tensors, chain(self.sizes, repeat(())))
         number = rows[0].dtype.type
-        plan = importlib.import_module("hecate.engine.cpu.layers").Plan(
-            route.nodes, number(route.eps), number(FLOOR if config.blocks else 0.0), self.heads, self.length,
-            route.size, route.row, self.sizes[0][0], self.sizes[2][0], route.last, self.width, route.ones,
+        arguments = (
+            self.heads, self.length, route.nodes, number(route.eps), len(route.nodes), route.size, route.row,
+            self.sizes[0][0], self.sizes[2][0], route.last, self.width, route.ones, *rows,
             self.segment, int(config.retention.dual), int(config.retention.centring),
             int(config.decay_order == "before_gradient"), int(config.read == "before"),
-            int(config.retention.anchored),
+            int(config.retention.anchored), number(FLOOR if config.blocks else 0.0),
         )  # fmt: skip
         learn, act, link, back = printed_part(config.forms.formula), route.act, self.link, kernel == "backward"
         wanted = [("layers", (), "layers", back), (learn.name, (), "learn", False), (act.name, (), "act", False)]
@@ -242,7 +264,7 @@ class Scan:
         parts = (do, numbers[0], active, numbers[1], linked, numbers[2], *undo)
 
         def work(lo: int, hi: int) -> None:
-            run(lo, hi, plan, *rows, *arrays([self.zeros(size) for size in scratch]), *parts)
+            run(lo, hi, *arguments, *arrays([self.zeros(size) for size in scratch]), *parts)
 
         share_out(work, self.count, self.count * self.length * route.size, SHARE)
 

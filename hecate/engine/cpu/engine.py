@@ -28,7 +28,7 @@ from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain
 from hecate.engine.parallel import by_coordinate, by_torch
-from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds, parted, run_by_hand
+from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds, run_by_hand
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -160,7 +160,9 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
         known[_unlike] = _unlike(config)
     plain = known[_unlike] is None and tokens.phi_w is None and tokens.retain_value is None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
-    kernel = ByHand("engine.compiled", partial(there, config), partial(back, config), by_torch(config, carry))
+    kernel = ByHand(
+        "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, carry)(*x)
+    )
     return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
@@ -180,7 +182,10 @@ class Scan:
 
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
-        (memory,), slots, (initial,), tokens = parted(inputs, len(config.algorithm.slots))
+        states: Any = inputs[: 1 + len(config.algorithm.slots)]
+        initial, *rest = inputs[len(states) :]
+        memory, *slots = states
+        tokens = Tokens(*rest)  # type: ignore[arg-type]
         self.config = config
         self.memory, self.slot, self.initial, self.tokens = memory, slots[0] if slots else None, initial, tokens
         (self.count, height, width), size = memory.shape, memory.element_size()

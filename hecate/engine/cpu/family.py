@@ -23,7 +23,7 @@ from torch import Tensor
 from hecate.algorithm import AlgorithmForm
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
-from hecate.engine.tokens import parted
+from hecate.engine.tokens import Tokens
 from hecate.formula import Descent, Formula, Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
@@ -159,7 +159,10 @@ _ARGUMENTS = {
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
     "walk": ("iiRAAAAAABB" + "A" * 12, "iiRAAAAAABB" + "A" * 26 + "I"),
-    "layers": ("iiPAAAAAABB" + "A" * 14, "iiPAAAAAABB" + "A" * 30),
+    "layers": (
+        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 6 + "iiiiiif" + "A" * 8,
+        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 13 + "iiiiiif" + "A" * 17,
+    ),
 }
 PLACES = Parts._fields[:-1]
 WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn", "link"))}  # parts, and back
@@ -179,15 +182,13 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
     """Of a part in a place, or of a walk: that has its parts last, each with its numbers, then their derivatives."""
     from numba import types as nb
 
-    from hecate.engine.cpu.layers import Plan
     from hecate.engine.cpu.walk import Rule
 
     number = nb.float32 if dtype == np.float32 else nb.float64
     array = nb.Array(number, 1, "C")
-    plan = (nb.Array(nb.int64, 2, "C"), number, number, *[nb.int64] * (len(Plan._fields) - 3))
     kinds = {
         "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
-        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.NamedTuple(plan, Plan),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.Array(nb.int64, 2, "C"),
     }  # fmt: skip
     given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
     parts, derivatives = WALKS.get(place, ((), ()))
@@ -237,13 +238,16 @@ class Walk:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
         form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
         self.apart = isinstance(descent, Descent) and descent.slots > 0  # the direction is none of the slots
-        self.kept, self.gains = int(form.momentum), form.ridge is not None
-        if self.apart:
-            self.kept = len(config.algorithm.slots)
+        self.kept, self.gains = (
+            len(config.algorithm.slots) if self.apart else int(form.momentum),
+            form.ridge is not None,
+        )
         self.moving = self.kept + self.apart
-        (memory,), self.slots, (self.initial,), self.tokens = parted(inputs, self.kept + self.gains)
-        self.config, self.memory, tokens = config, memory, self.tokens
-        self.count, self.values, self.channels = memory.shape
+        states = 1 + self.kept + self.gains
+        memory, *slots = several(inputs[:states])
+        self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        self.config, self.memory, self.slots, self.initial = config, memory, slots, inputs[states]
+        (self.count, self.values, self.channels) = memory.shape
         vector = BYTES // memory.element_size()
         self.height, self.width = -(-self.values // ROWS) * ROWS, -(-self.channels // vector) * vector
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()

@@ -468,6 +468,12 @@ def thirds(x, n):
     return where((x >= least) & (x < math.inf), _thirds(x, n), edge)
 
 
+@inline
+def thirds_above(x, n):
+    """The same of numbers that are normal, infinite or NaN."""
+    return where(x == math.inf, math.inf if n > 0 else 0.0, _thirds(x, n))
+
+
 NAMES = {
     "where": where, "abs": abs, "sqrt": sqrt, "exp": exp, "log": log, "log1p": log1p, "expm1": expm1, "tanh": tanh,
     "sin": sin, "cos": cos, "erf": erf, "floor": floor, "power": power, "total": total, "top": top,

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hecate.engine.cpu.lanes import sqrt
-from hecate.engine.cpu.passes import products
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, filled, get, helper, inline, load, load_rows, mad, mul, per_vector, put, scores, store,
     store_rows, sums, times, total, zeros,
@@ -28,7 +27,10 @@ from hecate.engine.cpu.vectors import (
 def dots(M, k, y, V, P):
     """y = M k."""
     for r in range(0, V, ROWS):
-        put(y, r, products(M, r * P, P, k, 0))
+        four = zeros(k)
+        for j in range(0, P, per_vector(k)):
+            four = mad(load_rows(M, r * P + j, P, ONE), load(k, j, ONE), four)
+        put(y, r, sums(four))
 
 
 @helper

@@ -18,12 +18,10 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, filled, get, helper, inline, load, load_rows, mad, mul, number, per_vector, put, store, store_rows,
-    sums, total, zeros,
+    ONE, ROWS, add, filled, get, helper, load, load_rows, mad, mul, number, per_vector, put, store, store_rows, sums,
+    total, zeros,
 )  # fmt: skip
 from hecate.structure.bound import ROOT
-
-LINEAR, ACT, ADD, MULTIPLY, NORM = range(5)  # operations of a graph's nodes, as `deep` numbers them
 
 
 @intrinsic
@@ -52,6 +50,16 @@ def copy(source, at, target, to, size):
     out_of_line()
     for j in range(0, size, per_vector(source)):
         store(target, to + j, load(source, at + j, ONE))
+
+
+@helper
+def moved(G, at, size, T, to):
+    """T[to:] += G[at:], and G[at:] = 0."""
+    out_of_line()
+    zero = filled(G, 0.0)
+    for j in range(0, size, per_vector(G)):
+        store(T, to + j, add(load(T, to + j, ONE), load(G, at + j, ONE)))
+        store(G, at + j, zero)
 
 
 @helper
@@ -100,6 +108,14 @@ def decayed(G, go, A, o, size, r):
 
 
 @helper
+def added(x, at, y, to, size):
+    """y += x."""
+    out_of_line()
+    for j in range(0, size, per_vector(x)):
+        store(y, to + j, add(load(y, to + j, ONE), load(x, at + j, ONE)))
+
+
+@helper
 def summed(x, at, y, yo, z, to, size):
     """z = x + y."""
     out_of_line()
@@ -135,21 +151,17 @@ def products_added(w, wo, x, at, y, yo, z, to, size):
 # One weight W [V, P] of a memory.
 
 
-@inline
-def products(W, o, P, x, at):
-    """Four rows times x, which is loaded once for all of them."""
-    y = zeros(W)
-    for j in range(0, P, per_vector(W)):
-        y = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), y)
-    return sums(y)
-
-
 @helper
 def dots(W, o, V, P, x, at, y, to):
     """y = W x."""
     out_of_line()
+    # Four rows at once: their input is loaded once for all of them.
     for c in range(0, V, ROWS):
-        put(y, to + c, products(W, o + c * P, P, x, at))
+        acc = zeros(W)
+        for j in range(0, P, per_vector(W)):
+            acc = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), acc)
+        put(y, to + c, sums(acc))
+        o += ROWS * P
 
 
 @helper
@@ -157,8 +169,13 @@ def dots_more(W, o, V, P, x, at, y, to):
     """y += W x."""
     out_of_line()
     for c in range(0, V, ROWS):
-        (a0, a1, a2, a3), (b0, b1, b2, b3) = products(W, o + c * P, P, x, at), get(y, to + c)
-        put(y, to + c, (a0 + b0, a1 + b1, a2 + b2, a3 + b3))
+        acc = zeros(W)
+        for j in range(0, P, per_vector(W)):
+            acc = mad(load_rows(W, o + j, P, ONE), load(x, at + j, ONE), acc)
+        a, b, c0, d = sums(acc)
+        e, f, g, h = get(y, to + c)
+        put(y, to + c, (a + e, b + f, c0 + g, d + h))
+        o += ROWS * P
 
 
 @helper
@@ -370,10 +387,10 @@ def norm_pulled(values, yo, s, size, cotangents, go, into, to):
 
 
 @helper
-def node(plan, n):
-    """The columns of a node, as `hecate.engine.cpu.layers.NODE` names them."""
-    c = plan.nodes[n]
-    return c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9], c[10]
+def _node(plan, n):
+    """The columns of a node."""
+    c = plan[n]
+    return c[0], c[2], c[3], c[4], c[5], c[6], c[7], c[8], c[9]
 
 
 @helper
@@ -386,22 +403,21 @@ def _square(x, at, size):
 
 
 @helper
-def bounded(plan, W, wo, x, xo, v, t):
+def bounded(plan, nodes, W, wo, x, xo, v, t, L, hidden):
     """The sum over layers of b |h|^2, and what it is made of in v and t."""
     out_of_line()
-    nil, one, bound, root = xo - xo, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
-    fill(v, nil, plan.row, 0.0)
-    fill(t, nil, plan.row, 0.0)
+    nil, one, found, root = L - L, number(x[xo], 1), number(x[xo], 0), number(x[xo], ROOT)
+    fill(v, nil, L, 0.0)
+    fill(t, nil, L, 0.0)
     # The derivative of the prediction by itself is the identity: of columns of length 1, and of norm 1.
-    count, hidden = len(plan.nodes), plan.ones
-    at, wide = plan.nodes[count - 1, 7], plan.nodes[count - 1, 9]
+    at, wide = plan[nodes - 1, 7], plan[nodes - 1, 9]
     fill(v, at, wide, 1.0)
     t[at] = one
-    for n in range(count - 1, -1, -1):
-        op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == LINEAR:
+    for n in range(nodes - 1, -1, -1):
+        op, o, V, P, a, b, at, size, wide = _node(plan, n)
+        if op == 0:
             # A layer's part of |J|^2: |h|^2 times the square norm of the derivative by its outputs.
-            bound += (t[at] + root) * _square(x, xo + a, P)
+            found += (t[at] + root) * _square(x, xo + a, P)
             if 0 < a < hidden:
                 columns(W, wo + o, V, P, v, a)
                 s = number(x[xo], 0)
@@ -409,7 +425,7 @@ def bounded(plan, W, wo, x, xo, v, t):
                     v[a + j] *= t[at]
                     s += v[a + j]
                 t[a] = s
-        elif op == ACT:
+        elif op == 1:
             s = number(x[xo], 0)
             for i in range(size):
                 q = x[xo + at + wide + i]
@@ -417,12 +433,12 @@ def bounded(plan, W, wo, x, xo, v, t):
                 v[a + i] = v[at + i] * q * q
                 s += v[a + i]
             t[a] = s
-        elif op == ADD:
+        elif op == 2:
             for k in (a, b):
                 if 0 < k < hidden:
                     copy(v, at, v, k, wide)
                     t[k] = t[at]
-        elif op == MULTIPLY:
+        elif op == 3:
             s, u = number(x[xo], 0), number(x[xo], 0)
             for i in range(size):
                 p, q, w = x[xo + a + i], x[xo + b + i], v[at + i]
@@ -434,19 +450,19 @@ def bounded(plan, W, wo, x, xo, v, t):
             q = x[xo + at + wide]
             t[a] = t[at] * q * q
             fill(v, a, wide, t[a])
-    return bound
+    return found
 
 
 @helper
-def bounded_back(plan, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row):
+def bounded_back(plan, nodes, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row, L, hidden):
     """The reverse of `bounded` for the cotangent e of its sum: added to g those of the values, to M of the weights."""
     out_of_line()
-    nil, two, hidden = xo - xo, number(x[xo], 2), plan.ones
-    fill(gv, nil, plan.row, 0.0)
-    fill(gt, nil, plan.row, 0.0)
-    for n in range(len(plan.nodes)):
-        op, _, o, V, P, a, b, at, size, wide, _ = node(plan, n)
-        if op == LINEAR:
+    nil, two = L - L, number(x[xo], 2)
+    fill(gv, nil, L, 0.0)
+    fill(gt, nil, L, 0.0)
+    for n in range(nodes):
+        op, o, V, P, a, b, at, size, wide = _node(plan, n)
+        if op == 0:
             c, w = e * _square(x, xo + a, P), two * e * (t[at] + number(x[xo], ROOT))
             for j in range(P):
                 g[a + j] += w * x[xo + a + j]
@@ -459,18 +475,18 @@ def bounded_back(plan, W, wo, M, mo, x, xo, v, t, e, gv, gt, g, row):
                     row[j] = two * t[at] * r
                 spread_columns(W, wo + o, M, mo + o, V, P, row, nil)
             gt[at] += c
-        elif op == ACT:
+        elif op == 1:
             for i in range(size):
                 r, q = gv[a + i] + gt[a], x[xo + at + wide + i]
                 gv[at + i] += r * q * q
                 g[a + i] += two * v[at + i] * q * x[xo + at + 2 * wide + i] * r
-        elif op == ADD:
+        elif op == 2:
             for k in (a, b):
                 if 0 < k < hidden:
                     for i in range(wide):
                         gv[at + i] += gv[k + i]
                     gt[at] += gt[k]
-        elif op == MULTIPLY:
+        elif op == 3:
             for i in range(size):
                 p, q, w = x[xo + a + i], x[xo + b + i], two * v[at + i]
                 r, s = gv[a + i] + gt[a], gv[b + i] + gt[b]

@@ -139,6 +139,7 @@ def function(name: str, back: bool, vectors: int = 1, whole: bool = False) -> Ca
     }  # fmt: skip
     if name.startswith(("step", "link", "descend")):
         space |= {"power": lanes.quick_power, "exp": lanes.quick_exp, "thirds": lanes.thirds}
+        space["thirds_above"] = lanes.thirds_above
         space["true"] = lanes.true if whole else lanes.where
     # numba keeps on disk what comes from a file, and the next process imports the module that it names.
     row = _KNOWN[name]

@@ -14,12 +14,25 @@ key, step key, query, retain, query by momentum. [ENG-NUM-D1]
 
 from __future__ import annotations
 
-
-from hecate.engine.cpu.passes import copy, fill, products
 from hecate.engine.cpu.vectors import (
     ONE, ROWS, add, filled, first_token, get, helper, inline, kernel, learned, load, load_rows, mad, mul,
     per_vector, put, scores, store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
+
+
+@helper
+def _copy(source, at, target, to, size):
+    """target[to:] = source[at:]."""
+    for j in range(0, size, per_vector(source)):
+        store(target, to + j, load(source, at + j, ONE))
+
+
+@helper
+def _fill(target, to, size, value):
+    """target[to:] = value."""
+    wide = filled(target, value)
+    for j in range(0, size, per_vector(target)):
+        store(target, to + j, wide)
 
 
 @inline
@@ -28,20 +41,29 @@ def _accumulate(target, to, row):
     store(target, to, add(load(target, to, ONE), row))
 
 
+@inline
+def _products(M, o, x, at, P):
+    """Four rows times a vector."""
+    y = zeros(x)
+    for j in range(0, P, per_vector(x)):
+        y = mad(load_rows(M, o + j, P, ONE), load(x, at + j, ONE), y)
+    return sums(y)
+
+
 @helper
 def _gates(shared, k, ko, retain, at, P, channels, order):
     """Into the shared rows: retain per channel, and the key that predicts, decayed if the gradient sees it."""
     if retain is not None:
         if channels:
-            copy(retain, at * P, shared, 0, P)
+            _copy(retain, at * P, shared, 0, P)
         else:
-            fill(shared, 0, P, retain[at])
+            _fill(shared, 0, P, retain[at])
     # The gradient sees r M: its prediction is M (r k).
     if order:
         for j in range(0, P, per_vector(k)):
             store(shared, P + j, mul(load(shared, j, ONE), load(k, ko + j, ONE)))
     else:
-        copy(k, ko, shared, P, P)
+        _copy(k, ko, shared, P, P)
 
 
 @inline
@@ -72,7 +94,7 @@ def forward(
 ):  # fmt: skip
     """Outputs y and, in place, the final M and S; with preds given, what `backward` needs too."""
     size, records, segments = V * P, preds.size > 0, (T + segment - 1) // segment
-    fill(shared, 0, P, 1.0)
+    _fill(shared, 0, P, 1.0)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         for t in range(T):
@@ -81,23 +103,23 @@ def forward(
             # What the backward goes through a segment again from.
             if records and t % segment == 0:
                 place = (n * segments + t // segment) * size
-                copy(M, base, kept, place, size)
+                _copy(M, base, kept, place, size)
                 if S is not None:
-                    copy(S, base, kept_S, place, size)
+                    _copy(S, base, kept_S, place, size)
             if reset.size > 0 and reset[at]:
-                copy(initial, base, M, base, size)
+                _copy(initial, base, M, base, size)
                 if S is not None:
-                    fill(S, base, size, 0.0)
+                    _fill(S, base, size, 0.0)
             if write.size > 0 and not write[at]:
                 for c in range(0, V, ROWS):
-                    put(y, vo + c, products(M, base + c * P, P, q, ko))
+                    put(y, vo + c, _products(M, base + c * P, q, ko, P))
                 continue
             _gates(shared, k, ko, retain, at, P, channels, order)
             for c in range(0, V, ROWS):
                 o, pred = base + c * P, (l, l, l, l)  # unread where the prediction does not matter
                 if errs is not None:
                     # In `shared` behind retain lies the key that predicts.
-                    pred = products(M, o, P, shared, P)
+                    pred = _products(M, o, shared, P, P)
                 if records:
                     put(preds, vo + c, pred)
                 w = times(-l, learned(errs, pred, get(v, vo + c)))
@@ -124,9 +146,9 @@ def _replay(
         # A restart goes on from the initial weights, kept behind the segment's states.
         o = (segment + 1) * size if reset.size > 0 and reset[at] else to - size
         if write.size > 0 and not write[at]:
-            copy(states, o, states, to, size)
+            _copy(states, o, states, to, size)
             if states_S is not None:
-                copy(states_S, o, states_S, to, size)
+                _copy(states_S, o, states_S, to, size)
             continue
         ko, l, m = at * P, lr[at], momentum[at]
         _gates(shared, k, ko, retain, at, P, channels, order)
@@ -214,9 +236,9 @@ def _finish(k, ko, gk, gq, gr, sw, m, sm, P, moves, channels, order, seen, share
 @kernel
 def _keep_initial(initial, base, states, states_S, last, size):
     """The initial M, and S = 0, behind the states of a segment, where restarted tokens look."""
-    copy(initial, base, states, last, size)
+    _copy(initial, base, states, last, size)
     if states_S is not None:
-        fill(states_S, last, size, 0.0)
+        _fill(states_S, last, size, 0.0)
 
 
 @kernel
@@ -224,9 +246,9 @@ def _to_initial(G, H, g_initial, base, size):
     """Hands the cotangent of a state before a restart to the initial weights."""
     for j in range(base, base + size, per_vector(G)):
         store(g_initial, j, add(load(g_initial, j, ONE), load(G, j, ONE)))
-    fill(G, base, size, 0.0)
+    _fill(G, base, size, 0.0)
     if H is not None:
-        fill(H, base, size, 0.0)
+        _fill(H, base, size, 0.0)
 
 
 @kernel
@@ -237,16 +259,16 @@ def backward(
 ):  # fmt: skip
     """Cotangents of all inputs from those of y (gy) and, in place, of the final M and S (G, H)."""
     size, segments, last = V * P, (T + segment - 1) // segment, (segment + 1) * V * P
-    fill(shared, 0, P, 1.0)
+    _fill(shared, 0, P, 1.0)
     for n in range(lo, hi):
         base, first = n * size, first_token(n, heads, T)
         if reset.size > 0:
             _keep_initial(initial, base, states, states_S, last, size)
         for index in range(segments - 1, -1, -1):
             start, end = index * segment, min(T, (index + 1) * segment)
-            copy(kept, (n * segments + index) * size, states, 0, size)
+            _copy(kept, (n * segments + index) * size, states, 0, size)
             if H is not None:
-                copy(kept_S, (n * segments + index) * size, states_S, 0, size)
+                _copy(kept_S, (n * segments + index) * size, states_S, 0, size)
             _replay(
                 first, heads, start, end, V, P, k, q, v, lr, retain, momentum, write, reset, preds,
                 states, states_S, segment, errs, channels, order, shared, learnt,
@@ -260,7 +282,7 @@ def backward(
                     _gates(shared, k, ko, retain, at, P, channels, order)
                     _learn(errs, preds, v, vo, V, learnt)
                 # Rows 2 to 6 of `shared` gather sums over all rows of the state.
-                fill(shared, 2 * P, 5 * P, 0.0)
+                _fill(shared, 2 * P, 5 * P, 0.0)
                 sm, sl, sw = filled(k, 0.0), l - l, l - l
                 for c in range(0, V, ROWS):
                     r, g = c * P, get(gy, vo + c)
@@ -281,6 +303,6 @@ def backward(
                     if not channels:
                         gr[at] = kept_share
                 else:
-                    copy(shared, 4 * P, gq, ko, P)
+                    _copy(shared, 4 * P, gq, ko, P)
                 if resets:
                     _to_initial(G, H, g_initial, base, size)

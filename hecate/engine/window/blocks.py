@@ -42,17 +42,6 @@ SIZE = 64  # tokens of a block
 AGAIN = 16  # tokens whose steps are held at once in the backward pass
 
 
-class Rooms(dict[str, Tensor]):
-    """Space that every block uses again: pages of fresh tensors cost as much as what is done with them."""
-
-    def of(self, name: str, like: Tensor, length: int, width: int) -> Tensor:
-        """Space `[N, length, width]`."""
-        shape = (len(like), length, width)
-        if name not in self or self[name].shape != shape:
-            self[name] = like.new_empty(shape)
-        return self[name]
-
-
 class Leaves(NamedTuple):
     """Inputs of a block: products of features with states, keys and queries `[N, n, d]`, values, the context's values
     or None, gates `[N, n]`."""

@@ -25,7 +25,7 @@ from hecate.engine.chunk.spans import Span, kept_rows
 from hecate.engine.coefficients import coefficients
 from hecate.engine.loop import per_weight, select
 from hecate.engine.tokens import CONCAT, NUMBERS, Carry, Tokens, cut, linear_block
-from hecate.engine.window.blocks import Rooms, Rows, Settings, inverse_length, kernels_of, left_behind, mixed, rows_of
+from hecate.engine.window.blocks import Rows, Settings, inverse_length, kernels_of, left_behind, mixed, rows_of
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import Block, ByHand, Run, Tensors, by_hand, one, several
@@ -97,7 +97,7 @@ class _Spans:
         # M' has a of M and s of S, S' a share of S; where rows are mixed the Gram matrix has s.
         if self.own and not self.waits:
             self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
-        self.rooms = Rooms()
+        self.rooms: dict[str, Tensor] = {}
         self.span = ByHand("window.span", self.forward, self.backward, self.whole).block()
         self.step = again("window.step", self.stepped)
         self.ask = again("window.ask", self.asked)
@@ -136,11 +136,18 @@ class _Spans:
     def features(self, own: _Inputs) -> Tensor:
         """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
         x, kept = torch.cat((own.x_k, own.x_q), 1), self.settings.kept
-        made = self.rooms.of("features", x, kept + x.shape[1], self.settings.lift.width)
+        made = self.room("features", x, kept + x.shape[1])
         self.settings.lift.features(x, made[:, kept:])
         if own.keys is not None:
             made[:, :kept] = own.keys
         return made
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]`."""
+        shape, held = (len(like), length, self.settings.lift.width), self.rooms.get(name)
+        if held is None or held.shape != shape:
+            self.rooms[name] = held = like.new_empty(shape)
+        return held
 
     def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensors:
         """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
@@ -166,7 +173,7 @@ class _Spans:
         _, weights, across, ontos, _ = self.named(found)
         gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
         count = ontos[0].shape[-1]
-        total, rows = self.rooms.of("cotangents", made, *made.shape[1:]).zero_(), made[:, :count]
+        total, rows = self.room("cotangents", made, made.shape[1]).zero_(), made[:, :count]
         gonto = [torch.bmm(g, rows.mT) for g in gstates]
         for onto, g in zip(ontos, gstates, strict=True):
             total[:, :count].baddbmm_(onto.mT, g)

@@ -27,7 +27,8 @@ chunk's start, `hecate.engine.window.chunks` runs. [ENG-WIN-D1, ENG-WIN-V1]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,14 +40,14 @@ from hecate.engine.chunk.engine import steps_of
 from hecate.engine.engine import Engine
 from hecate.engine.features import cast_inputs, to_tokens
 from hecate.engine.parallel import coordinate_refusal
-from hecate.engine.tokens import Carry, Tokens, by_head, in_folds, parted, run_by_hand, spacing
+from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import blocks
-from hecate.engine.window.blocks import Leaves, Outcome, Rooms, Rows, Settings, gram_block, linear_block, rows_of
+from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
 from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one
+from hecate.tape import Autodiff, ByHand, Run, Tensors, can_inspect, execute, one, several
 from hecate.tape.ops import over, reach
 
 
@@ -154,7 +155,9 @@ def _in_blocks(
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
     walk = _Walk(settings)
     hand = ByHand(f"engine.window.{walk.name}", walk.forward, walk.backward, walk.plain)
-    return run_by_hand(hand, tokens, carry, initial, run=run)
+    inputs = (*carry.memory, *carry.slots, *initial, *tokens)
+    y, memory, *slots = several(run(hand.block(), *inputs, label="tokens"))
+    return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
 class _Held(NamedTuple):
@@ -182,19 +185,28 @@ class _Walk:
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram_block if mixes else linear_block
         self.size = blocks.SIZE
-        self.rooms = Rooms()
+        self.rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
+        shape = (len(like), length, self.settings.lift.width)
+        if name not in self.rooms or self.rooms[name].shape != shape:
+            self.rooms[name] = like.new_empty(shape)
+        return self.rooms[name]
 
     def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
         """States over the lift's features and tokens, of what the block is given, and the number of slots."""
         settings, spread = self.settings, self.settings.lift.spread
         own = len(settings.form.inner.slots)
         context = 3 if settings.form.remembers else 0
-        (memory,), slots, (start,), tokens = parted(inputs, own + context)
-        keys, values, filled = slots[own:] if context else (None, None, memory.new_zeros(len(tokens.v), 0))
-        states = (slots[0] if own else None, None if tokens.reset is None else start, keys)
+        memory, *slots = inputs[: 1 + own + context]
+        initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
+        none = one((memory,)).new_zeros(len(tokens.v), 0)
+        keys, values, filled = slots[own:] if context else (None, None, none)
+        given = (memory, slots[0] if own else None, None if tokens.reset is None else initial, keys)
         # From phi's numbers to the lift's features, of which one or two hold the same number.
-        slot, initial, keys = (None if item is None else spread(item) for item in states)
-        return _Held(spread(memory), slot, initial, keys, values, filled), tokens, own
+        memory, slot, initial, keys = (None if item is None else spread(item) for item in given)
+        return _Held(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, own
 
     def spans(self, tokens: Tokens) -> list[slice]:
         """The tokens of every block."""
@@ -226,7 +238,7 @@ class _Walk:
             )
             if keeps:
                 # Base states are [V, F]: of most blocks what makes them is kept in their place.
-                first = held if at % spacing(len(spans)) == 0 else None
+                first = held if at % _each(spans) == 0 else None
                 record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
             held = self.after(held, rows, features, outcome)
@@ -243,7 +255,7 @@ class _Walk:
             return _cat([first, features(x), last], 1)
         kept, own = self.settings.kept, x.shape[1]
         length = kept + own + (0 if last is None else last.shape[1])
-        made = self.rooms.of("features", x, length, self.settings.lift.width)
+        made = self.room("features", x, length)
         features(x, made[:, kept : kept + own])
         if first is not None:
             # The context's keys are features already: of the block before.
@@ -292,9 +304,8 @@ class _Walk:
         )  # fmt: skip
         found: list[Tensors] = []
         spans = self.spans(tokens)
-        every = spacing(len(spans))
-        for first in reversed(range(0, len(spans), every)):
-            parts = [_part(tokens, span) for span in spans[first : first + every]]
+        for first in reversed(range(0, len(spans), _each(spans))):
+            parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
             # Forward once more from the kept states, sqrt(B) blocks at a time.
             entered = self.entered(parts, record[first:])
             for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
@@ -340,9 +351,7 @@ class _Walk:
         shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
         gbases = [torch.bmm(share.mT, features) for share in shares]
         # g_X = g_P B + O^T G: the first sum here, the second below.
-        gfeatures = torch.bmm(
-            shares[0], held.bases()[0], out=self.rooms.of("cotangents", features, *features.shape[1:])
-        )
+        gfeatures = torch.bmm(shares[0], held.bases()[0], out=self.room("cotangents", features, features.shape[1]))
         for share, base in zip(shares[1:], held.bases()[1:], strict=True):
             gfeatures.baddbmm_(share, base)
         states = ((outcome.memory[..., :end], later.memory), (outcome.slot, later.slot), (outcome.keys, later.keys))
@@ -396,6 +405,11 @@ class _Walk:
         if keys is not None:
             keys.add_(gfeatures[:, : keys.shape[1]])
         return _Held(memory, slot, initial, keys, gvalues, held.filled)
+
+
+def _each(blocks: Sized) -> int:
+    """Every how many blocks the forward pass keeps the states that enter one."""
+    return math.isqrt(max(len(blocks) - 1, 0)) + 1
 
 
 def _part(tokens: Tokens, span: slice) -> Tokens:
