@@ -111,7 +111,7 @@ _Which = Annotated[str, typer.Option("--checkpoint", help="Which one: best or ne
 
 
 _command("list", short="The variants of a family, or all about one of them.")(commands.list_)
-_command(short="The text of a bias, retention, algorithm or phi, as kernels have it.")(commands.formula)
+_command(short="The text of a knob that kernels are made of.")(commands.formula)
 _command(short="A commented file with every setting, to start from.")(commands.init)
 
 
