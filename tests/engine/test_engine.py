@@ -64,7 +64,7 @@ TABLE = {
     "hebbian": "spppkkpppkkkpkspppppkksppsppppsppsk",
     "gated delta": "spppkkpppkppppspppppkksppsppppsppsk",
     "titans": "spppkkpppkppppspppppkksppsppppsppsk",
-    "nesterov": "spppppppppppppspppppppsppsppppsppsp",
+    "nesterov": "spppkkppppppppspppppkksppsppppsppsk",
     "huber": "spppkkpppkkkpkspppppkksppsppppsppsk",
     "huber of the norm": "spppkkpppkppppspppppkksppsppppsppsk",
     "elastic net": "sssskkssskkksksssssskkssssssssssssk",

@@ -127,7 +127,7 @@ def test_knobs_of_ones_own_on_every_engine(fields):
     engines = set(exact_engines(config, length=70)) - {"fla"}
     ahead = getattr(config.algorithm, "ahead", False)
     walked = {"compiled"} | ({"compiled_layers"} if not config.structure.diagonal else set())
-    assert engines == ({"chunk"} if config.chunk > 1 else {"parallel"} if ahead else {"parallel"} | walked)
+    assert engines == ({"chunk"} if config.chunk > 1 else {"parallel", "compiled"} if ahead else {"parallel"} | walked)
     case = case_of(config, d=3, width=3, length=19, batch=1, masks=True, ends=0.2)
     expected = whole(case, engine="sequential")
     for engine in engines:
@@ -139,7 +139,6 @@ def test_knobs_of_ones_own_on_every_engine(fields):
 def test_the_form_is_that_of_the_formulas_that_name_it():
     assert Surprise().kernel_form() == AlgorithmForm(momentum=True) and Nameless().kernel_form() is None
     config = config_of(algorithm=Nameless())
-    for engine in ("parallel", "compiled"):
-        with pytest.raises(ConfigError, match=f"engine='{engine}'.*'forms_test_nameless'"):
-            choose(Plan.sketch(config), engine)
-    assert choose(Plan.sketch(config, length=70)).name == "sequential"
+    with pytest.raises(ConfigError, match="engine='parallel'.*'forms_test_nameless'"):
+        choose(Plan.sketch(config), "parallel")
+    assert choose(Plan.sketch(config, length=70)).name == "compiled"  # by its direction, number by number

@@ -240,6 +240,10 @@ def test_a_wrong_declaration_is_found_out(monkeypatch):
 
 def redefined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], str]]:
     """Subclasses of shipped kinds that declare a weighted sum, each with one formula of its own."""
+
+    def unread(self: Any, *_: Any) -> Any:  # kernels are printed of a direction, where one can be
+        raise RuntimeError("a declaration is read, no formula")
+
     heirs: list[tuple[dict[str, Any], str]] = []
     for field, shipped, formula, fields in (
         ("structure", TwoPass, "predict", {"codes": 2}),
@@ -253,12 +257,7 @@ def redefined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], str
     ):
         monkeypatch.setattr(shipped, "_registry", dict(shipped._registry))
         kind = f"heir_of_{shipped.__name__.lower()}"
-        body = {
-            "__annotations__": {"kind": Literal[kind]},
-            "kind": kind,
-            "__module__": __name__,
-            formula: lambda self, *_: pytest.fail("a declaration is read, no formula"),
-        }
+        body = {"__annotations__": {"kind": Literal[kind]}, "kind": kind, "__module__": __name__, formula: unread}
         heir = type(shipped)(shipped.__name__, (shipped,), body)(**fields)
         heirs.append(({**(TWO_PASS if shipped is TwoPass else {}), field: heir}, kind))
     return heirs
