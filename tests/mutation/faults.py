@@ -42,7 +42,7 @@ FAULTS = [
         ("walk", "_copy(part(S, n, D.size), D)", "_copy(part(S, n, A.size), D)"),
         ("cells", "enumerate([*kept, nodes.const(0.0)])", "enumerate(kept)"),
         ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
-        ("family", "given.append(torch.zeros_like(memory))", "given.append(memory)"),
+        ("family", "given = [*given, torch.zeros_like(memory)]", "given = [*given, memory]"),
     ),
     *_of(
         "formula",

@@ -284,7 +284,7 @@ class Walk:
         none = self.memory.new_empty(0)
         memory, *given = (self.state(state) for state in states[: 1 + self.kept])
         if self.apart:
-            given.append(torch.zeros_like(memory))
+            given = [*given, torch.zeros_like(memory)]
         slots = torch.stack(given, 1) if given else none
         return [memory, slots, self.square(states[-1]) if self.gains else none]
 
