@@ -2,16 +2,17 @@
 
 from hecate.formula.knobs import (
     MIXES,
-    Descent,
+    AlgorithmFormula,
     Formula,
     RetentionFormula,
     Weights,
     activation_nodes,
+    algorithm_formula,
+    algorithm_texts,
     bias_formula,
-    descent_formula,
-    descent_texts,
     formula_of,
     map_formula,
+    printable,
     retention_formula,
     retention_texts,
 )  # fmt: skip
@@ -19,7 +20,7 @@ from hecate.formula.nodes import Unprintable
 from hecate.formula.printer import Text
 
 __all__ = [
-    "MIXES", "Descent", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes",
-    "bias_formula", "descent_formula", "descent_texts", "formula_of", "map_formula", "retention_formula",
-    "retention_texts",
+    "MIXES", "AlgorithmFormula", "Formula", "RetentionFormula", "Text", "Unprintable", "Weights", "activation_nodes",
+    "algorithm_formula", "algorithm_texts", "bias_formula", "formula_of", "map_formula", "printable",
+    "retention_formula", "retention_texts",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from hecate.variant import Variant
 MIXES = "a coordinate needs the whole row, where an activation goes coordinate by coordinate"
 KEPT = 4096  # formulas that are remembered
 CELLS = ALONG | DOWN
+T = TypeVar("T")
 MIXED = {*SUMS, "in N", "in M"}  # operations by which one number needs others
 
 
@@ -54,10 +55,7 @@ class Formula(NamedTuple):
 
 def bias_formula(bias: Bias) -> Formula:
     """The formula of a bias. Raises Unprintable, which says why it has none."""
-    found = formula_of(bias)
-    if isinstance(found, str):
-        raise Unprintable(found)
-    return found
+    return printable(formula_of(bias))
 
 
 def formula_of(bias: Bias) -> Formula | str:
@@ -69,6 +67,13 @@ def formula_of(bias: Bias) -> Formula | str:
 def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
     """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
     found: tuple[Node, Node, Node] | str = kept(activation, _of_activation)
+    return found
+
+
+def printable(found: T | str) -> T:
+    """A formula. Raises Unprintable with the reason where there is none."""
+    if isinstance(found, str):
+        raise Unprintable(found)
     return found
 
 
@@ -172,12 +177,14 @@ _MAPS = {(c, p): partial(_of_map, centred=c, pulled=p) for c in (False, True) fo
 # Algorithms.
 
 
-class Descent(NamedTuple):
-    """An algorithm as nodes, number by number of a weight: `results`, the direction and the new slots, of the gradient
-    G, the gates lr and m and the slots s0, s1, ...; and `pulled`, the cotangents of these from those of the results, g,
-    h0, h1, ...
+class AlgorithmFormula(NamedTuple):
+    """An algorithm as nodes, number by number of a weight: `results`, the direction and the new slots, of `inputs`, the
+    gradient G, the gates lr and m and the slots s0, s1, ...; and `pulled`, the cotangents of these from those of the
+    results, `cotangents` g, h0, h1, ...
     """
 
+    inputs: tuple[Node, ...]
+    cotangents: tuple[Node, ...]
     results: tuple[Node, ...]
     pulled: tuple[Node, ...]
 
@@ -186,51 +193,41 @@ class Descent(NamedTuple):
         """Weights that are carried."""
         return len(self.results) - 1
 
-    @property
-    def inputs(self) -> dict[str, int]:
-        """Names of what the direction is made of, and their axes."""
-        return {"G": CELLS, "lr": 0, "m": 0, **{f"s{at}": CELLS for at in range(self.slots)}}
 
-    @property
-    def cotangents(self) -> dict[str, int]:
-        """Names of those of the results, and their axes."""
-        return {"g": CELLS, **{f"h{at}": CELLS for at in range(self.slots)}}
-
-
-def descent_formula(algorithm: Algorithm) -> Descent | str:
+def algorithm_formula(algorithm: Algorithm) -> AlgorithmFormula | str:
     """The formula of an algorithm that steps every number of a weight by its own gradient, or why it has none."""
-    found: Descent | str = kept(algorithm, _of_algorithm)
+    found: AlgorithmFormula | str = kept(algorithm, _of_algorithm)
     return found
 
 
-def descent_texts(algorithm: Algorithm) -> list[Text]:
+def algorithm_texts(algorithm: Algorithm) -> list[Text]:
     """The functions of the direction and the new slots, and of their pullback. Raises Unprintable."""
-    formula = descent_formula(algorithm)
-    if isinstance(formula, str):
-        raise Unprintable(formula)
-    inputs = list(formula.inputs)
-    back = printed("direction_back", [*inputs, *formula.cotangents], formula.pulled)
+    formula = printable(algorithm_formula(algorithm))
+    inputs, cotangents = ([node.args[0] for node in nodes] for nodes in (formula.inputs, formula.cotangents))
+    back = printed("direction_back", [*inputs, *cotangents], formula.pulled)
     return [printed("direction", inputs, formula.results), back]
 
 
-def _of_algorithm(algorithm: Algorithm) -> Descent:
+def _of_algorithm(algorithm: Algorithm) -> AlgorithmFormula:
     if not algorithm.takes_any_gradient():
         raise Unprintable("it descends a gradient of its own")
     weight = (3, 5)
     if any(shape != weight for shape in algorithm.slot_shapes(weight).values()):
         raise Unprintable("its slots are no weights")
-    named, nodes = Descent((Nodes().const(0.0),) * (1 + len(algorithm.slots)), ()), Nodes()
-    count = len(named.inputs)
+    slots, nodes = range(len(algorithm.slots)), Nodes()
+    inputs = {"G": CELLS, "lr": 0, "m": 0, **{f"s{at}": CELLS for at in slots}}
+    cotangents = {"g": CELLS, **{f"h{at}": CELLS for at in slots}}
 
     def pulled(own: Any) -> Callable[..., Any]:
-        return lambda *given: own.direction_vjp(given[:count], *given[count:])
+        return lambda *given: own.direction_vjp(given[: len(inputs)], *given[len(inputs) :])
 
-    results = nodes_of(algorithm, lambda own: own.direction, named.inputs, nodes, axes=2)
-    back = nodes_of(algorithm, pulled, {**named.inputs, **named.cotangents}, nodes, axes=2)
+    results = nodes_of(algorithm, lambda own: own.direction, inputs, nodes, axes=2)
+    back = nodes_of(algorithm, pulled, {**inputs, **cotangents}, nodes, axes=2)
     back = [nodes.const(0.0) if node is None else node for node in back]
     if printed("f", (), [*results, back[0], *back[3:]]).operations & MIXED:
         raise Unprintable("a number of its step needs others of the weight")
-    return Descent(tuple(results), tuple(back))
+    read, pulled_from = (tuple(nodes.input(*item) for item in axes.items()) for axes in (inputs, cotangents))
+    return AlgorithmFormula(read, pulled_from, tuple(results), tuple(back))
 
 
 # Retentions.
@@ -305,9 +302,7 @@ def retention_formula(retention: Retention) -> RetentionFormula | str:
 
 def retention_texts(retention: Retention) -> list[Text]:
     """The functions of a step under one retain and of the link, if there is one. Raises Unprintable."""
-    formula = retention_formula(retention)
-    if isinstance(formula, str):
-        raise Unprintable(formula)
+    formula = printable(retention_formula(retention))
     texts = [printed("step", "XDr", [formula.single.out]), printed("step_back", "XDrg", formula.single.pulled)]
     if formula.link is not None:
         texts += [printed("link", "A", [formula.link.out]), printed("link_back", "Ag", formula.link.pulled)]

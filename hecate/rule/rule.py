@@ -14,11 +14,11 @@ from hecate.activation import Activation
 from hecate.algorithm import GD, AlgorithmForm, AlgorithmKind, InnerLoss, Token
 from hecate.bias import L2, Bias, BiasKind
 from hecate.formula import (
-    Descent,
+    AlgorithmFormula,
     Formula,
     RetentionFormula,
     activation_nodes,
-    descent_formula,
+    algorithm_formula,
     formula_of,
     retention_formula,
 )  # fmt: skip
@@ -320,7 +320,7 @@ class Forms(NamedTuple):
     retention: RetentionFormula | str
     algorithm: AlgorithmForm | None
     tokens: tuple[AlgorithmForm | None, SlotForm | None]
-    descent: Descent | str | None
+    descent: AlgorithmFormula | str | None
     plain: bool
     texts: tuple[str, ...]
     phi: MapForm | None
@@ -348,7 +348,7 @@ class Forms(NamedTuple):
             retention=(kept := retention_formula(retention)),
             algorithm=algorithm.kernel_form(),
             tokens=(form := algorithm.token_form(), rule.structure.token_form()),
-            descent=descent_formula(algorithm) if form is None or form.nesterov else None,
+            descent=algorithm_formula(algorithm) if form is None or form.nesterov else None,
             plain=not isinstance(kept, str) and kept.plain,
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),

@@ -123,12 +123,9 @@ def formula_text(text: str, family: str = "bias") -> str:
     elif family == "retention":
         texts = formula.retention_texts(given)
     elif family == "algorithm":
-        texts = formula.descent_texts(given)
+        texts = formula.algorithm_texts(given)
     else:
-        text_of = formula.map_formula(given)
-        if isinstance(text_of, str):
-            raise formula.Unprintable(text_of)
-        texts = [text_of]
+        texts = [formula.printable(formula.map_formula(given))]
     return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in texts)
 
 
@@ -154,8 +151,10 @@ def _exact(variant: Any) -> str:
         config = MemoryConfig.model_validate({variant._family_type.__name__.lower(): variant()})
     except ConfigError:
         return "depends on its settings"
-    why = verdicts(Plan.sketch(config, length=LENGTH))["compiled"]
-    return ", ".join(exact_engines(config)) or f"token loop: {why}"
+    engines = exact_engines(config)
+    if not engines:
+        return f"token loop: {verdicts(Plan.sketch(config, length=LENGTH))['compiled']}"
+    return ", ".join(engines)
 
 
 def _section(pattern: re.Pattern[str], variant: type[Variant]) -> str:

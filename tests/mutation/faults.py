@@ -40,7 +40,7 @@ FAULTS = [
         ("walk", "return max(rule.moving, 1) - 1", "return 0"),
         ("walk", "        _clear(out)\n", ""),
         ("walk", "_copy(part(S, n, D.size), D)", "_copy(part(S, n, A.size), D)"),
-        ("cells", "enumerate([*kept, nodes.const(0.0)])", "enumerate(kept)"),
+        ("cells", "enumerate([*of_slots, direction.nodes.const(0.0)])", "enumerate(of_slots)"),
         ("cells", "enumerate([*slots, direction])", "enumerate([direction, *slots])"),
         ("family", "given = [*given, torch.zeros_like(memory)]", "given = [*given, memory]"),
     ),

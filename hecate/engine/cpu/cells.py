@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from hecate.formula import Descent, Weights
+from hecate.formula import AlgorithmFormula, Weights
 from hecate.formula.nodes import ALONG, DOWN, SUMS, Node
 from hecate.formula.printer import literal, said, uses
 
@@ -519,31 +519,26 @@ def step_of(step: Weights, retain: str) -> tuple[Cells, Cells, tuple[float, ...]
     return there, back, tuple(node.args[0] for node in numbers)
 
 
-def descent_of(descent: Descent) -> tuple[Cells, Cells, tuple[float, ...]]:
+def descent_of(formula: AlgorithmFormula) -> tuple[Cells, Cells, tuple[float, ...]]:
     """The functions of an algorithm and its numbers. Of its slots the direction comes last."""
-    nodes, numbers, last = descent.results[0].nodes, dict[Node, int](), descent.slots
-    cells = [Given(f"load(S, {at} * V * P + o + j, WIDE)", ALONG | DOWN) for at in range(last)]
-    texts = [
-        Given("load(w, j, WIDE) * u[r]", ALONG | DOWN),
-        Given("filled(zero, lr)", 0),
-        Given("filled(zero, m)", 0),
-        *cells,
-    ]
-    given = {nodes.input(*item): text for item, text in zip(descent.inputs.items(), texts, strict=True)}
-    direction, *slots = descent.results
+    numbers, last, (direction, *slots) = dict[Node, int](), formula.slots, formula.results
+    gates = [Given(f"filled(zero, {gate})", 0) for gate in ("lr", "m")]
+    texts = [Given("load(w, j, WIDE) * u[r]", ALONG | DOWN), *gates, *(_slot("S", at) for at in range(last))]
+    given = dict(zip(formula.inputs, texts, strict=True))
     results = [Result(node, "set", "D", at) for at, node in enumerate([*slots, direction])]
     there = Cells("descend", given, results, numbers, by_column=False)
-    for at, name in zip((last, *range(last)), descent.cotangents, strict=True):
-        given[nodes.input(name, ALONG | DOWN)] = Given(f"load(H, {at} * V * P + o + j, WIDE)", ALONG | DOWN)
-    gradient, of_lr, of_momentum, *kept = descent.pulled
-    results = [Result(node, "set", "H", at) for at, node in enumerate([*kept, nodes.const(0.0)])]
-    results += [
-        Result(gradient, "outer", ""),
-        Result(of_lr, "number", "out[0]"),
-        Result(of_momentum, "number", "out[1]"),
-    ]
+    given |= zip(formula.cotangents, (_slot("H", at) for at in (last, *range(last))), strict=True)
+    of_gradient, of_lr, of_momentum, *of_slots = formula.pulled
+    # What comes before a token knows no direction of it.
+    results = [Result(node, "set", "H", at) for at, node in enumerate([*of_slots, direction.nodes.const(0.0)])]
+    results += [Result(of_lr, "number", "out[0]"), Result(of_momentum, "number", "out[1]")]
+    results.append(Result(of_gradient, "outer", ""))
     back = Cells("descend_back", given, results, numbers, by_column=False)
     return there, back, tuple(node.args[0] for node in numbers)
+
+
+def _slot(array: str, at: int) -> Given:
+    return Given(f"load({array}, {at} * V * P + o + j, WIDE)", ALONG | DOWN)
 
 
 def link_of(link: Weights) -> tuple[Cells, Cells, tuple[float, ...]]:

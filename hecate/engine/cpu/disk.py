@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def folder() -> Path | None:
             return None
         path = kernels / digest()
         if not path.is_dir():
-            sweep(kernels)
+            drop_unused(kernels)
             path.mkdir(exist_ok=True)
         os.utime(path)
     except (OSError, RuntimeError):  # the latter where a user has no home
@@ -55,7 +56,7 @@ def folder() -> Path | None:
     return path
 
 
-def sweep(kernels: Path) -> None:
+def drop_unused(kernels: Path) -> None:
     """Deletes the kernels of other sources that nobody has used for DAYS."""
     for path in kernels.iterdir():
         if time.time() - path.stat().st_mtime > DAYS * 86400:
@@ -98,6 +99,6 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
     """The function, to be compiled or taken from disk when it is first called."""
     kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False, **options)(function)
-    if folder() is not None:
+    with suppress(RuntimeError):  # by numba, where there is no folder
         kernel._cache = _Kept(function)
     return kernel

@@ -24,7 +24,7 @@ from hecate.algorithm import AlgorithmForm
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
-from hecate.formula import Descent, Formula, Weights
+from hecate.formula import AlgorithmFormula, Formula, Weights
 from hecate.rule import MemoryConfig
 from hecate.tape import Tensors, several
 
@@ -86,7 +86,7 @@ def refusal(config: MemoryConfig) -> str | None:
         )
     if structure.diagonal:
         for name, variant, apart in (
-            ("algorithm", rule.algorithm, plain or form is None or form.nesterov),
+            ("algorithm", rule.algorithm, plain or config.forms.descent is not None),
             ("bias", rule.bias, config.forms.apart),
             ("retention", rule.retention, retention.cellwise),
         ):
@@ -111,7 +111,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
     own = printed_part(retention.single if single else retention.cells, kind)._replace(options=wide)
     if slots is not None:
         predict, descend = Part("directions", (slots.least,)), Part("turning", (slots.least,), (algorithm.momentum,))
-    elif isinstance(descent, Descent):
+    elif isinstance(descent, AlgorithmFormula):
         predict, descend = Part("matrix"), printed_part(descent)._replace(options=wide)
     elif algorithm.erase is not None:
         predict, descend = Part("matrix"), Part("erasing", (algorithm.erase, float(algorithm.bounded)))
@@ -137,7 +137,7 @@ def at_once(rows: Sequence[int], padded: Sequence[int], vector: int) -> tuple[in
 
 
 @cache
-def printed_part(found: Formula | Weights | Descent | tuple[Any, ...] | str | None, kind: str = "") -> Part:
+def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] | str | None, kind: str = "") -> Part:
     """The part of a bias, an activation's nodes, an algorithm, a link or a step. Raises TypeError for what has none."""
     if found is None or isinstance(found, str):
         raise TypeError("the engine was chosen without its refusal being asked")
@@ -237,16 +237,14 @@ class Walk:
     def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat."""
         form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
-        self.apart = isinstance(descent, Descent) and descent.slots > 0  # the direction is none of the slots
-        self.kept, self.gains = (
-            len(config.algorithm.slots) if self.apart else int(form.momentum),
-            form.ridge is not None,
-        )
-        self.moving = self.kept + self.apart
-        states = 1 + self.kept + self.gains
-        memory, *slots = several(inputs[:states])
+        slots = descent.slots if isinstance(descent, AlgorithmFormula) else 0
+        self.apart = slots > 0  # the direction is none of the slots
+        self.carried, self.gains = slots or int(form.momentum), form.ridge is not None
+        self.moving = self.carried + self.apart
+        states = 1 + self.carried + self.gains
+        memory, *more = several(inputs[:states])
         self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        self.config, self.memory, self.slots, self.initial = config, memory, slots, inputs[states]
+        self.config, self.memory, self.slots, self.initial = config, memory, more, inputs[states]
         (self.count, self.values, self.channels) = memory.shape
         vector = BYTES // memory.element_size()
         self.height, self.width = -(-self.values // ROWS) * ROWS, -(-self.channels // vector) * vector
@@ -282,7 +280,7 @@ class Walk:
         """Copies of memory, of slots `[N, slots, V, P]`, the direction's place being the last, and of gain's matrix, of
         size 0 where there is none."""
         none = self.memory.new_empty(0)
-        memory, *given = (self.state(state) for state in states[: 1 + self.kept])
+        memory, *given = (self.state(state) for state in states[: 1 + self.carried])
         if self.apart:
             given = [*given, torch.zeros_like(memory)]
         slots = torch.stack(given, 1) if given else none
@@ -292,7 +290,7 @@ class Walk:
         """Memory, slots and gain's matrix without their padding."""
         memory, slots, square = states
         v, p = self.values, self.channels
-        kept = [memory[:, :v, :p], *(slots[:, at, :v, :p] for at in range(self.kept))]
+        kept = [memory[:, :v, :p], *(slots[:, at, :v, :p] for at in range(self.carried))]
         return [item.contiguous() for item in (*kept, *([square[:, :p, :p]] if self.gains else []))]
 
     def launch(self, name: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:

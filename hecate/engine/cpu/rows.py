@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hecate.engine.cpu import lanes
-from hecate.engine.cpu.cells import Scratch, descent_of, link_of, step_of
+from hecate.engine.cpu.cells import Cells, Scratch, descent_of, link_of, step_of
 from hecate.engine.cpu.vectors import FOUR, ONE, filled, load, mad, per_vector, store
-from hecate.formula import Descent, Formula, Weights
+from hecate.formula import AlgorithmFormula, Formula, Weights
 from hecate.formula.nodes import SUMS, Node
 from hecate.formula.printer import literal, said, uses
 
@@ -114,19 +114,21 @@ def _stage(node: Node, known: Mapping[Node, str], stages: dict[Node, int]) -> in
 _KNOWN: dict[str, Row] = {}
 
 
-def part(found: Formula | Weights | Descent | tuple[Node, Node, Node], kind: str = "") -> tuple[Any, ...]:
+def part(found: Formula | Weights | AlgorithmFormula | tuple[Node, Node, Node], kind: str = "") -> tuple[Any, ...]:
     """The name of the part that a bias, an activation, a link, an algorithm or, with its kind of retain, a step brings,
     its numbers, options and scratch space."""
-    if isinstance(found, Weights | Descent):
-        of = descent_of(found) if isinstance(found, Descent) else step_of(found, kind) if kind else link_of(found)
-        there, back, numbers = of
-        most = Scratch(*map(max, there.scratch, back.scratch))
-        name = "descend" if isinstance(found, Descent) else "step" if kind else "link"
-        row = Row(name, there.text, back.text, numbers, most)
+    if isinstance(found, AlgorithmFormula):
+        row = _of_cells("descend", *descent_of(found))
+    elif isinstance(found, Weights):
+        row = _of_cells("step", *step_of(found, kind)) if kind else _of_cells("link", *link_of(found))
     else:
         row = row_of(found) if isinstance(found, Formula) else act_of(found)
     _KNOWN[row.name] = row
     return row.name, row.numbers or (0.0,), (), row.scratch
+
+
+def _of_cells(kind: str, there: Cells, back: Cells, numbers: tuple[float, ...]) -> Row:
+    return Row(kind, there.text, back.text, numbers, Scratch(*map(max, there.scratch, back.scratch)))
 
 
 def function(name: str, back: bool, vectors: int = 1, whole: bool = False) -> Callable[..., Any]:

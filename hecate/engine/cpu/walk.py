@@ -24,8 +24,8 @@ class Rule(NamedTuple):
     heads: memories whose tokens lie side by side; length: tokens; height, width: V and P with padding; values,
     channels: without; segment: tokens between kept states; by_channel: retain per phi channel; decays: a retain gate;
     ahead: the gradient sees the decayed memory; before: reads come first; moving: slots, the last of which is the
-    direction; linked: the memory is a
-    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number a row, and one pass.
+    direction; linked: the memory is a link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of
+    one number a row, and one pass.
     """
 
     heads: int
