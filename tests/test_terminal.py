@@ -239,8 +239,9 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
     ("where", "module"),
     [
-        ("as modules are loaded", "hecate"), ("at the last lines", "hecate"),
-        ("as Python ends", "hecate"), ("where none can be raised", "hecate"), ("once", "studies"),
+        ("as modules are loaded", "hecate"), ("as Python ends", "hecate"),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (
+            ("at the last lines", "hecate"), ("where none can be raised", "hecate"), ("once", "studies"))),
     ],
 )  # fmt: skip
 def test_no_ctrl_c_prints_a_traceback(where, module):

@@ -146,7 +146,7 @@ def test_normal_numbers_are_near(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [-2, -1, 1, 2])
+@pytest.mark.parametrize("n", [-1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (-2, 1))])
 def test_thirds_are_near(n, dtype):
     """A root is off by 1.5, its square by twice as much and its own rounding."""
     x = np.abs(samples(dtype))

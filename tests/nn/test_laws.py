@@ -229,11 +229,10 @@ def test_per_sample_gradients(name: str) -> None:
 
 
 COMPILED = [
-    "memory, sequential", "memory, parallel", "features delta", "linear elu", "all string", "all decay",
-    "sliding narrow", "sliding full", "composed mag", "self far",
+    "memory, parallel", "features delta", "linear elu", "sliding narrow", "self far",
     *(pytest.param(name, marks=pytest.mark.slow) for name in (
-        "linear cosformer", "linear decay", "composed mal_paper", "memory deep", "cms independent-gated",
-        "self chunks")),
+        "memory, sequential", "all string", "all decay", "sliding full", "composed mag", "linear cosformer",
+        "linear decay", "composed mal_paper", "memory deep", "cms independent-gated", "self chunks")),
 ]  # fmt: skip
 
 
