@@ -45,6 +45,8 @@ def test_equal_sources_elsewhere_find_the_kernels_and_others_none(tmp_path):
     shutil.copytree(ROOT / "hecate", tmp_path / "a/hecate", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)  # as of another time
     assert hits(tmp_path / "a", tmp_path) == 0
+    with (tmp_path / "b/hecate/engine/cpu/engine.py").open("a") as file:
+        file.write("\n# what calls kernels holds none\n")
     assert hits(tmp_path / "b", tmp_path) == 2
     with (tmp_path / "b/hecate/engine/cpu/vectors.py").open("a") as file:
         file.write("\n# a comment\n")
