@@ -101,9 +101,9 @@ class Hopfield(nn.Module):
         scores = self.sharpness * (query @ patterns.mT)
         if mask is None:
             return scores.softmax(-1)
-        seen = mask.unsqueeze(-2)
-        blind = ~seen.any(-1, keepdim=True)  # a softmax over nothing has no value
-        weights = scores.masked_fill(~(seen | blind), -math.inf).softmax(-1)
+        present = mask.unsqueeze(-2)
+        blind = ~present.any(-1, keepdim=True)  # a softmax over nothing has no value
+        weights = scores.masked_fill(~(present | blind), -math.inf).softmax(-1)
         return torch.where(blind, 0.0, weights)
 
     def energy(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -180,9 +180,9 @@ def _prepared(
 ) -> tuple[Tensor, Tensor]:
     """Query and present patterns in one dtype, float32 or better; refuses what does not fit together."""
     values = patterns if values is None else values
-    for name, given in (("query", query), ("patterns", patterns), ("values", values)):
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    for name, tensor in (("query", query), ("patterns", patterns), ("values", values)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError(f"{name} must be a floating point tensor, got {kind}; convert it")
     shapes = f"{list(query.shape)} and {list(patterns.shape)}"
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:
