@@ -14,7 +14,7 @@ from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
 from hecate.nn.blocks import MLPS, Layers, Norm, hidden_width, norm_of
 from hecate.nn.parameters import blank, redraw
-from hecate.nn.positions import NoPosition, PositionKind
+from hecate.nn.positions import NoPosition, Position
 from hecate.phi import ELU, FeatureMapKind
 from hecate.states import State
 from hecate.variant import Config, Conflicts
@@ -68,7 +68,7 @@ class LinearTransformerConfig(Config):
     normalizer: Literal["sum", "none"] = "sum"
     eps: float = Field(0.0, ge=0)
     kv_heads: Size | None = Field(None, ge=1)
-    positions: PositionKind = NoPosition()
+    positions: Position = NoPosition()
     norm: Norm = "rms"
     mlp: Literal["gated", "plain"] = "gated"
     mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)

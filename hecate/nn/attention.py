@@ -15,7 +15,7 @@ from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, redraw, source_of
-from hecate.nn.positions import Position, PositionKind
+from hecate.nn.positions import Position
 from hecate.nn.rule import ScanArguments
 from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
@@ -78,7 +78,7 @@ class LinearAttention(FeatureParameters):
         d_key: int | None = None,
         d_value: int | None = None,
         d_context: int | None = None,
-        positions: PositionKind | str = "none",
+        positions: Position | str = "none",
         dropout: float = 0.0,
         eps: float = 0.0,
         bias: bool = False,
@@ -190,7 +190,7 @@ class LinearAttention(FeatureParameters):
         reset_mask = document_starts(masks.get("reset_mask"), masks.get("cu_seqlens"), k, going_on=going_on)
         # A memory per query head: the scan knows no shared heads.
         k, v = (item.repeat_interleave(group, 2) for item in (k, v))
-        phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
+        phi, turns = _repeat_heads((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
         # Turned ahead of phi, as `linear_attention` does; what turns features is no memory.
@@ -204,7 +204,7 @@ class LinearAttention(FeatureParameters):
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
         # `seen` has a row a sequence and no heads to repeat.
-        memory: MemoryState = _repeated(state._replace(seen=None), self.heads // self.kv_heads, 1)
+        memory: MemoryState = _repeat_heads(state._replace(seen=None), self.heads // self.kv_heads, 1)
         return memory._replace(seen=state.seen if self.feature_map.needs_position else None)
 
     def _check_options(self) -> None:
@@ -268,7 +268,7 @@ class LinearAttention(FeatureParameters):
         )
 
 
-def _repeated(tree: Any, group: int, axis: int) -> Any:
+def _repeat_heads(tree: Any, group: int, axis: int) -> Any:
     """Every key head of a pytree as often as it has query heads."""
     return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)
 

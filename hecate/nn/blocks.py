@@ -47,7 +47,7 @@ def _fused(
     """Gives a function of tensors in plain torch its passes by kernels: `passes(inputs, keeps, **form) -> (outputs,
     record)`, and `passes(inputs, record, cotangents, **form) -> cotangents`. `fits(*inputs)`: whether they can run."""
 
-    def made(plain: Callable[..., Any]) -> Any:
+    def decorate(plain: Callable[..., Any]) -> Any:
         @cache
         def by_hand(**form: Any) -> Callable[..., Any]:
             by_kernel = partial(passes, **form)
@@ -70,7 +70,7 @@ def _fused(
 
         return block
 
-    return made
+    return decorate
 
 
 def _arrays(width: int, x: Tensor, *others: Tensor | None) -> tuple[int, list[Any]]:
@@ -417,14 +417,14 @@ def form_of(layer: Any, conv: Any) -> TokenForm | None:
     return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
 
 
-Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+StateTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
 tokens so far."""
 _NONE, _WEIGHT, _GATHERED = set[str](), {"weight"}, {"weight", "retain"}
 _NAMED = [dict] * 4
 
 
-def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
+def _tensors_of(form: TokenForm, config: Any, state: Any) -> StateTensors | None:
     """Tensors of a state; None where it has other parts than the config's own, which the whole way has to say."""
     if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
         return None
@@ -439,7 +439,7 @@ def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
     return memory["weight"], slots.get(f"{names[0]}.weight") if names else None, None, None
 
 
-def _named(form: TokenForm, state: MemoryState, tensors: list[Any]) -> MemoryState:
+def _state_of(form: TokenForm, state: MemoryState, tensors: list[Any]) -> MemoryState:
     memory, moved, retain, position = tensors
     weights = dict.fromkeys(state.memory, memory)
     if form.chunk > 1:
@@ -462,7 +462,7 @@ def layer_token(
     x = x.contiguous()  # a token of a longer sequence
     batch, X = mixed.shape[0], x.shape[-1]
     count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
-    tensors = _held(form, config, state)
+    tensors = _tensors_of(form, config, state)
     if tensors is None or config.dtype == torch.float64 != dtype:
         return None  # a state of another config, or one that the whole way widens
     memory, moved, gathered, _ = tensors
@@ -504,4 +504,4 @@ def layer_token(
     share_out(work, count, cells, SHARE)
     if not math.isfinite(sum(totals)):  # the kernel has left off, so that there is nothing to hand on
         return None
-    return y, _named(form, state, new), after
+    return y, _state_of(form, state, new), after

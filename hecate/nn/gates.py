@@ -120,7 +120,7 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
     return {name: start for name, start in starts.items() if name not in config.gating.replaces}
 
 
-def _rectified(logit: Tensor) -> Tensor:
+def _rectified_tanh(logit: Tensor) -> Tensor:
     """max(0, tanh logit), with the derivative of tanh."""
     risen = torch.tanh(logit)
     return risen + (risen.clamp(min=0) - risen).detach()
@@ -277,10 +277,10 @@ class GateHeads(nn.Module):
                     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
                 logit = linear(inputs, weight, bias)
                 if name == "momentum" and self.rectified:
-                    gates[name] = _rectified(logit)
+                    gates[name] = _rectified_tanh(logit)
                 elif name == "lr" and self.later:
                     first, *others = logit.chunk(self.writes, -1)
-                    gates[name] = torch.cat([torch.sigmoid(first), *map(_rectified, others)], -1)
+                    gates[name] = torch.cat([torch.sigmoid(first), *map(_rectified_tanh, others)], -1)
                 else:
                     gates[name] = torch.sigmoid(logit) if form is None else form(logit)
         return gates

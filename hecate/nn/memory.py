@@ -170,7 +170,7 @@ class MemoryLayer(nn.Module):
             if options.norm.weight == "shared":
                 weight = weight.expand(y.shape[-2:])
             if gate is not None and options.norm.place == "after_gate":
-                y, gate = y * _squashed(options.gate, gate).view(y.shape), None
+                y, gate = y * _squash(options.gate, gate).view(y.shape), None
             elif options.gate == "sigmoid":
                 gate, outer = None, gate
             if options.norm.over == "all":  # [B, T, H, V] as one row of H V
@@ -185,7 +185,7 @@ class MemoryLayer(nn.Module):
         return y if outer is None else y * torch.sigmoid(outer)
 
 
-def _squashed(gate: OutputGate, logit: Tensor) -> Tensor:
+def _squash(gate: OutputGate, logit: Tensor) -> Tensor:
     return torch.sigmoid(logit) if gate == "sigmoid" else silu(logit)
 
 

@@ -89,9 +89,6 @@ class Position(Variant, family="position"):
         return None
 
 
-PositionKind = Position
-
-
 class NoPosition(Position):
     r"""none: weights phi(q_i).phi(k_j), whatever the distance.
 

@@ -57,10 +57,10 @@ class GatingParameters(nn.Module):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         """Inputs to the memory, and the state after the last token; `before` None starts at zero."""
-        if self.gating.state_shapes(self.sizes):
+        if shapes := self.gating.state_shapes(self.sizes):
             check_length(x, f"gating {self.gating.kind!r}")
         if before is None:
-            wide, shapes = torch.promote_types(x.dtype, torch.float32), self.gating.state_shapes(self.sizes)
+            wide = torch.promote_types(x.dtype, torch.float32)
             before = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
         inputs = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):

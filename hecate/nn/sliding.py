@@ -187,20 +187,20 @@ class SlidingAttention(nn.Module):
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
             tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
             check_tensors(x.shape[0], tensors, self.name)
-        q, k, v, conv = self._projected(x, beside, state, write_mask, reset_mask)
+        q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
         if steady():
             y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
             return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
         if self.context is None:
-            (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
+            (k, v, entries), after = self._enter(x, k, v, state, write_mask, reset_mask)
         else:  # handed on before anybody attends
             arguments: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._entered(**arguments, state=state),
+                lambda state: self._enter(**arguments, state=state),
                 state,
-                lambda: self._entered(**between(arguments, 0, 0), state=None)[1],
+                lambda: self._enter(**between(arguments, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
@@ -228,7 +228,7 @@ class SlidingAttention(nn.Module):
                 f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
                 "give the attention a window, rows of one length and document, or leave exact out"
             )
-        state = self._entered(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
+        state = self._enter(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
         if self.window is not None and write is reset is None:
             # Every token has entries of its own here, window times the memory: as many at once as MOST allows.
@@ -243,12 +243,12 @@ class SlidingAttention(nn.Module):
             places = state.present.shape[1]
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
             query, _ = rows.pop("q"), tokens.pop("q")
-            entries, _ = self._entered(**rows, state=SlidingState(*ahead))
+            entries, _ = self._enter(**rows, state=SlidingState(*ahead))
             answers.append(self._attend(query, *entries, plain=False).view(len(x), -1, *q.shape[2:]))
-            state = self._entered(**tokens, state=state)[1]
+            state = self._enter(**tokens, state=state)[1]
         return torch.cat(answers, 1), state
 
-    def _projected(
+    def _project(
         self, x: Tensor, beside: Tensor | None, state: SlidingState | None, write: Mask, reset: Mask
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
         """Queries `[B, T, H, D]`, keys and values `[B, T, R, G, D]`, and the convolution's part of the next state."""
@@ -267,7 +267,7 @@ class SlidingAttention(nn.Module):
             q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
         return q, *self._keys_values(kv), after
 
-    def _entered(
+    def _enter(
         self, x: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write_mask: Mask, reset_mask: Mask
     ) -> tuple[tuple[Tensor, Tensor, Entries], SlidingState]:
         """All entries that the tokens of x may see, and those that are kept."""

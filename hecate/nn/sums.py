@@ -31,7 +31,7 @@ from hecate.engine import (
 )
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_engine
-from hecate.nn.positions import Position, PositionKind
+from hecate.nn.positions import Position
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, by_hand, execute, one
@@ -92,7 +92,7 @@ def linear_attention(
     causal: bool = True,
     normalizer: Normalizer = "sum",
     eps: float = 0.0,
-    positions: PositionKind | str = "none",
+    positions: Position | str = "none",
     position_params: dict[str, Tensor] | None = None,
     state: MemoryState | None = None,
     write_mask: Mask = None,
@@ -413,7 +413,7 @@ class Sums(NamedTuple):
             zero = torch.zeros(batch, dtype=torch.int64, device=k.device)
             place = written_before(zero, self.write, None, length)
         products = torch.einsum("bsgv,bsgp->gvpbs", v, k)
-        sums = _convolved(products, _kernel(factors, length, causal=self.causal))
+        sums = _convolve(products, _kernel(factors, length, causal=self.causal))
         if place is not None:
             sums = sums.take_along_dim(place[None, None, None], -1)
         return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + diagonal).flatten(1, 2)
@@ -439,7 +439,7 @@ def _kernel(factors: Tensor, length: int, *, causal: bool) -> Tensor:
     return torch.cat([past, zero, future], -1)
 
 
-def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
+def _convolve(x: Tensor, kernel: Tensor) -> Tensor:
     """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`, in float64, because rounding errors are shares of
     what all tokens sum to, beside which the first sums are small; what rounding leaves of a sum that is 0 is 0, because
     a normaliser has to tell."""

@@ -492,7 +492,7 @@ FAULTS = [
         ("cms", "slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},", ""),
         ("cms", "{0, *(end + 1 for end in ends), count.shape[1]}", "{0, *ends, count.shape[1]}"),
         ("cms", "committed = write[:, end - 1] & (count", "committed = (count"),
-        ("cms", "seen = seen + out", "seen = out"),
+        ("cms", "inputs = inputs + out", "inputs = out"),
         ("cms", "weights = [len(outputs) ** -0.5] * len(outputs)", "weights = [1 / len(outputs)] * len(outputs)"),
         ("config", "{\"chunk\": self.period, \"commit\": \"chunk\"}", "{\"chunk\": self.period}"),
     ),
