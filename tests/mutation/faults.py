@@ -80,7 +80,7 @@ FAULTS = [
         "gating",
         "tests/gating/test_readouts.py",
         ("published", "descending=True, stable=True", "descending=False, stable=True"),
-        ("published", "logs = logs.masked_fill(left, -torch.inf)", "logs = logs.masked_fill(left, -1e2)"),
+        ("published", "logs = logs.masked_fill(unchosen, -torch.inf)", "logs = logs.masked_fill(unchosen, -1e2)"),
         ("published", "logs = logsigmoid(scores)", "logs = scores"),
     ),
     *_of(
@@ -716,7 +716,7 @@ FAULTS = [
     *_of(
         "models",
         "tests/models/test_linear_transformer.py",
-        ("linear_transformer", "found, before.to", "found, 0 * before.to"),
+        ("linear_transformer", "rows, before.to", "rows, 0 * before.to"),
         ("linear_transformer", "latest - 1", "latest - 2"),
         ("linear_transformer", "x = x + self.drop(y)", "x = x + y"),
         ("linear_transformer", '"kv_heads", "positions", "bias")', '"kv_heads", "bias")'),
@@ -803,7 +803,7 @@ FAULTS = [
         ("rollback", "rest.x.clone()", "rest.x"),
         ("rollback", "        state = call.state\n", "        pass\n"),
         ("rollback", "edge = max(0, x.shape[1] - most)", "edge = 0"),
-        ("rollback", "        if kept and kept[-1].tokens", "        if 0 and kept and kept[-1].tokens"),
+        ("rollback", "        if joined and joined[-1].tokens", "        if 0 and joined and joined[-1].tokens"),
         ("rollback", "return RecordedCall(first.state, torch.cat", "return RecordedCall(second.state, torch.cat"),
         ("rollback", "both(first.write_mask, second.write_mask, True)", "None"),
         ("rollback", "both(first.reset_mask, second.reset_mask, False)", "None"),
