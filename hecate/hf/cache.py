@@ -44,8 +44,8 @@ class Remembering(ABC):  # noqa: B024
     @property
     def _own(self) -> Any:
         """The layer without the mixin; None of one for linear attention that holds nothing of its own."""
-        held = vars(self).get("is_recurrent_states_initialized")
-        bare = held is not None and not isinstance(self, CacheLayerMixin) and not any(held.values())
+        initialized = vars(self).get("is_recurrent_states_initialized")
+        bare = initialized is not None and not isinstance(self, CacheLayerMixin) and not any(initialized.values())
         return None if bare else super()
 
     @property
@@ -263,9 +263,9 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     """
     if mask is None:
         return None
-    seen = 0 if past is None else past.seen
-    if mask.dim() != 2 or mask.shape[1] not in (length, seen + length):
-        shapes = f"[B, {length}]" + (f" or [B, {seen + length}]" if seen else "")
+    count = 0 if past is None else past.seen
+    if mask.dim() != 2 or mask.shape[1] not in (length, count + length):
+        shapes = f"[B, {length}]" + (f" or [B, {count + length}]" if count else "")
         raise ShapeError(
             f"attention_mask must be {shapes}, got {list(mask.shape)}; documents in one row are told apart by "
             "position_ids"
@@ -275,7 +275,7 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     if torch.compiler.is_compiling():
         return here.contiguous()
     if past is not None and past.written is not None and length > 1 and mask.shape[1] > length:
-        hidden = (past.written - mask[:, :seen].sum(1)).nonzero()
+        hidden = (past.written - mask[:, :count].sum(1)).nonzero()
         if len(hidden):
             raise ConfigError(
                 f"attention_mask differs in row {int(hidden[0])} from what past_key_values was written with, as where "
