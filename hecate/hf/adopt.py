@@ -165,8 +165,8 @@ def _over(function: Any, namespace: dict[str, Any]) -> Any:
 
 
 def _rebuilt(kind: type) -> Any:
-    kind = adopted(kind)
-    return kind.__new__(kind)
+    layer_class = adopted(kind)
+    return layer_class.__new__(layer_class)
 
 
 def _reduce(self: Any, _: Any) -> tuple[Any, ...]:
