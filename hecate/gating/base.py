@@ -298,7 +298,7 @@ class Heads(Gating):
                 parts[f"{name}.down"] = (head.rank, sizes.d_model), draw
             parts[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank), draw
             if head.bias:
-                parts[f"{name}.bias"] = rows, logit(head.start)
+                parts[f"{name}.bias"] = rows, inverse_sigmoid(head.start)
         return parts
 
     def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
@@ -331,7 +331,7 @@ def normal(shape: tuple[int, ...], source: torch.Generator, std: float) -> Tenso
     return std * torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
 
 
-def logit(share: float) -> float:
+def inverse_sigmoid(share: float) -> float:
     """The number whose sigmoid is a share."""
     return math.log(share / (1 - share))
 

@@ -23,9 +23,9 @@ from hecate.gating.base import (
     Sizes,
     Written,
     head,
+    inverse_sigmoid,
     inverse_softplus,
     latest,
-    logit,
     rate_start,
     rates,
     running,
@@ -101,7 +101,7 @@ class Complement(Gating):
 
     def parts(self, sizes: Sizes) -> Parts:
         keys = sizes.heads, sizes.d_key
-        return {} if self.keys else {"a": (keys, 1.0), "b": (keys, logit(0.9))}
+        return {} if self.keys else {"a": (keys, 1.0), "b": (keys, inverse_sigmoid(0.9))}
 
     def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         k, retain = inputs.k, inputs.gates.get("retain")
@@ -162,8 +162,8 @@ class Curvature(Gating):
     def parts(self, sizes: Sizes) -> Parts:
         weight, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
         parts: Parts = {"decay.weight": weight, "rate.weight": weight}
-        parts["decay.bias"] = each, rate_start if soft else logit(self.decay)
-        parts |= {"rate.bias": (each, logit(self.rate)), "center": (each, self.center)}
+        parts["decay.bias"] = each, rate_start if soft else inverse_sigmoid(self.decay)
+        parts |= {"rate.bias": (each, inverse_sigmoid(self.rate)), "center": (each, self.center)}
         return parts | ({"decay.rate": (each, rates)} if soft else {})
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
@@ -223,7 +223,7 @@ class Hypergradient(Gating):
         parts: Parts = {"start": ((sizes.heads, sizes.d_key), self.begin)}
         if self.forget is not None:
             parts["forget.weight"] = (sizes.heads, sizes.d_model), 0.0
-            parts["forget.bias"] = (sizes.heads,), logit(self.forget)
+            parts["forget.bias"] = (sizes.heads,), inverse_sigmoid(self.forget)
         return parts
 
     def state_shapes(self, sizes: Sizes) -> Shapes:

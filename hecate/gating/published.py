@@ -24,8 +24,8 @@ from hecate.gating.base import (
     Sizes,
     Written,
     head,
+    inverse_sigmoid,
     latest,
-    logit,
     normal,
     rate_start,
     rates,
@@ -374,7 +374,8 @@ class KalmaNet(Gating):
         return _gate_refusal(config, "mix", "ridge")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"mix.weight": ((sizes.heads, sizes.d_model), 0.0), "mix.bias": ((sizes.heads,), logit(self.mix))}
+        each = (sizes.heads,)
+        return {"mix.weight": ((*each, sizes.d_model), 0.0), "mix.bias": (each, inverse_sigmoid(self.mix))}
 
     def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         lr, mix = inputs.gates["lr"], torch.sigmoid(head(params, "mix", x))

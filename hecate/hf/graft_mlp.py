@@ -36,7 +36,7 @@ from hecate.hf.graft import (
 )
 from hecate.nn import LayerState
 from hecate.nn.gates import GateHeads
-from hecate.nn.parameters import blank
+from hecate.nn.parameters import blank, source_of
 from hecate.nn.rule import GatingParameters
 from hecate.phi import Identity
 from hecate.rule import Gates, MemoryConfig
@@ -347,7 +347,7 @@ class FastWeights(nn.Module):
         nn.init.zeros_(self.value.weight)
         self.gates.reset_parameters(generator)
         if self.gating is not None:
-            self.gating.draw(torch.default_generator if generator is None else generator)
+            self.gating.draw(source_of(generator))
 
     def forward(
         self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, state: LayerState | None, masks: Given

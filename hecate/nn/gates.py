@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.distributed import overwrite
 from hecate.errors import ConfigError
-from hecate.gating.base import rate_start, spread
+from hecate.gating.base import inverse_sigmoid, rate_start, spread
 from hecate.nn.blocks import EXACT
 from hecate.nn.parameters import draw_normal, source_of, unheard
 from hecate.retention import GateForm
@@ -23,27 +24,23 @@ GATES = "lr", "retain", "momentum"
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
 STD = 0.02  # of the released models' linear layers
+Start = float | tuple[float, ...]  # of all heads, or of each
+Starts = dict[str, Start]
 
 
 def start_logit(start: float, power: int = 1) -> float:
     """The logit of a sigmoid whose root of `power` is `start`, kept away from its ends."""
     # A gate that starts at exactly 0 or 1 could never leave it.
-    inside = min(max(start, 1e-4), 1 - 1e-4) ** power
-    return math.log(inside / (1 - inside))
+    return inverse_sigmoid(min(max(start, 1e-4), 1 - 1e-4) ** power)
 
 
-def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -> None:
-    """Biases `[rows]` at `start_logit` of a number, or of one for each head's rows."""
+def fill_start(bias: Tensor, start: Start, logit_of: Callable[[float], float] = start_logit) -> None:
+    """Biases `[rows]` at the logit of a number, or of one for each head's rows."""
     starts = start if isinstance(start, tuple) else (start,)
-    _fill_rows(bias, [start_logit(level, power) for level in starts])
-
-
-def _fill_rows(bias: Tensor, logits: Sequence[float]) -> None:
-    """Biases `[rows]` at one number, or at one for each head's rows."""
-    value = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
-    for rows, logit in zip(value.chunk(len(logits)), logits, strict=True):
-        rows.fill_(logit)
-    overwrite(bias, value)
+    biases = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
+    for rows, level in zip(biases.chunk(len(starts)), starts, strict=True):
+        rows.fill_(logit_of(level))
+    overwrite(bias, biases)
 
 
 class RetainForm(nn.Module):
@@ -90,19 +87,18 @@ class RetainForm(nn.Module):
             draw_normal(self.down, STD, source)
             draw_normal(weight, STD, source)
         if self.rate is None:
-            fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
+            fill_start(bias, start, partial(start_logit, power=ROOT if self.form.squash == "root" else 1))
             return
         if self.form.squash == "bounded":
-            starts = start if isinstance(start, tuple) else (start,)
             nn.init.zeros_(self.rate)
-            shares = [math.log(min(retain, 1 - 1e-4)) / self.form.lowest for retain in starts]
-            _fill_rows(bias, [-math.log(1 / min(share, 1 - 1e-4) - 1) for share in shares])
+            fill_start(bias, start, self._bounded_logit)
             return
         overwrite(self.rate, spread(tuple(self.rate.shape), source, *RATES))
         overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))
 
-
-Starts = dict[str, float | tuple[float, ...]]
+    def _bounded_logit(self, retain: float) -> float:
+        share = math.log(min(retain, 1 - 1e-4)) / self.form.lowest
+        return -math.log(1 / min(share, 1 - 1e-4) - 1)
 
 
 def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:

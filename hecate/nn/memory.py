@@ -43,7 +43,7 @@ from hecate.nn.rule import (
     check_projection,
     project_queries,
 )
-from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
+from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named
 from hecate.states import State
 from hecate.tape import Autodiff, is_traced, steady
 from hecate.tape.bridge import below_autograd
@@ -170,7 +170,8 @@ class MemoryLayer(nn.Module):
             if options.norm.weight == "shared":
                 weight = weight.expand(y.shape[-2:])
             if gate is not None and options.norm.place == "after_gate":
-                y, gate = y * _squash(options.gate, gate).view(y.shape), None
+                factor = torch.sigmoid(gate) if options.gate == "sigmoid" else silu(gate)
+                y, gate = y * factor.view(y.shape), None
             elif options.gate == "sigmoid":
                 gate, outer = None, gate
             if options.norm.over == "all":  # [B, T, H, V] as one row of H V
@@ -183,10 +184,6 @@ class MemoryLayer(nn.Module):
             y = (y * size.add_(number(options.norm.eps, y.dtype)).rsqrt_() * weight).flatten(-2)
             y = y if gate is None else y * silu(gate)
         return y if outer is None else y * torch.sigmoid(outer)
-
-
-def _squash(gate: OutputGate, logit: Tensor) -> Tensor:
-    return torch.sigmoid(logit) if gate == "sigmoid" else silu(logit)
 
 
 @named(*MemoryConfig.model_fields)

@@ -352,7 +352,7 @@ FAULTS = [
         "nn",
         NN,
         ("gates", "(1 if config.algorithm.dampens else 1 - momentum)", "1"),
-        ("gates", "return math.log(inside / (1 - inside))", "return inside"),
+        ("gates", "return inverse_sigmoid(min(", "return (min("),
         ("blocks", "tap = ahead[:, lag - j : lag - j + length]", "tap = ahead[:, lag - j + 1 : lag - j + 1 + length]"),
         ("conv", "torch.cat([before[:, length - old :], last], 1)", "torch.cat([before[:, length - old :], last], 1) * 0"),
     ),
