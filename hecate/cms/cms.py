@@ -19,7 +19,7 @@ from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, as_plain, log_linear_scan, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
-from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
+from hecate.nn.arguments import Mask, check_sequence, check_tensors, check_type
 from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import draw_normal, redraw, source_of, sources_for
@@ -270,7 +270,7 @@ class CMS(nn.Module):
         return "turns" if self.config.composition == "nested" else "layers"
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
-        if state is None or not check_made(state, CMSState):
+        if not check_type(state, CMSState):
             return
         if len(state.levels) != len(self.levels):
             raise ShapeError(

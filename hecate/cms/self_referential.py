@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
-from hecate.nn.arguments import Mask, check_engine, check_length, check_made, check_sequence, check_sizes, check_state
+from hecate.nn.arguments import Mask, check_engine, check_length, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.conv import (
     DEFAULT_CONV_KERNEL,
     DEFAULT_QK_NORM,
@@ -257,7 +257,7 @@ class Boxes(HeldRule):
         values = {}
         for gate, weight in self.gate_weight.items():
             form = self.retain if gate == "retain" else None
-            answer = answers[gate] if form is None else form.seen(answers[gate])
+            answer = answers[gate] if form is None else form.project(answers[gate])
             # Heads have rows of their own: one, or one per channel.
             weight = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
             logit = torch.einsum("bthd,hcd->bthc", answer, weight).flatten(-2) + self.gate_bias[gate]
@@ -454,7 +454,7 @@ class SelfReferential(MemoryLayer):
 
     def _check_state(self, state: SelfReferentialState | None, batch: int) -> None:
         """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
-        if state is None or not check_made(state, SelfReferentialState):
+        if not check_type(state, SelfReferentialState):
             return
         weights, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
         wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in weights.items()}

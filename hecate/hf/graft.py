@@ -351,7 +351,7 @@ class Grafted(Holder):
             )
         return layer.answers(BRANCH, branch, x, **masks)
 
-    def _handed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+    def _pop_masks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
         """The cache and the masks among the arguments of a call; the masks are no longer there."""
         masks = kwargs.pop(MASKS, None)
         past = next((value for value in args if isinstance(value, Cache)), kwargs.get("past_key_values"))
@@ -370,7 +370,7 @@ class Beside(Grafted):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """hidden_states `[B, T, d_model]`; what the attention returns, with the memory's answers added."""
-        past, masks = self._handed(args, kwargs)
+        past, masks = self._pop_masks(args, kwargs)
         y, *rest = super().forward(hidden_states, *args, **kwargs)
         return (y + self._answers(hidden_states, past, masks).to(y.dtype), *rest)
 
@@ -380,7 +380,7 @@ class InPlace(Grafted):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """hidden_states `[B, T, d_model]`; the memory's answers, and None for attention weights."""
-        past, masks = self._handed(args, kwargs)
+        past, masks = self._pop_masks(args, kwargs)
         if past is not None:
             self._count(past, hidden_states)
         return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None

@@ -439,7 +439,7 @@ class FastMLP(Holder):
             y = linear(hidden)
             return y + beside.to(y.dtype)
 
-        y = super(FastMLP, changed(self, **{fast.last: last})).forward(x)
+        y = super(FastMLP, with_attributes(self, **{fast.last: last})).forward(x)
         return y, after  # type: ignore[return-value]
 
 
@@ -455,7 +455,7 @@ class Handing(nn.Module):
             raise ConfigError(f"no masks reached layer {mlp.layer_idx}: it was called on its own; call its model")
         if past is not None:
             _expect_read(past, mlp.layer_idx)
-        layer = changed(self, **{name: partial(mlp, hecate_call=(past, masks))})
+        layer = with_attributes(self, **{name: partial(mlp, hecate_call=(past, masks))})
         return super(Handing, layer).forward(*args, **kwargs)
 
 
@@ -471,7 +471,7 @@ def _expect_read(past: Any, index: int) -> None:
         )
 
 
-def changed(module: Any, **attributes: Any) -> Any:
+def with_attributes(module: Any, **attributes: Any) -> Any:
     """The same module, parameters and all, with other attributes: what a call alone knows stays in that call."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **attributes)

@@ -54,7 +54,7 @@ def causal_conv_update(
 ) -> Tensor:
     """`causal_conv` of one token `[B, C, 1]` after those of conv_state `[B, C, K]`, which takes it in place."""
     x, weights = hidden_states, (weight, *(() if bias is None else (bias,)))
-    if activation in ("silu", "swish") and (kernels := _compiled(x, *weights, conv_state)):
+    if activation in ("silu", "swish") and (kernels := _token_kernels(x, *weights, conv_state)):
         none, rows, y = weight.new_empty(0) if bias is None else bias, x.shape[:2], x.new_empty(x.shape)
         kernels.conv_update(*_arrays(x.reshape(rows), conv_state, weight, none, y.view(rows)))
         return y
@@ -80,7 +80,7 @@ def delta_rule(
     kind, single = query.dtype, key.shape[1] == 1 and initial_state is not None and hecate_starts is None
     query, key, value, g, beta = [x if x.dtype in EXACT else x.float() for x in (query, key, value, g, beta)]
     inputs = query, key, value, g, beta
-    if single and use_qk_l2norm_in_kernel and (kernels := _compiled(*inputs, initial_state)):
+    if single and use_qk_l2norm_in_kernel and (kernels := _token_kernels(*inputs, initial_state)):
         y, scratch = value.new_empty(value.shape), value.new_empty(4, key.shape[-1] + value.shape[-1])
         q, k, v, decay, rate = (x.squeeze(1) for x in inputs)
         decay = decay if decay.dim() == 3 else decay.unsqueeze(-1)
@@ -141,7 +141,7 @@ def state_space(
     return (y, after) if return_final_states else y
 
 
-def _compiled(*tensors: Tensor | None) -> Any:
+def _token_kernels(*tensors: Tensor | None) -> Any:
     """The kernels where a token of these, the state last, takes a compiled step; else None."""
     for tensor in tensors:
         if tensor is None or tensor.dtype is not torch.float32 or not tensor.is_cpu:

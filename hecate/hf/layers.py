@@ -495,7 +495,7 @@ class AsModel(nn.Module):
         """Refuses a mask that the model does not keep to, by a few tokens of its own."""
         if mask not in self._found:
             try:
-                with self._asked():
+                with self._evaluation():
                     self._found[mask] = self._keeps_apart() if mask == "reset_mask" else self._goes_on()
             except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # what transformers says of it
                 self._found[mask] = False
@@ -506,7 +506,7 @@ class AsModel(nn.Module):
             )
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _evaluation(self) -> Iterator[None]:
         """The model without dropout and gradients, and without a warning of what is then refused."""
         modes = {part: part.training for part in self.model.modules()}
         try:

@@ -170,14 +170,14 @@ def save(model: Any, folder: str | Path) -> None:
     expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
-    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added(model)}
+    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added_names(model)}
     with written_folder(folder, "choose another folder") as room:
         model.save_pretrained(room, state_dict=tensors)
         if added:
             write_tensors(added, room / _TENSORS)
 
 
-def _added(model: Any) -> list[str]:
+def _added_names(model: Any) -> list[str]:
     """Names of the tensors of upgraded layers and of grafts into MLPs: those that transformers, which gives some names
     of a model others in a file, writes elsewhere than they are."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}

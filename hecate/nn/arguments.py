@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hecate.tape import Autodiff
 
 Mask = Tensor | None  # bool [B, T]; None where it holds for every token, or for none
 Firing = Literal["always", "learned"]
+S = TypeVar("S")
 
 
 def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> tuple[int, int]:
@@ -137,7 +138,7 @@ def check_length(x: Tensor, what: str) -> None:
         )
 
 
-def check_made(state: Any, kind: type[Any], name: str = "") -> bool:
+def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
     """Refuses a state of another type than a layer, called `name`, returns; whether there is one to look at: None is
     none, and `torch.compile` looks at none."""
     if state is None or torch.compiler.is_compiling():
@@ -167,7 +168,7 @@ def check_state(
     `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `needed` says of
     the states of `features` and `projection` whether there must be one.
     """
-    if not check_made(state, kind):
+    if not check_type(state, kind):
         return
     for name, has in needed.items():
         if (getattr(state, name) is not None) != has:

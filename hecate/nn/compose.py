@@ -15,7 +15,7 @@ from hecate.checks import Depth, Size, named
 from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import Mask, check_made, check_sequence
+from hecate.nn.arguments import Mask, check_sequence, check_type
 from hecate.nn.blocks import rms_norm
 from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
@@ -289,7 +289,7 @@ class Composed(nn.Module):
         return ComposedState(attention, memory, memory, place)
 
     def _check_state(self, x: Tensor, state: ComposedState | None) -> None:
-        if state is None or not check_made(state, ComposedState, self.name):
+        if not check_type(state, ComposedState, self.name):
             return
         segments = self.config.by_segment
         for field, needed in {"memory": self.config.has_memory, "start": segments, "place": segments}.items():

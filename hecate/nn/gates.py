@@ -62,7 +62,7 @@ class RetainForm(nn.Module):
         self.rate: Any = nn.Parameter(torch.empty(heads, **place)) if self.rated else None
         self.plain = form.squash == "sigmoid" and rank is None and not form.channels
 
-    def seen(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Input of the weights of the logits: x, or its image of low rank."""
         return linear(x, self.down.to(x.dtype)) if self.low else x
 
@@ -268,7 +268,7 @@ class GateHeads(nn.Module):
                 weight, bias = weights._parameters.get(name), biases._parameters.get(name)
                 if weight is None or bias is None:  # parametrised, or without a bias
                     weight, bias = getattr(weights, name), getattr(biases, name, None)
-                inputs = x if form is None else form.seen(x)
+                inputs = x if form is None else form.project(x)
                 if weight.dtype != x.dtype:
                     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
                 logit = linear(inputs, weight, bias)

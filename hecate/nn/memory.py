@@ -387,7 +387,7 @@ class Memory(RuleParameters, MemoryLayer):
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
             before = None if state is None else state.gating
-            written, gated = self._gated(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
+            written, gated = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = written, Gates(**written.gates)
         memory, projection = (None, None) if state is None else (state.memory, state.projection)
         arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
@@ -397,7 +397,7 @@ class Memory(RuleParameters, MemoryLayer):
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
         return asked, (conv, segment, features, projection, gated or None), skip
 
-    def _gated(
+    def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         """Outputs of the gating for x, q, k, v and gates, and its state."""

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors, conv_tensors
+from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_tensors, check_type, conv_tensors
 from hecate.nn.blocks import readout
 from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
 from hecate.nn.parameters import blank, draw_normal, redraw, source_of
@@ -181,7 +181,7 @@ class SlidingAttention(nn.Module):
                 "one; leave conv_kernel out, or give no beside",
                 path=("conv_kernel",),
             )
-        if state is not None and check_made(state, SlidingState, self.name):
+        if check_type(state, SlidingState, self.name):
             count = state.present.shape[-1] if self.window is None else self.window - 1
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}

@@ -145,7 +145,7 @@ def linear_attention(
     with without_autocast(k.device.type):
         # [B, T, G r, D] to [B, T r, G, D]: the queries of a group ask as r tokens of their key head would.
         queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
-        keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
+        keys, values = (zero_masked(x.to(dtype), write_mask) for x in (k, v))
         place, count = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
         phi_k = weights.features(keys, place, keys=True)
@@ -377,7 +377,7 @@ class Sums(NamedTuple):
 
     def over_all(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over all written tokens, the same for every query: O((T + S) P V)."""
-        memory = torch.einsum("bsgv,bsgp->bgvp", v, written(k, self.write))
+        memory = torch.einsum("bsgv,bsgp->bgvp", v, zero_masked(k, self.write))
         memory = memory if start is None else memory + start
         return torch.einsum("btgp,bgvp->btgv", q, memory), memory
 
@@ -405,10 +405,10 @@ class Sums(NamedTuple):
         q = q.unflatten(1, (length, -1))
         place, diagonal = None, q.new_zeros(())
         if self.causal:
-            weight = torch.einsum("btrgp,btgp->btrg", q, written(k, self.write)) * factors[:, 0]
+            weight = torch.einsum("btrgp,btgp->btrg", q, zero_masked(k, self.write)) * factors[:, 0]
             diagonal = torch.einsum("btrg,btgv->btrgv", weight, v)
         if self.write is not None:
-            k, order = written(k, self.write), (~self.write).int().argsort(dim=1, stable=True)
+            k, order = zero_masked(k, self.write), (~self.write).int().argsort(dim=1, stable=True)
             k, v = (x.take_along_dim(order[..., None, None], 1) for x in (k, v))
             zero = torch.zeros(batch, dtype=torch.int64, device=k.device)
             place = written_before(zero, self.write, None, length)
@@ -419,7 +419,7 @@ class Sums(NamedTuple):
         return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + diagonal).flatten(1, 2)
 
 
-def written(x: Tensor, write: Mask) -> Tensor:
+def zero_masked(x: Tensor, write: Mask) -> Tensor:
     """x `[B, S, G, *]` with zeros for masked tokens, which may hold garbage, too bad even to be multiplied by 0."""
     return x if write is None else torch.where(write[..., None, None], x, 0.0)
 

@@ -70,7 +70,7 @@ class _Server:
     def __init__(self, scheduler: Scheduler, texts: Texts, name: str, key: str | None, limits: Limits) -> None:
         self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
 
-    def guarded(self, handler: Handler) -> Handler:
+    def guard(self, handler: Handler) -> Handler:
         """A handler behind the key; without one for pages and names of this machine alone."""
 
         async def handle(http: Http) -> Response:
@@ -175,11 +175,11 @@ class _Server:
         async def text() -> str:
             return "".join([piece async for piece in self._pieces(asked.request, cutter, queue)])
 
-        async def gone() -> None:
+        async def wait_for_disconnect() -> None:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
 
-        work, disconnect = asyncio.ensure_future(text()), asyncio.ensure_future(gone())
+        work, disconnect = asyncio.ensure_future(text()), asyncio.ensure_future(wait_for_disconnect())
         try:
             await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -265,7 +265,7 @@ def application(
         await asyncio.to_thread(scheduler.stop)
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
-        return Route(path, server.guarded(handler), methods=[method])
+        return Route(path, server.guard(handler), methods=[method])
 
     routes = [
         route("/v1/completions", server.complete, "POST"),

@@ -148,7 +148,7 @@ class Lengths(NamedTuple):
             both = list(zip(tokens.rows, earlier.rows, strict=True))
             grams = [(torch.bmm(row, row.mT), torch.bmm(other, row.mT)) for row, other in both]
             kinds = zip(*grams, strict=True)
-            sizes = [reduce(add, map(_scaled, map(torch.abs, kind), tokens.scales)) for kind in kinds]
+            sizes = [reduce(add, map(_scale, map(torch.abs, kind), tokens.scales)) for kind in kinds]
             pairs, others = near(*sizes)
             total = pairs.sum(-1) + others.sum(-2)
         else:
@@ -171,7 +171,7 @@ class Lengths(NamedTuple):
             (pairs, others), grows, gearlier = self.grams[0], [], []
             both = self.near(gtotal.expand_as(pairs), gtotal.mT.expand_as(others))
             for row, other, grams, scale in zip(tokens.rows, earlier.rows, self.grams, tokens.scales, strict=True):
-                gown, gother = (gram.sign() * _scaled(part, scale) for gram, part in zip(grams, both, strict=True))
+                gown, gother = (gram.sign() * _scale(part, scale) for gram, part in zip(grams, both, strict=True))
                 grows.append(torch.baddbmm(torch.bmm(gown + gown.mT, row), gother.mT, other))
                 gearlier.append(torch.bmm(gother, row))
             of_keys = Cotangents(earlier.past.values)
@@ -203,7 +203,7 @@ def lengths(graph: Graph, blocks: int) -> Block:
     return Block("structure.lengths", forward, vjp)
 
 
-def _scaled(part: Tensor, scale: float) -> Tensor:
+def _scale(part: Tensor, scale: float) -> Tensor:
     return part if scale == 1 else part * scale
 
 

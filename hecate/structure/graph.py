@@ -152,12 +152,12 @@ class Normalise(NamedTuple):
     name: str = "norm"
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return torch.mul(*self._centred(inputs[0]))
+        return torch.mul(*self._centre(inputs[0]))
 
     def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return y, self._centred(inputs[0])[1]
+        return y, self._centre(inputs[0])[1]
 
-    def _centred(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _centre(self, x: Tensor) -> tuple[Tensor, Tensor]:
         centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
         scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
