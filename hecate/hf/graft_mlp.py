@@ -46,9 +46,9 @@ from hecate.variant import Config, Conflicts
 KEY = "hecate_mlp"
 """The key of the graft in a model's config."""
 _NAMES = ("mlp", "feed_forward", "ffn")
-_LAST = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+_LAST = tuple(dict.fromkeys(names[-1] for names in (*_PLAIN, *_GATED)))
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 

@@ -165,9 +165,9 @@ class LinearAttention(FeatureParameters):
         self, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None = None, **masks: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """`linear_attention` with the options of this layer."""
-        place: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors}
-        options: dict[str, Any] = {"state": state, "name": self.name, **masks, **self._options()}
-        return linear_attention(q, k, v, self.feature_map, self.phi_params, **place, **options)
+        options: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors}
+        options |= {"state": state, "name": self.name, **masks, **self._options()}
+        return linear_attention(q, k, v, self.feature_map, self.phi_params, **options)
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("causal", "normalizer", "eps", "engine", "autodiff")}

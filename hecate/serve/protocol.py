@@ -125,11 +125,11 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         time.monotonic() + limits.seconds,
     )  # fmt: skip
     known = isinstance(options, dict) and options.keys() <= {"include_usage"}
-    flags = [options.get("include_usage") if known else "no"]
-    for flag in (body.get("stream"), *flags):
+    include_usage = options.get("include_usage") if known else "no"
+    for flag in (body.get("stream"), include_usage):
         if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
             raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
-    return Asked(request, tuple(stops), bool(body.get("stream")), bool(flags[0]))
+    return Asked(request, tuple(stops), bool(body.get("stream")), bool(include_usage))
 
 
 def _tokens(body: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
