@@ -19,7 +19,7 @@ from hecate.distributed.context import Context, Shares
 from hecate.engine import EngineName, as_plain, log_linear_scan, written_before
 from hecate.errors import ConfigError, HealthWarning, ShapeError
 from hecate.nn import LayerState, Memory
-from hecate.nn.arguments import Mask, check_made, check_sequence, check_tensors
+from hecate.nn.arguments import Mask, check_sequence, check_tensors, check_type
 from hecate.nn.blocks import RMSNorm
 from hecate.nn.memory import where_rows
 from hecate.nn.parameters import draw_normal, redraw, source_of, sources_for
@@ -96,9 +96,9 @@ class CarryMemory(Memory):
         how: dict[str, Any] = {"engine": self.engine, "autodiff": self.autodiff, "name": self.name}
         return log_linear_scan(**asked._asdict(), scale=self.scale(x), **how)
 
-    def seen(self, **given: Any) -> tuple[ScanArguments, str | None]:
+    def seen(self, **arguments: Any) -> tuple[ScanArguments, str | None]:
         """The plain rule's part: what all levels hold together."""
-        asked, _ = super().seen(**given)
+        asked, _ = super().seen(**arguments)
         state = None if asked.state is None else as_plain(asked.state, self.level.shape[1])
         return asked._replace(state=state), "a level of each age is read with a weight of its own"
 
@@ -185,13 +185,13 @@ class CMS(nn.Module):
         how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, **place}
         drawn = torch.empty(0, **place).device.type != "meta"
         sources = self._sources(generator) if drawn else [None] * len(config.levels)
-        made = partial(CarryMemory, levels=config.carry_levels) if config.composition == "carry" else Memory
+        kind = partial(CarryMemory, levels=config.carry_levels) if config.composition == "carry" else Memory
         self.levels = nn.ModuleList()
         for index, (level, source) in enumerate(zip(config.levels, sources, strict=True)):
-            own = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
-            own |= {"name": f"{name}/{level.name}", "generator": source, **how}
+            options = {field: getattr(level, field) for field in LevelConfig.model_fields if field not in OF_LEVEL}
+            options |= {"name": f"{name}/{level.name}", "generator": source, **how}
             try:
-                self.levels.append(made(d_model, level.heads or heads, level.rule, **own))
+                self.levels.append(kind(d_model, level.heads or heads, level.rule, **options))
             except ConfigError as error:
                 raise error.under("levels", index) from None
         residual = config.composition in ("sequential", "nested")
@@ -252,14 +252,14 @@ class CMS(nn.Module):
             written, last = self.context.counted(written, write_mask, reset_mask, x.shape[1])
         before = written_before(written, write_mask, reset_mask, x.shape[1])
         count = before + (1 if write_mask is None else write_mask)
-        own = [masks] * len(self.levels)
+        level_masks = [masks] * len(self.levels)
         for index, level in enumerate(self.config.levels):
             if level.restart is not None:
-                own[index] = {**masks, "restart_mask": (before % level.restart == 0) & (before != count)}
+                level_masks[index] = {**masks, "restart_mask": (before % level.restart == 0) & (before != count)}
         if self.config.composition == "nested" and x.shape[1]:
-            y, after = self._in_windows(x, levels, own, before != count, count)
+            y, after = self._in_windows(x, levels, level_masks, before != count, count)
         else:
-            y, after = self._through_levels(x, levels, own)
+            y, after = self._through_levels(x, levels, level_masks)
         if last is None:
             last = count[:, -1] if x.shape[1] else written.clone()
         return y, CMSState(tuple(after), last)
@@ -270,7 +270,7 @@ class CMS(nn.Module):
         return "turns" if self.config.composition == "nested" else "layers"
 
     def _check_state(self, state: CMSState | None, x: Tensor) -> None:
-        if state is None or not check_made(state, CMSState):
+        if not check_type(state, CMSState):
             return
         if len(state.levels) != len(self.levels):
             raise ShapeError(
@@ -283,16 +283,16 @@ class CMS(nn.Module):
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:
         """Every level once over x: the layer's output and the states of the levels."""
         chained = self.config.composition == "chained"
-        states, outputs, seen, norms = [], [], x, [*self.norms]
-        for memory, norm, before, own in zip(self.memories, norms or [None] * len(levels), levels, masks, strict=True):
-            out, after = memory(seen if norm is None else norm(seen), before, **own)
+        states, outputs, inputs, norms = [], [], x, [*self.norms] or [None] * len(levels)
+        for memory, norm, before, level_masks in zip(self.memories, norms, levels, masks, strict=True):
+            out, after = memory(inputs if norm is None else norm(inputs), before, **level_masks)
             if norm is not None:
-                seen = seen + out
+                inputs = inputs + out
             elif chained:
-                seen = out
+                inputs = out
             states.append(after)
             outputs.append(out)
-        return seen if chained else self._joined(x, *outputs), states
+        return inputs if chained else self._join(x, *outputs), states
 
     def _in_windows(
         self, x: Tensor, levels: Levels, masks: list[Masks], write: Tensor, count: Tensor
@@ -325,7 +325,7 @@ class CMS(nn.Module):
             outputs.append(y)
         return torch.cat(outputs, 1), after
 
-    def _joined(self, x: Tensor, *outputs: Tensor) -> Tensor:
+    def _join(self, x: Tensor, *outputs: Tensor) -> Tensor:
         weights: Any = None
         if self.weight is not None and self.bias is not None:
             weights = torch.sigmoid(linear(x, self.weight, self.bias)).split(1, -1)
@@ -346,15 +346,15 @@ class CMS(nn.Module):
         projection gets a gradient at once, the rest of the level after one step. `state` is taken over, the new level
         starting empty at its place in the schedule. [CMS-GROW-I1]
         """
-        return self._grown(level, 0, state, generator)
+        return self._grow(level, 0, state, generator)
 
     def stack_up(
         self, level: LevelConfig, state: CMSState | None = None, *, generator: torch.Generator | None = None
     ) -> tuple[CMS, CMSState | None]:
         """As `push_up`, with a slower level behind the present ones."""
-        return self._grown(level, len(self.levels), state, generator)
+        return self._grow(level, len(self.levels), state, generator)
 
-    def _grown(
+    def _grow(
         self, level: LevelConfig, at: int, state: CMSState | None, generator: torch.Generator | None
     ) -> tuple[CMS, CMSState | None]:
         """The layer and its state with a silent level at index `at`."""
@@ -426,12 +426,12 @@ class CMS(nn.Module):
                 handle.remove()
         written = written_before(before.written, None, None, x.shape[1]) + 1
         each = zip(self.config.levels, self.memories, calls, before.levels, after.levels, strict=True)
-        found = [level_health(*level, written, y) for level in each]
-        for level in found:
+        reports = [level_health(*level, written, y) for level in each]
+        for level in reports:
             if level.dead is not None:
                 message = f"level {level.name!r} of {self.name!r} is dead: {level.dead}"
                 warnings.warn(message, HealthWarning, stacklevel=2)
-        return found
+        return reports
 
     def extra_repr(self) -> str:
         """The width, the composition of the levels, and their periods."""
@@ -452,7 +452,7 @@ def _fresh(source: MemoryState, like: MemoryState) -> MemoryState:
     if normalizer is not None and source.normalizer is not None:
         normalizer = _fresh(source.normalizer, normalizer)
     return like._replace(
-        memory={name: source.memory[name].to(own.dtype) for name, own in like.memory.items()},
+        memory={name: source.memory[name].to(weight.dtype) for name, weight in like.memory.items()},
         slots={name: torch.zeros_like(slot) for name, slot in like.slots.items()},
         normalizer=normalizer,
         readout=None if source.readout is None else dict(source.readout),

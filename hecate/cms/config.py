@@ -55,8 +55,8 @@ class LevelConfig(Config):
     def conflicts(self) -> Conflicts:
         """Settings that a memory in chunks of the period cannot have."""
         memory = self.memory
-        given = (memory.chunk, memory.commit)
-        if self.period > 1 and given not in ((1, "token"), (self.period, "chunk")):
+        schedule = (memory.chunk, memory.commit)
+        if self.period > 1 and schedule not in ((1, "token"), (self.period, "chunk")):
             sets = f"period={self.period} sets chunk={self.period} and commit='chunk'"
             has = f"memory has chunk={memory.chunk} and commit={memory.commit!r}"
             yield ("period",), f"{sets}, but {has}; leave both out of memory, or set period=1 to keep them"
@@ -113,8 +113,8 @@ class CMSConfig(Config):
                 yield ("levels", index, "period"), reason
         for index, name in enumerate(names):
             if name in names[:index]:
-                own = f"{name!r} is the name of level {names.index(name)} already"
-                yield ("levels", index, "name"), f"{own}; give each level one of its own"
+                reason = f"{name!r} is the name of level {names.index(name)} already"
+                yield ("levels", index, "name"), f"{reason}; give each level one of its own"
         if self.composition != "independent" and self.aggregation != "sum":
             does = "weighs outputs of levels that read one input, which only composition 'independent' does"
             yield ("aggregation",), f"{self.aggregation!r} {does}; with composition {self.composition!r} leave it out"
@@ -126,13 +126,13 @@ class CMSConfig(Config):
         """Levels that no tree can be made of, and its size where there is none."""
         if self.composition != "carry":
             if self.carry_levels != type(self).model_fields["carry_levels"].default:
-                own = f"{self.carry_levels} levels are those of composition 'carry'"
-                yield ("carry_levels",), f"{own}; with composition {self.composition!r} leave it out"
+                reason = f"{self.carry_levels} levels are those of composition 'carry'"
+                yield ("carry_levels",), f"{reason}; with composition {self.composition!r} leave it out"
             return
         if len(self.levels) > 1:
-            own = "composition 'carry' makes its levels of one, which gives projections and gates to all"
+            reason = "composition 'carry' makes its levels of one, which gives projections and gates to all"
             cure = "leave the others out and set carry_levels"
-            yield ("levels", 1), f"{own}, got {len(self.levels)}; {cure}"
+            yield ("levels", 1), f"{reason}, got {len(self.levels)}; {cure}"
         level = self.levels[0]
         if level.period > 1:
             reason = f"composition 'carry' has levels of periods 1, 2, 4, ..., not {level.period}; leave it out"
@@ -144,14 +144,14 @@ class CMSConfig(Config):
 def _of_nested(fast: LevelConfig, slow: LevelConfig) -> Conflicts:
     """Why a level cannot restart from the next one, with the latter's field."""
     if slow.period == 1:
-        own = f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token"
-        yield ("period",), f"{own}; give it a period of at least 2"
+        reason = f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token"
+        yield ("period",), f"{reason}; give it a period of at least 2"
     if slow.period % fast.rule.chunk:
-        own = f"period {slow.period} is no multiple of {fast.rule.chunk}"
-        yield ("period",), f"{own}, so {fast.name!r} would restart within a window; use a multiple"
+        reason = f"period {slow.period} is no multiple of {fast.rule.chunk}"
+        yield ("period",), f"{reason}, so {fast.name!r} would restart within a window; use a multiple"
     if fast.restart is not None or slow.restart is not None:
-        own = "a level with restart goes back to its own starting weights, a nested one to those of the slower level"
-        yield ("restart",), f"{own}; leave restart out, or use another composition"
+        reason = "a level with restart goes back to its own starting weights, a nested one to those of the slower level"
+        yield ("restart",), f"{reason}; leave restart out, or use another composition"
     if fast.rule.normalizer != slow.rule.normalizer:
         both = f"normalizer {fast.rule.normalizer!r} against {slow.rule.normalizer!r}"
         reason = "a memory goes with its sum of weights, so both need one or neither"
@@ -161,5 +161,5 @@ def _of_nested(fast: LevelConfig, slow: LevelConfig) -> Conflicts:
         both = f"retention {ways[0].kind!r} and {ways[1].kind!r} keep memories in sets of their own"
         yield ("memory", "retention"), f"{both}, and a copy need not lie in the other; give both the same retention"
     if "skip" in (fast.rule.on_nonfinite, slow.rule.on_nonfinite):
-        own = "on_nonfinite='skip' lets one level leave out a token that another counts"
-        yield ("memory", "on_nonfinite"), f"{own}, so commits would no longer meet; use 'raise' or 'propagate'"
+        reason = "on_nonfinite='skip' lets one level leave out a token that another counts"
+        yield ("memory", "on_nonfinite"), f"{reason}, so commits would no longer meet; use 'raise' or 'propagate'"

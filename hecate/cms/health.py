@@ -102,15 +102,15 @@ def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *,
     with_write, without = (_answers(asked, chosen, lag, later, written) for written in (True, False))
     k_tokens = torch.tensor(chosen, device=asked.v.device)
     v = asked.v[:, k_tokens].double()  # [B, N, H, V]
-    found: list[Tensor] = []
+    measures: list[Tensor] = []
     for y1, y0 in zip(with_write, without, strict=True):
         error, before = (v - y1).norm(dim=-1), (v - y0).norm(dim=-1)
         share = torch.where(before > 0, 1 - error / before, torch.nan)
         square = v.square().sum(-1)
         pull = torch.where(square > 0, ((y1 - y0) * v).sum(-1) / square, torch.nan)
-        found += [share.nanmean((0, 2)), pull.nanmean((0, 2))]
+        measures += [share.nanmean((0, 2)), pull.nanmean((0, 2))]
     size = with_write[0].norm(dim=-1).mean((0, 2)) / v.norm(dim=-1).mean((0, 2))
-    share, pull, share_later, pull_later = (item.nan_to_num(0.0).cpu() for item in found)
+    share, pull, share_later, pull_later = (item.nan_to_num(0.0).cpu() for item in measures)
     return Strength(k_tokens.cpu(), share, share_later, pull, pull_later, size.cpu())
 
 
@@ -125,25 +125,25 @@ def _answers(asked: ScanArguments, tokens: Iterable[int], lag: int, later: int, 
     lr = asked.gates.lr if asked.config.commit == "chunk" else None
     tokens = list(tokens)
     for t in tokens:
-        key, own = asked.q.clone(), mask.clone()
+        key, writes = asked.q.clone(), mask.clone()
         key[:, t + lag] = key[:, t + lag + later] = asked.k[:, t]
         if isinstance(lr, Tensor):  # a masked token does not count, so that its chunk would close later
             steps.append(lr.clone())
             steps[-1][:, t] *= written
         else:
-            own[:, t] &= written
+            writes[:, t] &= written
         q.append(key)
-        masks.append(own)
+        masks.append(writes)
     copies = len(tokens)
 
-    def repeated(item: Any) -> Any:
+    def repeat(item: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda x: x.repeat(copies, *[1] * (x.dim() - 1)), item)
 
-    gates = repeated(asked.gates)
+    gates = repeat(asked.gates)
     gates = gates._replace(lr=torch.cat(steps)) if steps else gates
     copied = asked._replace(
-        q=torch.cat(q), k=repeated(asked.k), v=repeated(asked.v), gates=gates,
-        state=repeated(asked.state), write_mask=torch.cat(masks), reset_mask=repeated(asked.reset_mask),
+        q=torch.cat(q), k=repeat(asked.k), v=repeat(asked.v), gates=gates,
+        state=repeat(asked.state), write_mask=torch.cat(masks), reset_mask=repeat(asked.reset_mask),
     )  # fmt: skip
     y = copied.scan()[0].double().unflatten(0, (copies, batch))  # [N, B, T, H, V]
     rows = torch.arange(copies, device=y.device)
@@ -238,13 +238,13 @@ def record_calls(memory: Memory) -> tuple[list[LevelCall], RemovableHandle]:
     All of a state is made to require a gradient, constants such as an emptied sum too: cotangents reach them."""
     calls: list[LevelCall] = []
 
-    def watched(item: Tensor) -> Tensor:
-        return item.detach().requires_grad_() if item.is_floating_point() and not item.requires_grad else item
+    def watch(x: Tensor) -> Tensor:
+        return x.detach().requires_grad_() if x.is_floating_point() and not x.requires_grad else x
 
-    def hook(_: nn.Module, given: tuple[Any, ...], made: tuple[Tensor, LayerState]) -> tuple[Tensor, LayerState]:
-        made = pytree.tree_map_only(Tensor, watched, made)
-        calls.append((given[0], *made))
-        return made
+    def hook(_: nn.Module, inputs: tuple[Any, ...], outputs: tuple[Tensor, LayerState]) -> tuple[Tensor, LayerState]:
+        outputs = pytree.tree_map_only(Tensor, watch, outputs)
+        calls.append((inputs[0], *outputs))
+        return outputs
 
     return calls, memory.register_forward_hook(hook)
 
@@ -262,14 +262,14 @@ def level_health(
 
     `written` tells how many tokens since the start there are after each one, `[B, T]`."""
     every = memory.config.chunk if memory.config.commit == "chunk" else 1
-    made = [leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if leaf is not None and leaf.requires_grad]
+    nodes = [leaf for call in calls for leaf in pytree.tree_leaves(call[1:]) if leaf is not None and leaf.requires_grad]
     unit = torch.full_like(y, y.numel() ** -0.5)
-    cotangents = torch.autograd.grad(y, made, unit, retain_graph=True, allow_unused=True)
+    cotangents = torch.autograd.grad(y, nodes, unit, retain_graph=True, allow_unused=True)
     norms = [cotangent.norm() for cotangent in cotangents if cotangent is not None]
     with torch.no_grad():
-        given, out = torch.cat([call[0] for call in calls], 1), torch.cat([call[1] for call in calls], 1)
-        fired = memory.gates.values(given).get("firing")
-        found = LevelHealth(
+        inputs, out = torch.cat([call[0] for call in calls], 1), torch.cat([call[1] for call in calls], 1)
+        fired = memory.gates.values(inputs).get("firing")
+        report = LevelHealth(
             name=level.name,
             period=level.period,
             commits=float((written % every == 0).sum(1).double().mean()),
@@ -277,26 +277,26 @@ def level_health(
             norm_start=_norm(memory, before),
             norm_end=_norm(memory, after),
             output_rms=float(out.double().square().mean().sqrt()),
-            half_life=_half_life(memory, given),
+            half_life=_half_life(memory, inputs),
             cotangent=math.hypot(*map(float, norms)),
-            strength=_strength(memory, given, before),
+            strength=_strength(memory, inputs, before),
             dead=None,
         )
     never = bool((written < every).all())
     faults = {
         f"it has never committed, since no sequence is as long as its period {level.period}": never,
-        "its firing gate stays shut": found.fired == 0.0,
-        "its output is zero": found.output_rms == 0.0,
-        "no gradient reaches it": found.cotangent == 0.0,
-        "its writes change nothing": found.strength is not None and found.strength < NOTHING,
+        "its firing gate stays shut": report.fired == 0.0,
+        "its output is zero": report.output_rms == 0.0,
+        "no gradient reaches it": report.cotangent == 0.0,
+        "its writes change nothing": report.strength is not None and report.strength < NOTHING,
     }
-    return found._replace(dead="; ".join(fault for fault, holds in faults.items() if holds) or None)
+    return report._replace(dead="; ".join(fault for fault, holds in faults.items() if holds) or None)
 
 
 def _strength(memory: Memory, x: Tensor, before: LayerState) -> float | None:
     asked = memory.asked(x, before)[0]
-    found = write_strength(asked if asked.config.writes == 1 else asked.each_write())
-    return None if found is None else found.largest
+    strength = write_strength(asked if asked.config.writes == 1 else asked.each_write())
+    return None if strength is None else strength.largest
 
 
 def _norm(memory: Memory, state: LayerState) -> float:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import Count, named
 from hecate.engine import L2_NORM, SUM_NORM, EngineName, memory_scan, predict, written_before
 from hecate.errors import ConfigError
-from hecate.nn.arguments import Mask, check_engine, check_length, check_made, check_sequence, check_sizes, check_state
+from hecate.nn.arguments import Mask, check_engine, check_length, check_sequence, check_sizes, check_state, check_type
 from hecate.nn.conv import (
     DEFAULT_CONV_KERNEL,
     DEFAULT_QK_NORM,
@@ -103,34 +103,34 @@ class SelfReferenceConfig(Config):
 
     def conflicts(self) -> Conflicts:
         """Rules that boxes cannot have, and boxes that there are not."""
-        memory, given = self.memory, self.adaptive or ()
+        memory, adaptive = self.memory, self.adaptive or ()
         if memory.structure.transposed:
-            own = f"a box answers with what it predicts; {memory.structure.named} predicts keys"
-            yield ("memory", "structure"), own
+            reason = f"a box answers with what it predicts; {memory.structure.named} predicts keys"
+            yield ("memory", "structure"), reason
         if not memory.readout.plain:
-            own = f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise"
-            yield ("memory", "readout"), own
+            reason = f"a box answers with what it predicts; readout {memory.readout.kind!r} asks otherwise"
+            yield ("memory", "readout"), reason
         if memory.layer_options is not None:
-            own = "boxes make q, k, v and gates themselves, and the layer has none of these"
-            yield ("memory", "layer_options"), own
+            reason = "boxes make q, k, v and gates themselves, and the layer has none of these"
+            yield ("memory", "layer_options"), reason
         if memory.normalizer != "none":
-            reason = "a sum of weights that is 0 before the first write, where a projection has to answer already"
-            own = f"memory.normalizer={memory.normalizer!r} divides by {reason}"
-            yield ("memory", "normalizer"), f"{own}; use memory.normalizer='none'"
+            total = "a sum of weights that is 0 before the first write, where a projection has to answer already"
+            reason = f"memory.normalizer={memory.normalizer!r} divides by {total}"
+            yield ("memory", "normalizer"), f"{reason}; use memory.normalizer='none'"
         if memory.feature_map.needs_position:
-            own = f"feature_map {memory.feature_map.kind!r} depends on the token's position"
+            reason = f"feature_map {memory.feature_map.kind!r} depends on the token's position"
             moves = "a projection would change along the sequence though nothing is learned"
-            yield ("memory", "feature_map"), f"{own}, so {moves}; use a feature_map without positions"
+            yield ("memory", "feature_map"), f"{reason}, so {moves}; use a feature_map without positions"
         if memory.retention.links != "token":
-            own = f"link_at={memory.retention.links!r} answers with weights of the chunk's start"
-            reason = f"{own}, and boxes are read at what they carry"
-            yield ("memory", "retention", "link_at"), f"{reason}; use link_at='token'"
-        if self.phase == 1 and given:
-            own = f"phase 1 keeps projections as they start, but adaptive={given!r} writes them"
-            yield ("adaptive",), f"{own}; use phase 2 or 3, or leave adaptive out"
-        if len(set(given)) < len(given):
-            yield ("adaptive",), f"names each box once, got {given!r}"
-        for box in given:
+            reason = f"link_at={memory.retention.links!r} answers with weights of the chunk's start"
+            cure = "boxes are read at what they carry; use link_at='token'"
+            yield ("memory", "retention", "link_at"), f"{reason}, and {cure}"
+        if self.phase == 1 and adaptive:
+            reason = f"phase 1 keeps projections as they start, but adaptive={adaptive!r} writes them"
+            yield ("adaptive",), f"{reason}; use phase 2 or 3, or leave adaptive out"
+        if len(set(adaptive)) < len(adaptive):
+            yield ("adaptive",), f"names each box once, got {adaptive!r}"
+        for box in adaptive:
             if box not in self.boxes:
                 kinds = f"retention {memory.retention.kind!r} and algorithm {memory.algorithm.kind!r}"
                 reason = f"{kinds} take the boxes {', '.join(self.boxes)}"
@@ -190,8 +190,7 @@ class Boxes(HeldRule):
         self.initial: Any = nn.ModuleDict({name: TensorDict(start, learned=True, **place) for name in names})
         self.hold_features(rule.feature_map, heads, d_head, **place)
         self.starts = gate_starts(rule, heads)
-        held = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
-        self.retain, self.gate_weight, self.gate_bias = held
+        self.retain, self.gate_weight, self.gate_bias = hold_gates(rule, self.starts, heads, d_head, d_head, **place)
 
     def draw_rule(self, source: torch.Generator, like: Tensor) -> None:
         """Everything anew from a generator, in the dtype and on the device of `like`."""
@@ -203,8 +202,8 @@ class Boxes(HeldRule):
     @property
     def start(self) -> Weights:
         """Initial weights `[boxes H, ...]` of the boxes that are written."""
-        own = [self.initial[name].tensors for name in self.written]
-        return {name: torch.cat([weights[name] for weights in own]) for name in own[0]}
+        boxes = [self.initial[name].tensors for name in self.written]
+        return {name: torch.cat([weights[name] for weights in boxes]) for name in boxes[0]}
 
     def state(self, batch: int) -> MemoryState:
         """The boxes that are written, before any token."""
@@ -258,10 +257,10 @@ class Boxes(HeldRule):
         values = {}
         for gate, weight in self.gate_weight.items():
             form = self.retain if gate == "retain" else None
-            answer = answers[gate] if form is None else form.seen(answers[gate])
+            answer = answers[gate] if form is None else form.project(answers[gate])
             # Heads have rows of their own: one, or one per channel.
-            own = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
-            logit = torch.einsum("bthd,hcd->bthc", answer, own).flatten(-2) + self.gate_bias[gate]
+            weight = weight.to(answer.dtype).unflatten(0, (self.heads, -1))
+            logit = torch.einsum("bthd,hcd->bthc", answer, weight).flatten(-2) + self.gate_bias[gate]
             values[gate] = torch.sigmoid(logit) if form is None else form(logit)
         if "lr" in values:
             values["lr"] = self.rule.algorithm.lr * values["lr"]
@@ -277,8 +276,8 @@ class Boxes(HeldRule):
         """Writes every box at k with its target, all `[B, T, H, D]`, and reads the memory at q."""
         boxes = len(self.written)
         q, k = q.repeat(1, 1, boxes, 1), k.repeat(1, 1, boxes, 1)
-        own = Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()})
-        y, state = memory_scan(self.rule, q, k, torch.cat(targets, 2), own, **how)
+        repeated = Gates(**{name: torch.cat([gate] * boxes, 2) for name, gate in gates.items()})
+        y, state = memory_scan(self.rule, q, k, torch.cat(targets, 2), repeated, **how)
         return y[:, :, -self.heads :], state
 
 
@@ -397,8 +396,8 @@ class SelfReferential(MemoryLayer):
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
-            y, own = self._run({"x": x, "phi": phi, "answers": self.boxes.read_static(phi), **masks}, state)
-        return self.read_out(x, y.to(mixed.dtype)), own._replace(conv=conv, conv_segment=segment)
+            y, after = self._run({"x": x, "phi": phi, "answers": self.boxes.read_static(phi), **masks}, state)
+        return self.read_out(x, y.to(mixed.dtype)), after._replace(conv=conv, conv_segment=segment)
 
     def _run(self, tokens: dict[str, Any], state: SelfReferentialState | None) -> tuple[Tensor, SelfReferentialState]:
         """Span by span; all tokens of one read the boxes in the same state. `tokens` are those of `_span`."""
@@ -448,17 +447,17 @@ class SelfReferential(MemoryLayer):
             targets = boxes.read(anchor, boxes.input_features(answers["v"]))
         if config.erase == "twice":
             # Delta gradient descent is the l2 rule whose target is the step of another: - gradient.
-            held = boxes.read(anchor, boxes.features(k))
-            targets = tuple(v - answer for v, answer in zip(targets, held, strict=True))
+            predictions = boxes.read(anchor, boxes.features(k))
+            targets = tuple(v - answer for v, answer in zip(targets, predictions, strict=True))
         y, memory = boxes(q, k, targets, boxes.gates(answers), state=state.boxes, **masks, **how)
         return y, state._replace(boxes=memory, anchor=anchor if config.anchored else {}, features=features)
 
     def _check_state(self, state: SelfReferentialState | None, batch: int) -> None:
         """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
-        if state is None or not check_made(state, SelfReferentialState):
+        if not check_type(state, SelfReferentialState):
             return
-        own, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
-        wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in own.items()}
+        weights, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
+        wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in weights.items()}
         anchor = wanted if self.config.anchored else {}
         tensors: dict[str, Any] = {"position": (state.position, (batch,))}
         for name in {**wanted, **state.boxes.memory, **state.anchor}:

@@ -63,7 +63,7 @@ class Gating(Variant, family="gating"):
 
     The gates of a rule (lr, retain, momentum, and erase, write, retain_value where the config gives them a head) come
     from heads of their own; a variant changes them, replaces them, or adds others, as its paper says. It may carry
-    state from token to token, `held`, which masks and resets treat as the memory does: an unwritten token leaves it, a
+    state from token to token, `state`, which masks and resets treat as the memory does: an unwritten token leaves it, a
     reset restarts it.
 
     A variant gives `forward`, and the shapes of its parameters and how they start: as `parts`, or as `shapes` and
@@ -120,7 +120,7 @@ class Gating(Variant, family="gating"):
         start = parts[name][1]
         return start(shape, source) if callable(start) else torch.full(shape, start, dtype=torch.float64)
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         """Inputs to the memory, and the gating's state after the last token."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
@@ -136,8 +136,8 @@ class Plain(Gating):
     kind: Literal["none"] = "none"
     plain: ClassVar[bool] = True
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        return made, {}
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        return inputs, {}
 
 
 GatingKind = Gating
@@ -146,16 +146,16 @@ GatingKind = Gating
 # For variants that look at the token before.
 
 
-def latest(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+def latest(values: Tensor, state: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """The value `[B, T, ...]` of the last token written before each one in its document, and that after the last token
-    `[B, ...]`; `held` before the first. After a reset it is zero."""
+    `[B, ...]`; `state` before the first. After a reset it is zero."""
     batch, length = values.shape[:2]
     if not length:
-        return values, held
+        return values, state
     if masks.write is None and masks.reset is None:
-        earlier = torch.cat([held.unsqueeze(1).to(values.dtype), values[:, :-1]], 1)
+        earlier = torch.cat([state.unsqueeze(1).to(values.dtype), values[:, :-1]], 1)
         return earlier, values[:, -1]
-    # Places: 0 is `held`, 1 what a reset leaves, t + 2 token t.
+    # Places: 0 is `state`, 1 what a reset leaves, t + 2 token t.
     steps = torch.arange(length, device=values.device)
     marks = torch.zeros(batch, length, 2, dtype=torch.int64, device=values.device)
     if masks.reset is not None:
@@ -166,7 +166,7 @@ def latest(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     places = torch.where(newest % 2 == 1, 1, torch.where(newest == 0, 0, newest // 2 + 1))
     before, after = places[..., 0], places[:, -1, 1]
 
-    start = torch.stack([held.to(values.dtype), torch.zeros_like(held, dtype=values.dtype)], 1)
+    start = torch.stack([state.to(values.dtype), torch.zeros_like(state, dtype=values.dtype)], 1)
     table, rows = torch.cat([start, values], 1), torch.arange(batch, device=values.device)
     return table[rows.unsqueeze(1), before], table[rows, after]
 
@@ -174,25 +174,25 @@ def latest(values: Tensor, held: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
 Join = Callable[..., Tensor]
 
 
-def running(decay: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:
-    """s_t = decay_t s_{t-1} + added_t, `[B, T, ...]`, from `held`: an unwritten token leaves it, a reset takes it to 0.
+def running(decay: Tensor, added: Tensor, state: Tensor, masks: Masks) -> Tensor:
+    """s_t = decay_t s_{t-1} + added_t, `[B, T, ...]`, from `state`: an unwritten token leaves it, a reset makes it 0.
 
     A doubling scan: log2(T) passes over the sequence.
     """
-    return _doubled(decay, added, held, masks, lambda a, b, later: b * later + a, torch.mul, 1.0, 0.0)
+    return _doubling_scan(decay, added, state, masks, lambda a, b, later: b * later + a, torch.mul, 1.0, 0.0)
 
 
-def running_max(fall: Tensor, added: Tensor, held: Tensor, masks: Masks) -> Tensor:
-    """m_t = max(m_{t-1} + fall_t, added_t), `[B, T, ...]`, from `held`; masks as in `running`."""
+def running_max(fall: Tensor, added: Tensor, state: Tensor, masks: Masks) -> Tensor:
+    """m_t = max(m_{t-1} + fall_t, added_t), `[B, T, ...]`, from `state`; masks as in `running`."""
 
     def join(a: Tensor, b: Tensor, later: Tensor) -> Tensor:
         return torch.maximum(a, b + later)
 
-    return _doubled(fall, added, held, masks, join, torch.add, 0.0, -torch.inf)
+    return _doubling_scan(fall, added, state, masks, join, torch.add, 0.0, -torch.inf)
 
 
-def _doubled(
-    gate: Tensor, added: Tensor, held: Tensor, masks: Masks, join: Join, chain: Join, one: float, none: float
+def _doubling_scan(
+    gate: Tensor, added: Tensor, state: Tensor, masks: Masks, join: Join, chain: Join, one: float, none: float
 ) -> Tensor:
     wide = [1] * (added.dim() - 2)
     if masks.write is not None:
@@ -210,7 +210,7 @@ def _doubled(
         added = torch.cat([head[0], join(added[:, step:], added[:, :-step], gate[:, step:])], 1)
         gate = torch.cat([head[1], chain(gate[:, step:], gate[:, :-step])], 1)
         step *= 2
-    return join(added, held.unsqueeze(1).to(added.dtype), gate)
+    return join(added, state.unsqueeze(1).to(added.dtype), gate)
 
 
 class Head(Config):
@@ -283,44 +283,44 @@ class Heads(Gating):
 
     def _rows(self, sizes: Sizes) -> dict[str, tuple[Head, tuple[int, ...]]]:
         """Each head with the shape of a token's gates."""
-        found, key, value = {}, sizes.d_key, sizes.d_value
+        rows, key, value = {}, sizes.d_key, sizes.d_value
         for name, width in {"erase": key, "write": key, "retain_value": value, "value": value}.items():
             head: Head | None = getattr(self, name)
             if head is not None:
                 times = (sizes.writes,) if sizes.writes > 1 and name != "retain_value" else ()
-                found[name] = head, (*times, sizes.heads, *((width,) if head.channels else ()))
-        return found
+                rows[name] = head, (*times, sizes.heads, *((width,) if head.channels else ()))
+        return rows
 
     def parts(self, sizes: Sizes) -> Parts:
-        found, draw = Parts(), partial(normal, std=0.02)
+        parts, draw = Parts(), partial(normal, std=0.02)
         for name, (head, rows) in self._rows(sizes).items():
             if head.rank is not None:
-                found[f"{name}.down"] = (head.rank, sizes.d_model), draw
-            found[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank), draw
+                parts[f"{name}.down"] = (head.rank, sizes.d_model), draw
+            parts[f"{name}.weight"] = (*rows, sizes.d_model if head.rank is None else head.rank), draw
             if head.bias:
-                found[f"{name}.bias"] = rows, logit(head.start)
-        return found
+                parts[f"{name}.bias"] = rows, inverse_sigmoid(head.start)
+        return parts
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        seen, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(made.gates)
-        v = made.v
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        wide, gates = x.to(torch.promote_types(x.dtype, torch.float32)), dict(inputs.gates)
+        v = inputs.v
         for name in ("erase", "write", "retain_value", "value"):
             head = getattr(self, name)
             if head is None:
                 continue
             weight = params[f"{name}.weight"]
-            inner = linear(seen, params[f"{name}.down"].to(seen.dtype)) if f"{name}.down" in params else seen
-            logits = linear(inner, weight.flatten(0, -2).to(seen.dtype)).unflatten(-1, weight.shape[:-1])
+            inner = linear(wide, params[f"{name}.down"].to(wide.dtype)) if f"{name}.down" in params else wide
+            logits = linear(inner, weight.flatten(0, -2).to(wide.dtype)).unflatten(-1, weight.shape[:-1])
             if f"{name}.bias" in params:
-                logits = logits + params[f"{name}.bias"].to(seen.dtype)
+                logits = logits + params[f"{name}.bias"].to(wide.dtype)
             gate = head.top * torch.sigmoid(logits)
             if name == "value":
                 v = v * (gate if head.channels else gate.unsqueeze(-1)).to(v.dtype)
             else:
                 gates[name] = gate
         if self.unit_values:
-            v = unit(v.to(seen.dtype), 1e-6).to(v.dtype)
-        return made._replace(v=v, gates=gates), {}
+            v = unit(v.to(wide.dtype), 1e-6).to(v.dtype)
+        return inputs._replace(v=v, gates=gates), {}
 
 
 # For other variants: heads, and how parameters start.
@@ -331,7 +331,7 @@ def normal(shape: tuple[int, ...], source: torch.Generator, std: float) -> Tenso
     return std * torch.randn(shape, generator=source, dtype=torch.float64, device="cpu")
 
 
-def logit(share: float) -> float:
+def inverse_sigmoid(share: float) -> float:
     """The number whose sigmoid is a share."""
     return math.log(share / (1 - share))
 
@@ -360,14 +360,14 @@ def spread(shape: tuple[int, ...], source: torch.Generator, low: float, high: fl
     return (low + (high - low) * draw).clamp(min=1e-4).log()
 
 
-def drawn(sizes: Sizes) -> Start:
+def weight_start(sizes: Sizes) -> Start:
     """The start of weights that map x: N(0, 1/d_model)."""
     return partial(normal, std=sizes.d_model**-0.5)
 
 
 def weights(sizes: Sizes) -> tuple[tuple[int, ...], Start]:
     """Parts of a linear map of x for each head, as `Gating.parts` gives them."""
-    return (sizes.heads, sizes.d_model), drawn(sizes)
+    return (sizes.heads, sizes.d_model), weight_start(sizes)
 
 
 rates = partial(spread, low=1.0, high=16.0)

@@ -23,9 +23,9 @@ from hecate.gating.base import (
     Sizes,
     Written,
     head,
+    inverse_sigmoid,
     inverse_softplus,
     latest,
-    logit,
     rate_start,
     rates,
     running,
@@ -63,10 +63,10 @@ class Comba(Gating):
     def parts(self, sizes: Sizes) -> Parts:
         return {"a": ((sizes.heads,), self.feedback), "d": ((sizes.heads,), self.correction)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         c = torch.sigmoid(params["a"])
-        q = made.q - (params["d"] * c).to(made.q.dtype).unsqueeze(-1) * made.k
-        return made._replace(q=q, gates={**made.gates, "erase": c.expand(made.k.shape[:-1])}), {}
+        q = inputs.q - (params["d"] * c).to(inputs.q.dtype).unsqueeze(-1) * inputs.k
+        return inputs._replace(q=q, gates={**inputs.gates, "erase": c.expand(inputs.k.shape[:-1])}), {}
 
 
 class Complement(Gating):
@@ -90,7 +90,8 @@ class Complement(Gating):
 
     @property
     def replaces(self) -> tuple[str, ...]:
-        return tuple([name for name, own in (("retain", self.keys), ("lr", self.lr)) if not own] + [*self._makes])
+        heads = {"retain": self.keys, "lr": self.lr}
+        return (*[name for name, has_head in heads.items() if not has_head], *self._makes)
 
     def refusal(self, config: Any) -> str | None:
         if not config.retention.uses_retain:
@@ -100,17 +101,17 @@ class Complement(Gating):
 
     def parts(self, sizes: Sizes) -> Parts:
         keys = sizes.heads, sizes.d_key
-        return {} if self.keys else {"a": (keys, 1.0), "b": (keys, logit(0.9))}
+        return {} if self.keys else {"a": (keys, 1.0), "b": (keys, inverse_sigmoid(0.9))}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        k, retain = made.k, made.gates.get("retain")
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        k, retain = inputs.k, inputs.gates.get("retain")
         if not self.keys:
             logits = params["a"] * k.to(torch.promote_types(k.dtype, torch.float32)) + params["b"]
             k, retain = torch.ones_like(k), torch.sigmoid(logits)
         if retain is None:
             raise TypeError("a config without retain was not refused")
-        q = silu(made.q) if self.query == "silu" else made.q
-        return made._replace(q=q, k=k, gates={**made.gates, "retain": retain, "write": 1 - retain}), {}
+        q = silu(inputs.q) if self.query == "silu" else inputs.q
+        return inputs._replace(q=q, k=k, gates={**inputs.gates, "retain": retain, "write": 1 - retain}), {}
 
 
 class Curvature(Gating):
@@ -159,26 +160,26 @@ class Curvature(Gating):
         return None
 
     def parts(self, sizes: Sizes) -> Parts:
-        own, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
-        found: Parts = {"decay.weight": own, "rate.weight": own}
-        found["decay.bias"] = each, rate_start if soft else logit(self.decay)
-        found |= {"rate.bias": (each, logit(self.rate)), "center": (each, self.center)}
-        return found | ({"decay.rate": (each, rates)} if soft else {})
+        weight, each, soft = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,), self.gate == "softplus"
+        parts: Parts = {"decay.weight": weight, "rate.weight": weight}
+        parts["decay.bias"] = each, rate_start if soft else inverse_sigmoid(self.decay)
+        parts |= {"rate.bias": (each, inverse_sigmoid(self.rate)), "center": (each, self.center)}
+        return parts | ({"decay.rate": (each, rates)} if soft else {})
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"curvature": (sizes.heads, sizes.d_key)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         rate = torch.sigmoid(head(params, "rate", x)).unsqueeze(-1)
         soft = self.gate == "softplus"
         decay = shrink(params, "decay", x).exp() if soft else torch.sigmoid(head(params, "decay", x))
         decay = decay.unsqueeze(-1)
-        square = made.k.to(decay.dtype).square()
-        total = running(decay, rate * square, held["curvature"], masks)
+        square = inputs.k.to(decay.dtype).square()
+        total = running(decay, rate * square, state["curvature"], masks)
         r = torch.log(total + self.eps) - params["center"].to(total.dtype).unsqueeze(-1)
         factor = torch.exp(-math.log(self.base) * r / (1 + r.abs()))
-        last = total[:, -1] if x.shape[1] else held["curvature"]
-        return made._replace(gates={**made.gates, "write": factor}), {"curvature": last}
+        last = total[:, -1] if x.shape[1] else state["curvature"]
+        return inputs._replace(gates={**inputs.gates, "write": factor}), {"curvature": last}
 
 
 class Hypergradient(Gating):
@@ -219,38 +220,38 @@ class Hypergradient(Gating):
         return None
 
     def parts(self, sizes: Sizes) -> Parts:
-        found: Parts = {"start": ((sizes.heads, sizes.d_key), self.begin)}
+        parts: Parts = {"start": ((sizes.heads, sizes.d_key), self.begin)}
         if self.forget is not None:
-            found["forget.weight"] = (sizes.heads, sizes.d_model), 0.0
-            found["forget.bias"] = (sizes.heads,), logit(self.forget)
-        return found
+            parts["forget.weight"] = (sizes.heads, sizes.d_model), 0.0
+            parts["forget.bias"] = (sizes.heads,), inverse_sigmoid(self.forget)
+        return parts
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"moved": (sizes.heads, sizes.d_key)}  # d less its start
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        s = unit(made.k.to(torch.promote_types(x.dtype, torch.float32))).square()
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        s = unit(inputs.k.to(torch.promote_types(x.dtype, torch.float32))).square()
         fall = torch.zeros_like(s[..., 0]) if self.forget is None else logsigmoid(head(params, "forget", x))
         if masks.write is not None:
             off = ~masks.write.unsqueeze(-1)
             s, fall = s.masked_fill(off.unsqueeze(-1), 0.0), fall.masked_fill(off, 0.0)
         start, factors = params["start"].to(s.dtype).clamp(self.low, self.high), []
-        d = start + held["moved"].to(s.dtype)
+        d = start + state["moved"].to(s.dtype)
         for at in range(0, x.shape[1], self._tokens):
             reset = None if masks.reset is None else masks.reset[:, at : at + self._tokens]
-            own, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
-            factors.append(own)
+            before, d = self._chunk(s[:, at : at + self._tokens], fall[:, at : at + self._tokens], reset, d, start)
+            factors.append(before)
         # What a token forgets is seen by the next one: a single token's gate is in no factor.
         factor = joined(torch.cat(factors, 1) if factors else s, fall)
-        return made._replace(gates={**made.gates, "write": factor}), {"moved": d - start}
+        return inputs._replace(gates={**inputs.gates, "write": factor}), {"moved": d - start}
 
     def _chunk(self, s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """d before each token, and after the last."""
         recorded = s.is_cuda and torch.cuda.is_current_stream_capturing()
         if s.shape[1] > 1 and can_inspect(s, fall, d) and not (recorded or is_traced(s, fall, d)):
-            found = _solved(s, fall, reset, d, start, self.eta)
-            if all(torch.equal(item.detach().clamp(self.low, self.high), item.detach()) for item in found):
-                return found
+            solution = _solve_chunk(s, fall, reset, d, start, self.eta)
+            if all(torch.equal(item.detach().clamp(self.low, self.high), item.detach()) for item in solution):
+                return solution
         factors = []
         for t in range(s.shape[1]):
             d = d if reset is None else torch.where(reset[:, t, None, None], start, d)
@@ -260,7 +261,7 @@ class Hypergradient(Gating):
         return torch.stack(factors, 1), d
 
 
-def _solved(
+def _solve_chunk(
     s: Tensor, fall: Tensor, reset: Tensor | None, d: Tensor, start: Tensor, eta: float
 ) -> tuple[Tensor, Tensor]:
     """`Hypergradient._chunk` without bounds, with F_t the product of forget up to t: the e_t = 1 - d_(t-1).s_t solve
@@ -275,11 +276,11 @@ def _solved(
         latest = torch.where(reset, torch.arange(s.shape[2], device=s.device), 0).cummax(-1).values.unsqueeze(1)
         since = before - before.gather(-1, latest.expand(before.shape))
         first = torch.where(document.unsqueeze(-1) > 0, start.unsqueeze(1), first)
-    kept = eta * (before.unsqueeze(-1) - upto.unsqueeze(-2)).masked_fill(~earlier, -torch.inf).exp()
+    decay = eta * (before.unsqueeze(-1) - upto.unsqueeze(-2)).masked_fill(~earlier, -torch.inf).exp()
     carried = since.exp().unsqueeze(-1) * first
     missing = 1 - (carried * s).sum(-1, keepdim=True)
-    steps = torch.linalg.solve_triangular(kept * (s @ s.mT), missing, upper=False, unitriangular=True) * s
-    factors = carried + kept @ steps
+    steps = torch.linalg.solve_triangular(decay * (s @ s.mT), missing, upper=False, unitriangular=True) * s
+    factors = carried + decay @ steps
     return factors.transpose(1, 2), fall[:, -1].exp().unsqueeze(-1) * factors[:, :, -1] + eta * steps[:, :, -1]
 
 
@@ -349,26 +350,26 @@ class TargetConv(Gating):
         values = {f"value{j}": (sizes.heads, sizes.d_value) for j in range(1, self._behind + 1)}
         return {**keys, **values, "count": (1,)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         after: dict[str, Tensor] = {}
 
         def back(now: Tensor, name: str, depth: int) -> list[Tensor]:
             """A token's own and those of the written tokens before it, the nearest first."""
-            found = [now]
+            history = [now]
             for j in range(1, depth + 1):
-                before, after[f"{name}{j}"] = latest(found[-1], held[f"{name}{j}"], masks)
-                found.append(before.to(now.dtype))
-            return found
+                before, after[f"{name}{j}"] = latest(history[-1], state[f"{name}{j}"], masks)
+                history.append(before.to(now.dtype))
+            return history
 
-        keys, values = back(made.k, "key", self.ahead), back(made.v, "value", self._behind)
-        one = torch.ones(*x.shape[:2], 1, dtype=held["count"].dtype, device=x.device)
-        count = running(one, one, held["count"], masks)
-        after["count"] = (count[:, -1] if x.shape[1] else held["count"]).remainder(masks.chunk)
+        keys, values = back(inputs.k, "key", self.ahead), back(inputs.v, "value", self._behind)
+        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
+        count = running(one, one, state["count"], masks)
+        after["count"] = (count[:, -1] if x.shape[1] else state["count"]).remainder(masks.chunk)
         place = (count - 1).remainder(masks.chunk).unsqueeze(-1)  # `[B, T, 1, 1]`, of a written token
-        taps, behind = params["conv"].to(made.v.dtype), self._behind
-        own = reduce(add, [taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values)])
-        later = [taps[behind + j] * torch.where(place >= j, made.v, 0.0) for j in range(1, self.ahead + 1)]
-        written = made._replace(k=torch.stack(keys, 2), v=torch.stack([own, *later], 2))
+        taps, behind = params["conv"].to(inputs.v.dtype), self._behind
+        past = reduce(add, [taps[behind - j] * torch.where(place >= j, v, 0.0) for j, v in enumerate(values)])
+        later = [taps[behind + j] * torch.where(place >= j, inputs.v, 0.0) for j in range(1, self.ahead + 1)]
+        written = inputs._replace(k=torch.stack(keys, 2), v=torch.stack([past, *later], 2))
         return written, after
 
 
@@ -398,23 +399,23 @@ class LargeChunk(Gating):
         return None if reason is None else f"it makes an lr for each weight, but {reason}"
 
     def parts(self, sizes: Sizes) -> Parts:
-        each, own = (sizes.weights, sizes.heads), (sizes.heads,)
-        heads: Parts = {"lr.weight": ((*each, sizes.d_model), 0.0), "momentum.weight": ((*own, sizes.d_model), 0.0)}
-        return heads | {"lr.bias": (each, inverse_softplus(self.lr)), "momentum.bias": (own, 0.0)}
+        each, heads = (sizes.weights, sizes.heads), (sizes.heads,)
+        parts: Parts = {"lr.weight": ((*each, sizes.d_model), 0.0), "momentum.weight": ((*heads, sizes.d_model), 0.0)}
+        return parts | {"lr.bias": (each, inverse_softplus(self.lr)), "momentum.bias": (heads, 0.0)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"total": (sizes.heads,), "count": (1,)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         lr = torch.einsum("btd,whd->bthw", wide, params["lr.weight"].to(wide.dtype))
         lr = softplus(lr + params["lr.bias"].mT.to(wide.dtype))
-        own = torch.sigmoid(head(params, "momentum", x))
-        one = torch.ones(*x.shape[:2], 1, dtype=held["count"].dtype, device=x.device)
-        count = running(one, one, held["count"], masks)
-        place = (count - 1).remainder(masks.chunk).to(own.dtype)  # of a written token
-        total = running((place > 0).to(own.dtype), own, held["total"], masks)
-        gates = {**made.gates, "lr": lr, "momentum": total / (place + 1)}
+        momentum = torch.sigmoid(head(params, "momentum", x))
+        one = torch.ones(*x.shape[:2], 1, dtype=state["count"].dtype, device=x.device)
+        count = running(one, one, state["count"], masks)
+        place = (count - 1).remainder(masks.chunk).to(momentum.dtype)  # of a written token
+        total = running((place > 0).to(momentum.dtype), momentum, state["total"], masks)
+        gates = {**inputs.gates, "lr": lr, "momentum": total / (place + 1)}
         if not x.shape[1]:
-            return made._replace(gates=gates), dict(held)
-        return made._replace(gates=gates), {"total": total[:, -1], "count": count[:, -1].remainder(masks.chunk)}
+            return inputs._replace(gates=gates), dict(state)
+        return inputs._replace(gates=gates), {"total": total[:, -1], "count": count[:, -1].remainder(masks.chunk)}

@@ -23,10 +23,9 @@ from hecate.gating.base import (
     Shapes,
     Sizes,
     Written,
-    drawn,
     head,
+    inverse_sigmoid,
     latest,
-    logit,
     normal,
     rate_start,
     rates,
@@ -34,6 +33,7 @@ from hecate.gating.base import (
     running_max,
     shrink,
     spread,
+    weight_start,
     weights,
 )
 from hecate.tape.ops import unit
@@ -62,10 +62,10 @@ class Mamba2(Gating):
         each = (sizes.heads,)
         return {"dt.weight": weights(sizes), "dt.bias": (each, rate_start), "rate": (each, rates), "d": (each, 0.0)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         dt = softplus(head(params, "dt", x))
-        gates = {**made.gates, "lr": dt, "retain": torch.exp(-params["rate"].to(dt.dtype).exp() * dt)}
-        return made._replace(gates=gates, skip=params["d"].to(made.v.dtype).unsqueeze(-1) * made.v), {}
+        gates = {**inputs.gates, "lr": dt, "retain": torch.exp(-params["rate"].to(dt.dtype).exp() * dt)}
+        return inputs._replace(gates=gates, skip=params["d"].to(inputs.v.dtype).unsqueeze(-1) * inputs.v), {}
 
 
 class _TwoWrites(Gating):
@@ -105,37 +105,38 @@ class Mamba3(_TwoWrites):
         return int(self.turned * (sizes.d_key // 2))
 
     def parts(self, sizes: Sizes) -> Parts:
-        heads, own, key = sizes.heads, weights(sizes), ((sizes.heads, sizes.d_key), 1.0)
-        found: Parts = {"dt.weight": own, "dt.bias": ((heads,), rate_start), "a.weight": own, "trapezoid.weight": own}
+        heads, weight, key = sizes.heads, weights(sizes), ((sizes.heads, sizes.d_key), 1.0)
+        parts: Parts = {"dt.weight": weight, "dt.bias": ((heads,), rate_start)}
+        parts |= {"a.weight": weight, "trapezoid.weight": weight}
         if angles := self._angles(sizes):
-            found["angle.weight"] = (heads * angles, sizes.d_model), own[1]
-        return found | {"q_bias": key, "k_bias": key, "d": ((heads,), 1.0)}
+            parts["angle.weight"] = (heads * angles, sizes.d_model), weight[1]
+        return parts | {"q_bias": key, "k_bias": key, "d": ((heads,), 1.0)}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         key: Shapes = {"key": (sizes.heads, sizes.d_key), "value": (sizes.heads, sizes.d_value)}
         return key | {"angle": (sizes.heads, self._angles(sizes))}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         dt = softplus(head(params, "dt", x))
-        wide, width = dt.dtype, made.k.shape[-1]
+        wide, width = dt.dtype, inputs.k.shape[-1]
         a = torch.exp(-softplus(head(params, "a", x)).clamp(min=1e-4) * dt)
         share = torch.sigmoid(head(params, "trapezoid", x))
         q, k = (
             rms_norm(item.to(wide), (width,), eps=1e-6) + params[name].to(wide)
-            for item, name in ((made.q, "q_bias"), (made.k, "k_bias"))
+            for item, name in ((inputs.q, "q_bias"), (inputs.k, "k_bias"))
         )
-        theta = held["angle"]
+        theta = state["angle"]
         if theta.shape[-1] and x.shape[1]:
             step = math.pi * torch.tanh(head(params, "angle", x).unflatten(-1, (theta.shape[1], -1))) * dt.unsqueeze(-1)
             angles = running(torch.ones_like(step), step, theta, masks)
             q, k, theta = turn(q, angles), turn(k, angles), angles[:, -1].remainder(2 * math.pi)
-        before, key = latest(k, held["key"], masks)
-        earlier, value = latest(made.v, held["value"], masks)
+        before, key = latest(k, state["key"], masks)
+        earlier, value = latest(inputs.v, state["value"], masks)
         both = {"lr": torch.stack(((1 - share) * dt * a, share * dt), 2), "retain": a, "erase": None, "write": None}
-        pair = torch.stack((before, k), 2).to(made.k.dtype)
-        values = torch.stack((earlier, made.v), 2)
-        skip = params["d"].to(made.v.dtype).unsqueeze(-1) * made.v
-        written = Written(q.to(made.q.dtype), pair, values, {**made.gates, **both}, skip)
+        pair = torch.stack((before, k), 2).to(inputs.k.dtype)
+        values = torch.stack((earlier, inputs.v), 2)
+        skip = params["d"].to(inputs.v.dtype).unsqueeze(-1) * inputs.v
+        written = Written(q.to(inputs.q.dtype), pair, values, {**inputs.gates, **both}, skip)
         return written, {"key": key, "value": value, "angle": theta}
 
 
@@ -174,23 +175,23 @@ class MLSTM(Gating):
         return None
 
     def parts(self, sizes: Sizes) -> Parts:
-        own, each = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,)
+        weight, each = ((sizes.heads, sizes.d_model), 0.0), (sizes.heads,)
         rising = torch.linspace(3.0, 6.0, sizes.heads, dtype=torch.float64)
         biases: Parts = {"i.bias": (each, partial(normal, std=0.1)), "f.bias": (each, lambda *_: rising)}
-        return {"i.weight": own, "f.weight": own, **biases}
+        return {"i.weight": weight, "f.weight": weight, **biases}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"m": (sizes.heads,)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        i, kept = head(params, "i", x), logsigmoid(head(params, "f", x))
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        i, log_retain = head(params, "i", x), logsigmoid(head(params, "f", x))
         with torch.no_grad():
-            m = running_max(kept, i, held["m"], masks)
-            before, last = latest(m, held["m"], Masks(None, masks.reset))
-        left = kept + (before - m)
-        left = left - left.detach().relu()  # above 0 by rounding alone
-        gates = {"lr": torch.exp(i - m), "retain": torch.exp(left), "floor": torch.exp(-m)}
-        return made._replace(gates={**made.gates, **gates}), {"m": last}
+            m = running_max(log_retain, i, state["m"], masks)
+            before, last = latest(m, state["m"], Masks(None, masks.reset))
+        log_scaled = log_retain + (before - m)
+        log_scaled = log_scaled - log_scaled.detach().relu()  # above 0 by rounding alone
+        gates = {"lr": torch.exp(i - m), "retain": torch.exp(log_scaled), "floor": torch.exp(-m)}
+        return inputs._replace(gates={**inputs.gates, **gates}), {"m": last}
 
 
 class RWKV7(_TwoWrites):
@@ -220,26 +221,26 @@ class RWKV7(_TwoWrites):
         return 0.0  # of the layer's keys: what is erased with is of unit length, whatever they are
 
     def parts(self, sizes: Sizes) -> Parts:
-        keys, found = (sizes.heads, sizes.d_key), Parts()
+        keys, parts = (sizes.heads, sizes.d_key), Parts()
         slower = torch.linspace(-6.0, -1.0, sizes.d_key, dtype=torch.float64).expand(keys)  # along the channels
         for gate in ("w", "alpha"):
-            found[f"{gate}.down"] = (self.rank, sizes.d_model), partial(normal, std=0.02)
-            found[f"{gate}.up"] = (math.prod(keys), self.rank), partial(normal, std=0.1 * self.rank**-0.5)
-            found[f"{gate}.bias"] = keys, (lambda *_: slower) if gate == "w" else 0.0
-        return found | {"xi": (keys, 0.7), "zeta": (keys, 1.0)}
+            parts[f"{gate}.down"] = (self.rank, sizes.d_model), partial(normal, std=0.02)
+            parts[f"{gate}.up"] = (math.prod(keys), self.rank), partial(normal, std=0.1 * self.rank**-0.5)
+            parts[f"{gate}.bias"] = keys, (lambda *_: slower) if gate == "w" else 0.0
+        return parts | {"xi": (keys, 0.7), "zeta": (keys, 1.0)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        seen, keys = x.to(wide), made.k.shape[-2:]
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        wide, keys = torch.promote_types(x.dtype, torch.float32), inputs.k.shape[-2:]
+        x = x.to(wide)
 
         def low(gate: str, squash: bool) -> Tensor:
-            inner = linear(seen, params[f"{gate}.down"].to(wide))
+            inner = linear(x, params[f"{gate}.down"].to(wide))
             inner = torch.tanh(inner) if squash else inner
             logits = linear(inner, params[f"{gate}.up"].to(wide)).unflatten(-1, keys)
             return torch.sigmoid(logits + params[f"{gate}.bias"].to(wide))
 
         w, alpha = torch.exp(-math.exp(-0.5) * low("w", True)), low("alpha", False)
-        k = made.k.to(wide)
+        k = inputs.k.to(wide)
         erased = unit(k * params["xi"].to(wide))
         written = k * (1 + (alpha - 1) * params["zeta"].to(wide))
         ones = torch.ones_like(alpha)
@@ -249,9 +250,9 @@ class RWKV7(_TwoWrites):
             "write": torch.stack((alpha, ones), 2),
             "retain": w,
         }
-        pair = torch.stack((erased, written), 2).to(made.k.dtype)
-        values = torch.stack((torch.zeros_like(made.v), made.v), 2)
-        return made._replace(k=pair, v=values, gates={**made.gates, **both}), {}
+        pair = torch.stack((erased, written), 2).to(inputs.k.dtype)
+        values = torch.stack((torch.zeros_like(inputs.v), inputs.v), 2)
+        return inputs._replace(k=pair, v=values, gates={**inputs.gates, **both}), {}
 
 
 FLOOR = -2.0  # of log mu
@@ -287,42 +288,42 @@ class MomentumDeltaGates(Gating):
     def refusal(self, config: Any) -> str | None:
         algorithm, retention = config.algorithm, config.retention
         if not (algorithm.uses_momentum and retention.uses_retain):
-            own = f"algorithm {algorithm.kind!r} with retention {retention.kind!r} takes not both"
-            return f"it makes the gates momentum and retain, {own}; use 'momentum' with 'decay'"
+            kinds = f"algorithm {algorithm.kind!r} with retention {retention.kind!r} takes not both"
+            return f"it makes the gates momentum and retain, {kinds}; use 'momentum' with 'decay'"
         if algorithm.momentum_top <= 1:
             return f"its gate may exceed 1, the top of algorithm {algorithm.kind!r}; use 'momentum' with bounded=False"
         return None
 
     def parts(self, sizes: Sizes) -> Parts:
-        own = {f"{name}.weight": weights(sizes) for name in ("eta", "b", "alpha", "mu")}
+        maps = {f"{name}.weight": weights(sizes) for name in ("eta", "b", "alpha", "mu")}
         tops = {"f": 4.0, "alpha.bias": None, "alpha.rate": 16.0, "mu.bias": None, "mu.rate": 16.0}
         tops |= {"d": 1.0} if self.correction else {}
         draws = {name: rate_start if top is None else partial(spread, low=0.0, high=top) for name, top in tops.items()}
-        return own | {name: ((sizes.heads,), draw) for name, draw in draws.items()}
+        return maps | {name: ((sizes.heads,), draw) for name, draw in draws.items()}
 
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"b": (sizes.heads,)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         eta = 1 + torch.tanh(head(params, "eta", x) * x.shape[-1] ** -0.5)
         tangent = eta * params["f"].to(eta.dtype).exp()
         cosine = 1 / (1 + tangent.square())  # squared
         b = ((1 - cosine) * torch.sigmoid(head(params, "b", x))).clamp(min=LEAST)
         alpha = cosine * torch.exp(shrink(params, "alpha", x))
         mu = torch.exp(shrink(params, "mu", x).clamp(min=FLOOR))
-        before, last = latest(b, held["b"], masks)
+        before, last = latest(b, state["b"], masks)
         ratio = torch.where(before > 0, b / torch.where(before > 0, before, 1.0), 1.0)  # with S = 0 at the start
-        q = made.q
+        q = inputs.q
         if self.correction:
-            q = q - params["d"].exp().to(q.dtype).unsqueeze(-1) * made.k
-        gates = {**made.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}
-        return made._replace(q=q, gates=gates), {"b": last}
+            q = q - params["d"].exp().to(q.dtype).unsqueeze(-1) * inputs.k
+        gates = {**inputs.gates, "lr": b * eta, "retain": alpha, "momentum": mu * ratio}
+        return inputs._replace(q=q, gates=gates), {"b": last}
 
 
 _TOP = 32  # slots that a token of Raven goes to
 
 
-def _needed(config: Any, gate: str, readout: str) -> str | None:
+def _gate_refusal(config: Any, gate: str, readout: str) -> str | None:
     return None if gate in config.readout.gates else f"it makes the gate {gate}; set readout='{readout}'"
 
 
@@ -344,15 +345,15 @@ class Mesa(Gating):
     def refusal(self, config: Any) -> str | None:
         if self.ridge <= self.least:
             return f"ridge={self.ridge:g} has to start above its least {self.least:g}"
-        return _needed(config, "ridge", "ridge")
+        return _gate_refusal(config, "ridge", "ridge")
 
     def parts(self, sizes: Sizes) -> Parts:
         return {"r": ((sizes.heads, sizes.d_key), math.log(math.expm1(self.ridge - self.least)))}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         r = params["r"].to(torch.promote_types(x.dtype, torch.float32))
         ridge = (self.least + softplus(r)).expand(*x.shape[:2], *r.shape)
-        return made._replace(gates={**made.gates, "ridge": ridge}), {}
+        return inputs._replace(gates={**inputs.gates, "ridge": ridge}), {}
 
 
 class KalmaNet(Gating):
@@ -370,16 +371,17 @@ class KalmaNet(Gating):
     mix: float = Field(0.25, gt=0, lt=1, description="at the start")
 
     def refusal(self, config: Any) -> str | None:
-        return _needed(config, "mix", "ridge")
+        return _gate_refusal(config, "mix", "ridge")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"mix.weight": ((sizes.heads, sizes.d_model), 0.0), "mix.bias": ((sizes.heads,), logit(self.mix))}
+        each = (sizes.heads,)
+        return {"mix.weight": ((*each, sizes.d_model), 0.0), "mix.bias": (each, inverse_sigmoid(self.mix))}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
-        lr, mix = made.gates["lr"], torch.sigmoid(head(params, "mix", x))
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
+        lr, mix = inputs.gates["lr"], torch.sigmoid(head(params, "mix", x))
         if lr is None:
             raise TypeError("lr has a head")
-        return made._replace(gates={**made.gates, "lr": (lr + 1e-6).square(), "mix": mix}), {}
+        return inputs._replace(gates={**inputs.gates, "lr": (lr + 1e-6).square(), "mix": mix}), {}
 
 
 class _Slotted(Gating):
@@ -389,10 +391,10 @@ class _Slotted(Gating):
     channels: ClassVar[tuple[str, ...]] = ("retain", "write")
 
     def refusal(self, config: Any) -> str | None:
-        return _needed(config, "write", "slots")
+        return _gate_refusal(config, "write", "slots")
 
     def parts(self, sizes: Sizes) -> Parts:
-        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), drawn(sizes))}
+        return {"slots.weight": ((sizes.heads, sizes.d_key, sizes.d_model), weight_start(sizes))}
 
 
 def _scores(params: Named, x: Tensor) -> Tensor:
@@ -412,9 +414,9 @@ class GSA(_Slotted):
     kind: Literal["gsa"] = "gsa"
     temperature: float = Field(8.0, gt=0)
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         log = logsigmoid(_scores(params, x)) / self.temperature
-        return made._replace(gates={**made.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
+        return inputs._replace(gates={**inputs.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
 
 
 class ABC(_Slotted):
@@ -436,19 +438,20 @@ class ABC(_Slotted):
     def state_shapes(self, sizes: Sizes) -> Shapes:
         return {"m": (sizes.heads, sizes.d_key), "sum": (sizes.heads, sizes.d_key)}
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         s, since = _scores(params, x).clamp(-self.limit, self.limit), Masks(None, masks.reset)
         with torch.no_grad():
-            m = running_max(torch.zeros_like(s), s, held["m"], masks)
-            before, last = latest(m, held["m"], since)
-        fall, own = torch.exp(before - m), torch.exp((s - m).clamp(max=0))  # above 0 at unwritten tokens alone
-        total = running(fall, own, held["sum"], masks)
-        earlier, final = latest(total, held["sum"], since)
+            m = running_max(torch.zeros_like(s), s, state["m"], masks)
+            before, last = latest(m, state["m"], since)
+        fall, weight = torch.exp(before - m), torch.exp((s - m).clamp(max=0))  # above 0 at unwritten tokens alone
+        total = running(fall, weight, state["sum"], masks)
+        earlier, final = latest(total, state["sum"], since)
         some = total > 0  # an unwritten token may stand where nothing was written
         divisor = torch.where(some, total, 1.0)
-        kept = torch.where(earlier > 0, earlier * fall / divisor, 1.0)
-        kept = kept - (kept.detach() - 1).relu()  # above 1 by rounding alone
-        return made._replace(gates={**made.gates, "retain": kept, "write": own / divisor}), {"m": last, "sum": final}
+        retain = torch.where(earlier > 0, earlier * fall / divisor, 1.0)
+        retain = retain - (retain.detach() - 1).relu()  # above 1 by rounding alone
+        gates = {**inputs.gates, "retain": retain, "write": weight / divisor}
+        return inputs._replace(gates=gates), {"m": last, "sum": final}
 
 
 class Raven(_Slotted):
@@ -482,10 +485,10 @@ class Raven(_Slotted):
         share = {"share.weight": weights(sizes), "share.bias": (each, rate_start), "share.rate": (each, rate)}
         return super().parts(sizes) | share
 
-    def forward(self, params: Named, x: Tensor, made: Written, held: Named, masks: Masks) -> Gated:
+    def forward(self, params: Named, x: Tensor, inputs: Written, state: Named, masks: Masks) -> Gated:
         shares = _shares(_scores(params, x), _TOP if self.top is None else self.top)
         log = shrink(params, "share", x).unsqueeze(-1) * shares
-        return made._replace(gates={**made.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
+        return inputs._replace(gates={**inputs.gates, "retain": torch.exp(log), "write": -torch.expm1(log)}), {}
 
 
 def _shares(scores: Tensor, top: int) -> Tensor:
@@ -494,6 +497,6 @@ def _shares(scores: Tensor, top: int) -> Tensor:
     if top < scores.shape[-1]:
         # By scores, which differ where their sigmoids have reached 1; stable, so that equal ones are chosen alike.
         order = scores.detach().sort(dim=-1, descending=True, stable=True).indices
-        left = torch.ones_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], False)
-        logs = logs.masked_fill(left, -torch.inf)
+        unchosen = torch.ones_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], False)
+        logs = logs.masked_fill(unchosen, -torch.inf)
     return torch.softmax(logs, -1)

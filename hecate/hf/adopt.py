@@ -136,8 +136,8 @@ def adopted(kind: Any) -> Any:
             raise ConfigError(CACHED)
         return core(self, hidden_states, *args, **{STARTS: starts, ENGINE: self.hecate_engine}, **kwargs)
 
-    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind, Adopted), {**own, "forward": forward, "__reduce_ex__": _reduce})
+    attributes = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind, Adopted), {**attributes, "forward": forward, "__reduce_ex__": _reduce})
 
 
 def _namespace(name: str, known: dict[str, Any]) -> dict[str, Any]:
@@ -148,8 +148,8 @@ def _namespace(name: str, known: dict[str, Any]) -> dict[str, Any]:
     while name in sys.modules:  # of another class, or of a module that was imported again
         name += "_"
     module = sys.modules[name] = ModuleType(name)
-    own = {key: value for key, value in known.items() if key not in ("__name__", "__spec__", "__loader__")}
-    module.__dict__.update(own | {key: ours for key, (_, _, ours) in KERNELS.items() if key in known and ours})
+    theirs = {key: value for key, value in known.items() if key not in ("__name__", "__spec__", "__loader__")}
+    module.__dict__.update(theirs | {key: ours for key, (_, _, ours) in KERNELS.items() if key in known and ours})
     return module.__dict__
 
 
@@ -165,8 +165,8 @@ def _over(function: Any, namespace: dict[str, Any]) -> Any:
 
 
 def _rebuilt(kind: type) -> Any:
-    found = adopted(kind)
-    return found.__new__(found)
+    layer_class = adopted(kind)
+    return layer_class.__new__(layer_class)
 
 
 def _reduce(self: Any, _: Any) -> tuple[Any, ...]:
@@ -177,7 +177,7 @@ def become(layer: Any, kind: Any) -> None:
     """Gives a layer another class, and to what accelerate keeps of its forward that of the class."""
     before, layer.__class__ = type(layer).forward, kind
     for name in ("forward", "_old_forward"):
-        if isinstance(kept := layer.__dict__.get(name), MethodType) and kept.__func__ is before:
+        if isinstance(method := layer.__dict__.get(name), MethodType) and method.__func__ is before:
             layer.__dict__[name] = MethodType(kind.forward, layer)
 
 
@@ -194,12 +194,12 @@ CACHED = (
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
     """The arguments of a model's call by name, and its tokens `[B, T, ...]`."""
     names = tuple(inspect.signature(type(model).forward).parameters)[1:] if args else ()
-    given = dict(zip(names, args, strict=False)) | kwargs
-    tokens = given.get("input_ids")
-    return given, given["inputs_embeds"] if tokens is None else tokens
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    tokens = arguments.get("input_ids")
+    return arguments, arguments["inputs_embeds"] if tokens is None else tokens
 
 
-def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
+def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     """True `[B, T]` where another document begins in a row, None where none does.
 
     By `PACKING` or, as softmax layers go, by position_ids without attention_mask. `tokens` is `[B, T, ...]`.
@@ -208,9 +208,9 @@ def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
         ConfigError: positions begin again in a row that goes on from a cache.
         ShapeError: cu_seq_lens_q of several rows, or seq_idx of another shape.
     """
-    (rows, count), (borders, numbers) = tokens.shape[:2], [given.get(name) for name in PACKING]
-    positions = given.get("position_ids")
-    if borders is None and numbers is None and (positions is None or given.get("attention_mask") is not None):
+    (rows, count), (borders, numbers) = tokens.shape[:2], [arguments.get(name) for name in PACKING]
+    positions = arguments.get("position_ids")
+    if borders is None and numbers is None and (positions is None or arguments.get("attention_mask") is not None):
         return None
     if borders is not None and rows != 1:
         raise ShapeError(f"cu_seq_lens_q packs documents into one row, and there are {rows}")
@@ -220,7 +220,7 @@ def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
         positions = torch.diff(numbers, prepend=numbers[:, :1]).eq(0).long().cumsum(1)  # steps of 1 within a document
     elif positions is not None and positions.dim() == 3 and positions.shape[0] == 4:
         positions = positions[0]  # of the text, ahead of those of pictures
-    past = given.get("past_key_values") if numbers is None and borders is None else None
+    past = arguments.get("past_key_values") if numbers is None and borders is None else None
     if past is not None and positions is not None and not torch.compiler.is_compiling():
         if positions.dim() == 2 and bool(torch.diff(positions).le(0).any()):
             raise ConfigError(CACHED)
@@ -228,25 +228,25 @@ def document_starts(given: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     return starts_of_documents(how, rows, count, tokens.device)
 
 
-def starts_of_documents(given: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
+def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
     """Where another document begins, as attention is told it, if one does."""
-    ends, position = given.get("cu_seq_lens_q"), given.get("position_ids")
+    ends, position = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None:
         starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)
         starts[ends.to(device).long()] = True
         starts = starts[:-1].reshape(rows, count)
-    elif given.get("past_key_values") is None and position is not None and position.dim() == 2 and count > 1:
+    elif arguments.get("past_key_values") is None and position is not None and position.dim() == 2 and count > 1:
         starts = torch.diff(position, prepend=position[:, :1] - 1).ne(1).expand(rows, -1).to(device)
     else:
         return None
     return starts if torch.compiler.is_compiling() or bool(starts[:, 1:].any()) else None
 
 
-def masks_of(x: Tensor, attention_mask: Tensor | None, given: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
+def masks_of(x: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any], past: Any) -> dict[str, Tensor | None]:
     """Masks of x `[B, T, d_model]` by what transformers tells a layer; refuses documents in a cached row."""
-    starts = given.get(STARTS)
+    starts = keywords.get(STARTS)
     if starts is None:
-        starts = document_starts({name: given.get(name) for name in PACKING}, x)
+        starts = document_starts({name: keywords.get(name) for name in PACKING}, x)
     if starts is not None and past is not None:
         raise ConfigError(CACHED)
     written = None if attention_mask is None else attention_mask[:, -x.shape[1] :].bool()
@@ -285,7 +285,7 @@ class Adoption(NamedTuple):
     def __str__(self) -> str:
         lines = []
         for rule in dict.fromkeys(self.adopted.values()):
-            names = [name for name, own in self.adopted.items() if own == rule]
+            names = [name for name, kind in self.adopted.items() if kind == rule]
             lines.append(layers_run(names, rule))
         lines += [f"left as it is: {name} ({why})" for name, why in self.left.items()]
         return "\n".join(lines + [f"packed rows: {leak}" for leak in self.leaks])
@@ -320,29 +320,29 @@ def adopt(model: Any, *, engine: EngineName = "auto", packed: Packed = "position
     if not isinstance(model, nn.Module):
         raise TypeError(f"adopt takes a torch module, got a {type(model).__name__}; from_pretrained gives one")
     expect_choice(packed, "packed", get_args(Packed))
-    found: dict[str, tuple[Any, str]] = {}
-    left: dict[str, str] = {}
+    layers: dict[str, tuple[Any, str]] = {}
+    skipped: dict[str, str] = {}
     for name, module in model.named_modules():
         if (why := _foreign(module, official(type(module)))) is not None:
-            left[name] = why
+            skipped[name] = why
         elif (rule := rule_of(official(type(module)))) is not None:
-            found[name] = module, rule
-    if not found:
-        said = "; ".join(f"{name}: {why}" for name, why in left.items())
+            layers[name] = module, rule
+    if not layers:
+        said = "; ".join(f"{name}: {why}" for name, why in skipped.items())
         raise ConfigError(
             f"the {type(model).__name__} has no layer to adopt{f' ({said})' if said else ''}; transformers "
             f"{transformers.__version__} has them in {', '.join(families())}"
         )
-    for name, (module, rule) in found.items():
+    for name, (module, rule) in layers.items():
         _check_weights(name, module)
         _check_engine(module, rule, engine)
-    made = [(module, adopted(official(type(module)))) for module, _ in found.values()]
-    for module, kind in made:
+    pairs = [(module, adopted(official(type(module)))) for module, _ in layers.values()]
+    for module, kind in pairs:
         become(module, kind)
         setattr(module, ENGINE, engine)
     leaks = hook_models(model, packed)
-    rules = {name: rule for name, (_, rule) in found.items()}
-    return Adoption(rules, left, tuple(leak for leak in leaks.values() if leak is not None))
+    rules = {name: rule for name, (_, rule) in layers.items()}
+    return Adoption(rules, skipped, tuple(leak for leak in leaks.values() if leak is not None))
 
 
 def release(model: Any) -> int:
@@ -364,17 +364,17 @@ def _foreign(module: Any, kind: Any) -> str | None:
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     if "mamba_selective_scan" in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return "Mamba-1's scan, which no rule of ours is"
-    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
-    if isinstance(own, MethodType) and own.__func__ in (kind.forward, type(module).forward):
-        own = None
+    patch = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    if isinstance(patch, MethodType) and patch.__func__ in (kind.forward, type(module).forward):
+        patch = None
     here = isinstance(forward, FunctionType) and forward.__globals__["__name__"] == kind.__module__
-    if (own is None and here) or not re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", kind.__module__):
+    if (patch is None and here) or not re.fullmatch(r"transformers\.models\.\w+\.modeling_\w+", kind.__module__):
         return None
     if kind.__module__.split(".")[2] not in families() or not _takes_a_kernel(inspect.getsource(kind)):
         return None
     if not here:
         return f"the forward of its class comes from {forward.__module__}"
-    return f"its forward is that of {getattr(own, '__module__', None) or type(own).__name__}, not of its class"
+    return f"its forward is that of {getattr(patch, '__module__', None) or type(patch).__name__}, not of its class"
 
 
 def _takes_a_kernel(source: str) -> bool:
@@ -391,8 +391,8 @@ def families() -> tuple[str, ...]:
 def _check_weights(name: str, layer: Any) -> None:
     """Refuses a layer whose own weights, which kernels read, are not there or no floating point numbers."""
     for inside, part in (("", layer), ("conv1d.", layer.conv1d)):
-        for own, weight in part.named_parameters(recurse=False):
-            place = f"{name}.{inside}{own}"
+        for field, weight in part.named_parameters(recurse=False):
+            place = f"{name}.{inside}{field}"
             if weight.is_meta and not hasattr(part, "_hf_hook"):  # accelerate brings what it offloads
                 raise ConfigError(f"{place} is on the meta device; load the weights, and adopt the model then")
             if weight.dtype not in FLOATS:
@@ -412,8 +412,8 @@ def _check_engine(layer: nn.Module, rule: str, engine: EngineName) -> None:
 
 def _models(module: nn.Module) -> list[Any]:
     """The models of transformers in a module that have layers of ours, the outermost first."""
-    own = [part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)]
-    return [part for part in own if any(isinstance(layer, Told) for layer in part.modules())]
+    models = [part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)]
+    return [part for part in models if any(isinstance(layer, Told) for layer in part.modules())]
 
 
 def hook_models(model: nn.Module, packed: Packed = "positions") -> dict[Any, str | None]:
@@ -441,8 +441,8 @@ def _mixes(model: Any) -> str | None:
     masks = re.search(r"create_(?!recurrent)\w*mask\w*\(", source)
     kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"linear_attention"}
     attends = masks is not None or any("attention" in kind for kind in kinds)
-    told = masks is not None and re.search(r'"position_ids":|mask\w*\([^()]*position_ids=', source)
-    return f"the softmax layers of {name} are not told of documents, and mix them" if attends and not told else None
+    informed = masks is not None and re.search(r'"position_ids":|mask\w*\([^()]*position_ids=', source)
+    return f"the softmax layers of {name} are not told of documents, and mix them" if attends and not informed else None
 
 
 def _unhook(module: nn.Module) -> None:
@@ -454,12 +454,12 @@ def _unhook(module: nn.Module) -> None:
 def hand_starts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """A hook ahead of a model's forward: where documents begin among the keywords, which its layers hand on; and, where
     only `PACKING` says so, positions that begin again with each, by which softmax layers go."""
-    given, tokens = called_with(model, args, kwargs)
-    if (starts := document_starts(given, tokens)) is None:
+    arguments, tokens = called_with(model, args, kwargs)
+    if (starts := document_starts(arguments, tokens)) is None:
         return None
     if not torch.compiler.is_compiling() and (leak := _mixes(model)) is not None:
         warnings.warn(f"a packed row: {leak}", AdoptionWarning, stacklevel=2)
     kwargs = {**kwargs, STARTS: starts}
-    if given.get("position_ids") is None and given.get("attention_mask") is None:
+    if arguments.get("position_ids") is None and arguments.get("attention_mask") is None:
         kwargs["position_ids"] = places_of(starts)
     return args, kwargs

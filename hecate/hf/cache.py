@@ -42,21 +42,21 @@ class Remembering(ABC):  # noqa: B024
     _layers: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 
     @property
-    def _own(self) -> Any:
+    def _base_layer(self) -> Any:
         """The layer without the mixin; None of one for linear attention that holds nothing of its own."""
-        held = vars(self).get("is_recurrent_states_initialized")
-        bare = held is not None and not isinstance(self, CacheLayerMixin) and not any(held.values())
+        initialized = vars(self).get("is_recurrent_states_initialized")
+        bare = initialized is not None and not isinstance(self, CacheLayerMixin) and not any(initialized.values())
         return None if bare else super()
 
     @property
     def is_croppable(self) -> bool:
         """True while the past is recorded, beside keys and values that can be cropped."""
-        return self.record_past and (self._own is None or bool(self._own.is_croppable))
+        return self.record_past and (self._base_layer is None or bool(self._base_layer.is_croppable))
 
     def activate_past_recording(self, tokens: int = WINDOW) -> None:
         """From now on the last `tokens` of them, or up to twice as many, can be taken back."""
-        if self._own is not None and hasattr(self._own, "activate_past_recording"):
-            self._own.activate_past_recording()
+        if self._base_layer is not None and hasattr(self._base_layer, "activate_past_recording"):
+            self._base_layer.activate_past_recording()
         self.record_past, self.window = True, max(self.window, tokens)
 
     def answers(self, place: str, layer: Any, x: Tensor, **masks: Tensor | None) -> Tensor:
@@ -73,8 +73,8 @@ class Remembering(ABC):  # noqa: B024
 
     def _map(self, name: str, change: Callable[[Tensor], Tensor], *args: Any) -> None:
         """Does to every state what a method does to the layer's own."""
-        if hasattr(self._own, name):
-            getattr(self._own, name)(*args)
+        if hasattr(self._base_layer, name):
+            getattr(self._base_layer, name)(*args)
         self.memories = each_row(dict(self.memories), change)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -113,8 +113,8 @@ class Remembering(ABC):  # noqa: B024
         if count := -tokens_to_remove:
             runs = {place: self._run(place, count) for place in self.memories}
             self.memories = {place: take_back(runs[place], past, count) for place, past in self.memories.items()}
-        if self.record_past and self._own is not None:
-            self._own.crop(tokens_to_remove)
+        if self.record_past and self._base_layer is not None:
+            self._base_layer.crop(tokens_to_remove)
         if getattr(self, "is_sliding", False):  # its keys are now as many as its window needs
             self.memories = {name: past._replace(calls=()) for name, past in self.memories.items()}
 
@@ -155,7 +155,7 @@ class StateLayer(Remembering, CacheLayerMixin):
     """
 
     supports_early_init = False
-    _own = None
+    _base_layer = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class StateLayer(Remembering, CacheLayerMixin):
         past = self.memories[BLOCK]
         super().crop(tokens_to_remove)
         if tokens_to_remove and self.written is not None:
-            self.written = self.written - _taken(past, -tokens_to_remove)
+            self.written = self.written - _written_counts(past, -tokens_to_remove)
         self.seen += tokens_to_remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
@@ -218,7 +218,7 @@ class StateLayer(Remembering, CacheLayerMixin):
         self.lazy_initialization(key_states, value_states)
 
 
-def _taken(past: Recorded, count: int) -> Tensor:
+def _written_counts(past: Recorded, count: int) -> Tensor:
     """The number of the last `count` tokens that each row has written `[B]`."""
     masks = [
         torch.ones_like(call.x[..., 0], dtype=torch.bool) if call.write_mask is None else call.write_mask
@@ -263,9 +263,9 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     """
     if mask is None:
         return None
-    seen = 0 if past is None else past.seen
-    if mask.dim() != 2 or mask.shape[1] not in (length, seen + length):
-        shapes = f"[B, {length}]" + (f" or [B, {seen + length}]" if seen else "")
+    count = 0 if past is None else past.seen
+    if mask.dim() != 2 or mask.shape[1] not in (length, count + length):
+        shapes = f"[B, {length}]" + (f" or [B, {count + length}]" if count else "")
         raise ShapeError(
             f"attention_mask must be {shapes}, got {list(mask.shape)}; documents in one row are told apart by "
             "position_ids"
@@ -275,7 +275,7 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
     if torch.compiler.is_compiling():
         return here.contiguous()
     if past is not None and past.written is not None and length > 1 and mask.shape[1] > length:
-        hidden = (past.written - mask[:, :seen].sum(1)).nonzero()
+        hidden = (past.written - mask[:, :count].sum(1)).nonzero()
         if len(hidden):
             raise ConfigError(
                 f"attention_mask differs in row {int(hidden[0])} from what past_key_values was written with, as where "

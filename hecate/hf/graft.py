@@ -130,8 +130,8 @@ def build(
 ) -> dict[int, tuple[Any, Branch]]:
     """The attention of each layer and the memory for it; changes nothing."""
     expect_layers(decoder, config.layers)
-    found = {index: _attention(decoder, index, reuse) for index in config.layers}
-    return {index: (at, _branch(index, at, config, reuse, generator)) for index, at in found.items()}
+    attentions = {index: _attention(decoder, index, reuse) for index in config.layers}
+    return {index: (at, _branch(index, at, config, reuse, generator)) for index, at in attentions.items()}
 
 
 def expect_layers(decoder: Any, layers: Sequence[int]) -> None:
@@ -152,11 +152,11 @@ def freeze(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def install(model: Any, decoder: Any, config: GraftConfig, made: dict[int, tuple[Any, Branch]], train: str) -> Any:
+def install(model: Any, decoder: Any, config: GraftConfig, branches: dict[int, tuple[Any, Branch]], train: str) -> Any:
     """Puts what was built into the model."""
     if train == "memory":
         freeze(model)
-    for attention, branch in made.values():
+    for attention, branch in branches.values():
         if config.mode == "replace":
             attention.requires_grad_(False)
         setattr(attention, BRANCH, branch.train(attention.training))
@@ -246,7 +246,7 @@ def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, genera
     width, linear = attention.head_dim, attention.q_proj
     model_dtype = linear.weight.dtype if linear.weight.dtype in FLOATS else torch.float32
     dtype = torch.promote_types(model_dtype, torch.float32) if config.dtype is None else getattr(torch, config.dtype)
-    own = config.model_dump(
+    options = config.model_dump(
         include={"conv_kernel", "qk_norm", "output_gate", "learned_initial", "firing", "query_projection"}
     )
     heads, like = config.heads, config.heads is None
@@ -261,7 +261,7 @@ def _branch(index: int, attention: Any, config: GraftConfig, reuse: bool, genera
         generator=generator,
         device=linear.weight.device,
         dtype=dtype,
-        **own,
+        **options,
     )
     reused = _reuse(memory, attention) if reuse else ()
     return Branch(memory, gated=config.mode == "add", reused=reused)
@@ -344,14 +344,14 @@ class Grafted(Holder):
         if past is None:
             return branch(x, None, **masks)[0]
         layer = remembering(past.layers[self.layer_idx])
-        if BRANCH not in layer.memories and (held := int(layer.get_seq_length()) - x.shape[1]) > 0:
+        if BRANCH not in layer.memories and (count := int(layer.get_seq_length()) - x.shape[1]) > 0:
             raise ShapeError(
-                f"past_key_values holds {held} tokens that the memory of layer {self.layer_idx} has not read; fill it "
+                f"past_key_values holds {count} tokens that the memory of layer {self.layer_idx} has not read; fill it "
                 "with the grafted model, and leave prefix tuning out"
             )
         return layer.answers(BRANCH, branch, x, **masks)
 
-    def _handed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
+    def _pop_masks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor | None]]:
         """The cache and the masks among the arguments of a call; the masks are no longer there."""
         masks = kwargs.pop(MASKS, None)
         past = next((value for value in args if isinstance(value, Cache)), kwargs.get("past_key_values"))
@@ -370,7 +370,7 @@ class Beside(Grafted):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """hidden_states `[B, T, d_model]`; what the attention returns, with the memory's answers added."""
-        past, masks = self._handed(args, kwargs)
+        past, masks = self._pop_masks(args, kwargs)
         y, *rest = super().forward(hidden_states, *args, **kwargs)
         return (y + self._answers(hidden_states, past, masks).to(y.dtype), *rest)
 
@@ -380,7 +380,7 @@ class InPlace(Grafted):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """hidden_states `[B, T, d_model]`; the memory's answers, and None for attention weights."""
-        past, masks = self._handed(args, kwargs)
+        past, masks = self._pop_masks(args, kwargs)
         if past is not None:
             self._count(past, hidden_states)
         return self._answers(hidden_states, past, masks).to(hidden_states.dtype), None
@@ -388,8 +388,8 @@ class InPlace(Grafted):
     def _count(self, past: Any, x: Tensor) -> None:
         """Keys and values of nothing, one number a token: a cache counts tokens by them."""
         layer = past.layers[self.layer_idx] if self.layer_idx < len(past.layers) else None
-        made = getattr(layer, "keys", None)  # room that a static cache has made already has its shape
-        heads, width = (1, 1) if made is None or made.dim() < 4 else (made.shape[1], made.shape[3])
+        keys = getattr(layer, "keys", None)  # room that a static cache has made already has its shape
+        heads, width = (1, 1) if keys is None or keys.dim() < 4 else (keys.shape[1], keys.shape[3])
         stub = x.new_zeros(x.shape[0], heads, x.shape[1], width)
         past.update(stub, stub, self.layer_idx)
 
@@ -402,25 +402,25 @@ def with_base(kind: Any, base: Any) -> Any:
 
 def hand_masks(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """A hook ahead of a decoder's forward: `MASKS` among the keywords, which its layers hand on."""
-    given, tokens = called_with(model, args, kwargs)
-    return args, {**kwargs, MASKS: _masks(given, tokens.shape[0], tokens.shape[1], tokens.device)}
+    arguments, tokens = called_with(model, args, kwargs)
+    return args, {**kwargs, MASKS: _masks(arguments, tokens.shape[0], tokens.shape[1], tokens.device)}
 
 
-def _masks(given: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
+def _masks(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> dict[str, Tensor | None]:
     """Masks of the tokens of a call for memories, None where one holds for none: `write_mask` is False where a token is
     padding, which memories neither write nor count, `reset_mask` True where another document begins."""
-    padding = given.get("attention_mask")
+    padding = arguments.get("attention_mask")
     if padding is not None:
         if not isinstance(padding, Tensor) or padding.dim() != 2 or padding.shape[1] < count:
             raise ShapeError(
                 f"attention_mask must be [B, {count} or more], which tells memories what is padding, got "
                 f"{described(padding)}"
             )
-        start, past = padding.shape[1] - count, given.get("past_key_values")
+        start, past = padding.shape[1] - count, arguments.get("past_key_values")
         if start and past is not None:  # a mask may go on beyond these tokens, as far as a static cache has room
             start = min(start, int(past.get_seq_length()))
         write = padding[:, start : start + count].to(device).bool()
         # A look that waits for the device, but what is not masked is much faster.
         whole = not torch.compiler.is_compiling() and bool(write.all())
         return {"write_mask": None if whole else write, "reset_mask": None}
-    return {"write_mask": None, "reset_mask": starts_of_documents(given, rows, count, device)}
+    return {"write_mask": None, "reset_mask": starts_of_documents(arguments, rows, count, device)}

@@ -36,7 +36,7 @@ from hecate.hf.graft import (
 )
 from hecate.nn import LayerState
 from hecate.nn.gates import GateHeads
-from hecate.nn.parameters import blank
+from hecate.nn.parameters import blank, source_of
 from hecate.nn.rule import GatingParameters
 from hecate.phi import Identity
 from hecate.rule import Gates, MemoryConfig
@@ -46,9 +46,9 @@ from hecate.variant import Config, Conflicts
 KEY = "hecate_mlp"
 """The key of the graft in a model's config."""
 _NAMES = ("mlp", "feed_forward", "ffn")
-_LAST = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _PLAIN = (("up_proj", "down_proj"), ("fc1", "fc2"), ("c_fc", "c_proj"), ("dense_h_to_4h", "dense_4h_to_h"))
+_LAST = tuple(dict.fromkeys(names[-1] for names in (*_PLAIN, *_GATED)))
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 
@@ -65,10 +65,10 @@ class MLPGraftConfig(Config):
         version: of these fields.
         layers: the layers whose MLP goes on learning.
         memory: its rule; None is `in_place_ttt` for "last", and for "whole" a Hebbian one in chunks of 32 whose
-        weights decay towards their start, its steps normalised. The MLP is structure and feature map, so these are
-        left out (`glu`, `mlp` and `gated_mlp` mean the MLP's own), and so is what a rule asks of a layer around
-        it, `layer_qk_norm` and the like.
-    fast: "last" lets the last linear map learn, of the hidden layer's features; "whole" all of the MLP.
+            weights decay towards their start, its steps normalised. The MLP is structure and feature map, so these are
+            left out (`glu`, `mlp` and `gated_mlp` mean the MLP's own), and so is what a rule asks of a layer around
+            it, `layer_qk_norm` and the like.
+        fast: "last" lets the last linear map learn, of the hidden layer's features; "whole" all of the MLP.
         periods: a memory for each, which commits every so many tokens; None is one memory as the rule says.
         dtype: of its weights; None is the model's, float32 where that is narrower.
     """
@@ -107,11 +107,11 @@ class MLPGraftConfig(Config):
 
     def rules(self, structure: Any) -> tuple[MemoryConfig, ...]:
         """The rule of each memory, whose structure is a part of the MLP."""
-        own = {"structure": structure, "feature_map": Identity()}
+        fields = {"structure": structure, "feature_map": Identity()}
         if self.periods is None:
-            return (self.rule.model_copy(update=own),)
+            return (self.rule.model_copy(update=fields),)
         every = ({"chunk": period, "commit": "chunk" if period > 1 else "token"} for period in self.periods)
-        return tuple(self.rule.model_copy(update=own | each) for each in every)
+        return tuple(self.rule.model_copy(update=fields | each) for each in every)
 
 
 class _Layout(NamedTuple):
@@ -174,7 +174,7 @@ def graft_mlp(
 def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator | None) -> dict[int, tuple[str, Fast]]:
     """The name of the MLP of each layer and what it gets; changes nothing."""
     expect_layers(decoder, config.layers)
-    made: dict[int, tuple[str, Fast]] = {}
+    grafts: dict[int, tuple[str, Fast]] = {}
     for index in config.layers:
         layer = decoder.layers[index]
         name = next((name for name in _NAMES if isinstance(getattr(layer, name, None), nn.Module)), None)
@@ -194,17 +194,17 @@ def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator 
         fast = Fast(layout.d_model, d_key, rules, last, layout.weights, f"MLP of layer {index}", **place)
         fast.reset_parameters(generator)
         _check_same(mlp, fast, index)
-        made[index] = name, fast
-    return made
+        grafts[index] = name, fast
+    return grafts
 
 
 def install_mlps(
-    model: Any, decoder: Any, config: MLPGraftConfig, made: dict[int, tuple[str, Fast]], train: str
+    model: Any, decoder: Any, config: MLPGraftConfig, grafts: dict[int, tuple[str, Fast]], train: str
 ) -> Any:
     """Puts what was built into the model."""
     if train == "memory":
         freeze(model)
-    for index, (name, fast) in made.items():
+    for index, (name, fast) in grafts.items():
         _install(getattr(decoder.layers[index], name), fast, index)
         layer: Any = decoder.layers[index]
         kind: Any = type(layer)
@@ -230,44 +230,44 @@ def _layout(mlp: Any, who: str, fast: str) -> _Layout:
         raise ConfigError(f"{who} is a mixture of experts, whose tokens go to different weights; graft other layers")
     if "forward" in vars(mlp):
         raise ConfigError(f"{who} has a forward that is not of its class, as where accelerate dispatches a model")
-    found = [name for name in _LAST if isinstance(getattr(mlp, name, None), nn.Module)]
-    if len(found) != 1:
+    ends = [name for name in _LAST if isinstance(getattr(mlp, name, None), nn.Module)]
+    if len(ends) != 1:
         raise ConfigError(f"{who} ends in none of {', '.join(_LAST)}, or in several")
     for name, weight in mlp.named_parameters():
         if weight.dtype not in FLOATS:
             raise ConfigError(f"{who} has {name} quantised to {weight.dtype}; load it in floating point")
-    last = getattr(mlp, found[0])
+    last = getattr(mlp, ends[0])
     if not isinstance(last, nn.Linear):
         raise ConfigError(f"{who} ends in a {type(last).__name__}, not a linear layer: it is quantised or adapted")
-    sizes = found[0], last.in_features, last.out_features
+    sizes = ends[0], last.in_features, last.out_features
     if fast == "last":
         return _Layout(*sizes, None, {})
-    own = {name for name, part in mlp.named_children() if isinstance(part, nn.Linear)}
-    gated, plain = ([names for names in every if own == {*names}] for every in (_GATED, _PLAIN))
-    biased = {name for name in own if getattr(mlp, name).bias is not None}
-    if not (gated or plain) or (biased and (gated or biased != own)):
-        raise ConfigError(f"{who} has layers {', '.join(sorted(own))}, which are no MLP of hecate's; use fast='last'")
+    maps = {name for name, part in mlp.named_children() if isinstance(part, nn.Linear)}
+    gated, plain = ([names for names in every if maps == {*names}] for every in (_GATED, _PLAIN))
+    biased = {name for name in maps if getattr(mlp, name).bias is not None}
+    if not (gated or plain) or (biased and (gated or biased != maps)):
+        raise ConfigError(f"{who} has layers {', '.join(sorted(maps))}, which are no MLP of hecate's; use fast='last'")
     how: dict[str, Any] = {"activation": _activation(mlp, who), "d_hidden": last.in_features}
     if gated:
         weights = dict(zip(("w1", "w3", "w2"), gated[0], strict=True))
-        return _Layout(*sizes, GatedMLP(**how), {name: f"{own}.weight" for name, own in weights.items()})
-    parts = {f"w{n}": f"{own}.weight" for n, own in enumerate(plain[0], 1)}
-    parts |= {f"b{n}": f"{own}.bias" for n, own in enumerate(plain[0], 1) if biased}
+        return _Layout(*sizes, GatedMLP(**how), {name: f"{layer}.weight" for name, layer in weights.items()})
+    parts = {f"w{n}": f"{layer}.weight" for n, layer in enumerate(plain[0], 1)}
+    parts |= {f"b{n}": f"{layer}.bias" for n, layer in enumerate(plain[0], 1) if biased}
     return _Layout(*sizes, MLP(**how, bias=bool(biased)), parts)
 
 
 def _activation(mlp: Any, who: str) -> Activation:
     """The activation of an MLP, told by its values."""
-    own = next((getattr(mlp, name) for name in _ACTIVATIONS if callable(getattr(mlp, name, None))), None)
+    act = next((getattr(mlp, name) for name in _ACTIVATIONS if callable(getattr(mlp, name, None))), None)
     x = torch.linspace(-6, 6, 97, dtype=torch.float64)
     known: tuple[Activation, ...] = (SiLU(), GELU(), ReLU(), Tanh())
-    if own is None:  # in the forward alone, which is compared
+    if act is None:  # in the forward alone, which is compared
         return known[0]
     for one in known:
-        if torch.allclose(own(x), one.value(x), rtol=0, atol=1e-9):
+        if torch.allclose(act(x), one.value(x), rtol=0, atol=1e-9):
             return one
     kinds = ", ".join(one.kind for one in known)
-    raise ConfigError(f"{who} has the activation {type(own).__name__}, none of {kinds}; use fast='last'")
+    raise ConfigError(f"{who} has the activation {type(act).__name__}, none of {kinds}; use fast='last'")
 
 
 def _check_silent(rule: MemoryConfig) -> None:
@@ -347,23 +347,23 @@ class FastWeights(nn.Module):
         nn.init.zeros_(self.value.weight)
         self.gates.reset_parameters(generator)
         if self.gating is not None:
-            self.gating.draw(torch.default_generator if generator is None else generator)
+            self.gating.draw(source_of(generator))
 
     def forward(
         self, x: Tensor, keys: Tensor, initial: Mapping[str, Tensor] | None, state: LayerState | None, masks: Given
     ) -> tuple[Tensor, LayerState]:
         """x `[B, T, d_model]` and keys `[B, T, d_key]`, which are queries, too; answers `[B, T, d_model]`."""
         q = k = keys.unsqueeze(2)
-        v, gates, skip, held = self.value(x).unsqueeze(2), self.gates(x), None, None
+        v, gates, skip, after = self.value(x).unsqueeze(2), self.gates(x), None, None
         if self.gating is not None:
-            own = None if state is None else state.gating
-            made, held = self.gating(x, q, k, v, gates, own, Masks(masks.get("write_mask"), masks.get("reset_mask")))
-            (q, k, v, _, skip), gates = made, Gates(**made.gates)
+            where = Masks(masks.get("write_mask"), masks.get("reset_mask"))
+            written, after = self.gating(x, q, k, v, gates, None if state is None else state.gating, where)
+            (q, k, v, _, skip), gates = written, Gates(**written.gates)
         past = None if state is None else state.memory
         start = None if initial is None else dict(initial)
         y, memory = memory_scan(self.config, q, k, v, gates, state=past, initial=start, **masks, name=self.name)
         y = y if skip is None else y + skip
-        return y.squeeze(2), LayerState(memory, None, None, gating=held or None)
+        return y.squeeze(2), LayerState(memory, None, None, gating=after or None)
 
 
 class Fast(nn.Module):
@@ -381,8 +381,8 @@ class Fast(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         names = [f"{name} (period {rule.chunk})" for rule in rules]
-        made = (FastWeights(d_model, d_key, *own, **place) for own in zip(rules, names, strict=True))
-        self.last, self.weights, self.levels, self.mix = last, dict(weights), nn.ModuleList(made), None
+        levels = (FastWeights(d_model, d_key, *pair, **place) for pair in zip(rules, names, strict=True))
+        self.last, self.weights, self.levels, self.mix = last, dict(weights), nn.ModuleList(levels), None
         if last is None and len(rules) > 1:
             self.mix = nn.Parameter(torch.empty(len(rules), d_model, **place))
 
@@ -427,7 +427,7 @@ class FastMLP(Holder):
         """The answers `[B, T, d_model]` and the states after the last token."""
         fast = getattr(self, BRANCH)
         if fast.last is None:
-            tensors = {name: self.get_parameter(own) for name, own in fast.weights.items()}
+            tensors = {name: self.get_parameter(parameter) for name, parameter in fast.weights.items()}
             initial = {n: w[None] if w.dim() == 2 else w[None, :, None] for n, w in tensors.items()}
             y, states = fast(x, x, initial, states, masks)
             return y.to(x.dtype), states
@@ -439,7 +439,7 @@ class FastMLP(Holder):
             y = linear(hidden)
             return y + beside.to(y.dtype)
 
-        y = super(FastMLP, changed(self, **{fast.last: last})).forward(x)
+        y = super(FastMLP, with_attributes(self, **{fast.last: last})).forward(x)
         return y, after  # type: ignore[return-value]
 
 
@@ -455,23 +455,23 @@ class Handing(nn.Module):
             raise ConfigError(f"no masks reached layer {mlp.layer_idx}: it was called on its own; call its model")
         if past is not None:
             _expect_read(past, mlp.layer_idx)
-        told = changed(self, **{name: partial(mlp, hecate_call=(past, masks))})
-        return super(Handing, told).forward(*args, **kwargs)
+        layer = with_attributes(self, **{name: partial(mlp, hecate_call=(past, masks))})
+        return super(Handing, layer).forward(*args, **kwargs)
 
 
 def _expect_read(past: Any, index: int) -> None:
     """Refuses a cache whose tokens the memories of an MLP have not read."""
-    held = past.layers[index] if index < len(past.layers) else None
-    if held is None or PLACE in getattr(held, "memories", ()):
+    layer = past.layers[index] if index < len(past.layers) else None
+    if layer is None or PLACE in getattr(layer, "memories", ()):
         return
-    linear = getattr(held, "has_previous_state", None)
-    if any(linear.values()) if linear is not None else int(held.get_seq_length()) > 0:
+    linear = getattr(layer, "has_previous_state", None)
+    if any(linear.values()) if linear is not None else int(layer.get_seq_length()) > 0:
         raise ShapeError(
             f"past_key_values holds tokens that the MLP of layer {index} has not read; fill it with the grafted model"
         )
 
 
-def changed(module: Any, **attributes: Any) -> Any:
+def with_attributes(module: Any, **attributes: Any) -> Any:
     """The same module, parameters and all, with other attributes: what a call alone knows stays in that call."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **attributes)

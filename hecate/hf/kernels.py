@@ -16,12 +16,11 @@ from torch.nn.functional import pad, silu, softplus
 from transformers.activations import ACT2FN
 
 from hecate.engine import load_kernels, memory_scan
-from hecate.nn.blocks import LEAST, convolution
+from hecate.nn.blocks import EXACT, LEAST, convolution
 from hecate.nn.sums import state_of_sums
 from hecate.rule import Gates, MemoryConfig, named_rule
 from hecate.tape import is_recorded, is_traced
 
-_EXACT = (torch.float32, torch.float64)
 _SMALL = 1 << 20  # cells of a state beyond which torch, with several threads, steps as fast
 _PLAIN: dict[str, Any] = {"key_norm": "none", "on_nonfinite": "propagate"}  # as transformers: NaN is the loss's affair
 RULES: dict[str, MemoryConfig] = {
@@ -37,7 +36,7 @@ def causal_conv(
 ) -> Tensor:  # fmt: skip
     """y_t = activation(bias + sum_j w_j x_(t - j)) within a document; x `[B, C, T]`, weight `[C, K]`, last tap last."""
     smooth, x = activation in ("silu", "swish"), hidden_states.to(weight.dtype).mT
-    if x.dtype not in _EXACT and (x.dtype != torch.bfloat16 or x.numel() < LEAST):  # narrow sums of taps lose digits
+    if x.dtype not in EXACT and (x.dtype != torch.bfloat16 or x.numel() < LEAST):  # narrow sums of taps lose digits
         x = x.float()
     taps, segment = weight.mT.flip(0).to(x.dtype), None
     if hecate_starts is not None:
@@ -54,8 +53,8 @@ def causal_conv_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """`causal_conv` of one token `[B, C, 1]` after those of conv_state `[B, C, K]`, which takes it in place."""
-    x, given = hidden_states, (weight, *(() if bias is None else (bias,)))
-    if activation in ("silu", "swish") and (kernels := _compiled(x, *given, conv_state)):
+    x, weights = hidden_states, (weight, *(() if bias is None else (bias,)))
+    if activation in ("silu", "swish") and (kernels := _token_kernels(x, *weights, conv_state)):
         none, rows, y = weight.new_empty(0) if bias is None else bias, x.shape[:2], x.new_empty(x.shape)
         kernels.conv_update(*_arrays(x.reshape(rows), conv_state, weight, none, y.view(rows)))
         return y
@@ -79,11 +78,11 @@ def delta_rule(
     and g `[B, T, H]`, the latter `[B, T, H, K]` per channel; states `[B, H, K, V]`. y has query's dtype.
     """
     kind, single = query.dtype, key.shape[1] == 1 and initial_state is not None and hecate_starts is None
-    query, key, value, g, beta = [x if x.dtype in _EXACT else x.float() for x in (query, key, value, g, beta)]
-    given = query, key, value, g, beta
-    if single and use_qk_l2norm_in_kernel and (kernels := _compiled(*given, initial_state)):
+    query, key, value, g, beta = [x if x.dtype in EXACT else x.float() for x in (query, key, value, g, beta)]
+    inputs = query, key, value, g, beta
+    if single and use_qk_l2norm_in_kernel and (kernels := _token_kernels(*inputs, initial_state)):
         y, scratch = value.new_empty(value.shape), value.new_empty(4, key.shape[-1] + value.shape[-1])
-        q, k, v, decay, rate = (x.squeeze(1) for x in given)
+        q, k, v, decay, rate = (x.squeeze(1) for x in inputs)
         decay = decay if decay.dim() == 3 else decay.unsqueeze(-1)
         kernels.delta_update(*_arrays(q, k, v, decay, rate, initial_state, y.squeeze(1), scratch))
         return y.to(kind), initial_state  # in place: their cache copies the result onto the state that it gave
@@ -96,7 +95,7 @@ def delta_rule(
         y, state = _token(query, key, value, g, beta, state)
     else:
         gates, weight = Gates(lr=beta, retain=g.exp()), None if state is None else state.mT.contiguous()
-        y, weight = _scanned(rule, query, key, value, gates, weight, hecate_starts, hecate_engine)
+        y, weight = _scan(rule, query, key, value, gates, weight, hecate_starts, hecate_engine)
         state = weight.mT.contiguous()  # a cache keeps the strides that it sees first
     return y.to(kind), state if output_final_state else None
 
@@ -105,13 +104,13 @@ def _token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
     """`delta_rule` of one token in torch: y `[B, 1, H, V]` and the state `[B, H, K, V]`."""
     q, k, v = q.squeeze(1).unsqueeze(-1), k.squeeze(1).unsqueeze(-1), v.squeeze(1)  # [B, H, K, 1], [B, H, V]
     decay = g.exp().squeeze(1)
-    held = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
+    state = state * (decay.unsqueeze(-1) if decay.dim() == 3 else decay[..., None, None])
     # Sums, not matrix products: autocast would take these in half precision.
-    held = held + k * ((v - (held * k).sum(-2)) * beta.squeeze(1).unsqueeze(-1)).unsqueeze(-2)
-    return (held * q).sum(-2).unsqueeze(1) * q.shape[-2] ** -0.5, held
+    state = state + k * ((v - (state * k).sum(-2)) * beta.squeeze(1).unsqueeze(-1)).unsqueeze(-2)
+    return (state * q).sum(-2).unsqueeze(1) * q.shape[-2] ** -0.5, state
 
 
-def _scanned(
+def _scan(
     rule: str, q: Tensor, k: Tensor, v: Tensor, gates: Gates, weight: Tensor | None, starts: Tensor | None, engine: Any
 ) -> tuple[Tensor, Tensor]:
     """y and the weight `[B, H, V, K]` after the last token, from another weight."""
@@ -132,17 +131,17 @@ def state_space(
     """
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-    x, dt, B, C = [item if item.dtype in _EXACT else item.float() for item in (x, dt, B, C)]
+    x, dt, B, C = [item if item.dtype in EXACT else item.float() for item in (x, dt, B, C)]
     if (several := x.shape[2] // B.shape[2]) > 1:
         B, C = B.repeat_interleave(several, 2), C.repeat_interleave(several, 2)
     weight = None if initial_states is None else initial_states.to(x.dtype).contiguous()
     gates = Gates(lr=dt, retain=(A.to(dt.dtype) * dt).exp())
-    y, after = _scanned("mamba2", C, B, x, gates, weight, hecate_starts, hecate_engine)
+    y, after = _scan("mamba2", C, B, x, gates, weight, hecate_starts, hecate_engine)
     y = y if D is None else torch.addcmul(y, D[:, None].to(y.dtype), x)
     return (y, after) if return_final_states else y
 
 
-def _compiled(*tensors: Tensor | None) -> Any:
+def _token_kernels(*tensors: Tensor | None) -> Any:
     """The kernels where a token of these, the state last, takes a compiled step; else None."""
     for tensor in tensors:
         if tensor is None or tensor.dtype is not torch.float32 or not tensor.is_cpu:

@@ -60,12 +60,12 @@ def describe(layer: Any) -> Described:
     kind = official(type(layer))
     rule, name = rule_of(kind), kind.__name__
     if rule not in RULES:
-        own = f"of rule {rule!r}" if rule else "of no rule of ours"
-        raise ConfigError(f"{name} is a layer {own}; from_layer takes those of {' and '.join(RULES)}")
-    for own, weight in layer.named_parameters():
+        of_rule = f"of rule {rule!r}" if rule else "of no rule of ours"
+        raise ConfigError(f"{name} is a layer {of_rule}; from_layer takes those of {' and '.join(RULES)}")
+    for key, weight in layer.named_parameters():
         if weight.is_meta or weight.dtype not in FLOATS:
             where = "on the meta device" if weight.is_meta else f"quantised to {weight.dtype}"
-            raise ConfigError(f"{name}.{own} is {where}; load it, or unpack it, in floating point")
+            raise ConfigError(f"{name}.{key} is {where}; load it, or unpack it, in floating point")
     try:
         weights = dict(_weights(layer))
         norm: Any = getattr(layer, "norm", None) or layer.o_norm
@@ -74,9 +74,9 @@ def describe(layer: Any) -> Described:
     except (AttributeError, RuntimeError) as error:
         raise ConfigError(f"{name} is not laid out as one of those known: {shorten(str(error))}") from None
     taken = {*map(_storage, weights.values())}
-    for own, weight in layer.named_parameters():
+    for key, weight in layer.named_parameters():
         if _storage(weight) not in taken:
-            raise ConfigError(f"{name}.{own} has no place in a memory; merge or remove what it belongs to")
+            raise ConfigError(f"{name}.{key} has no place in a memory; merge or remove what it belongs to")
     if layer.activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act={layer.activation!r} of {name}: the convolution of a memory has silu")
     if squash not in _GATES:
@@ -101,7 +101,7 @@ def describe(layer: Any) -> Described:
     )
     names: dict[str, tuple[str, ...]] = {"heads": ("num_v_heads", "num_heads"), "d_key": ("head_k_dim", "head_dim")}
     names |= {"d_value": ("head_v_dim", "head_dim"), "d_model": ("hidden_size",), "conv_kernel": ("conv_kernel_size",)}
-    sizes = {key: next(vars(layer)[own] for own in each if own in vars(layer)) for key, each in names.items()}
+    sizes = {key: next(vars(layer)[field] for field in each if field in vars(layer)) for key, each in names.items()}
     return Described(config, sizes, weights)
 
 
@@ -152,20 +152,20 @@ def _retention(decay: Any, weights: dict[str, Tensor], *, channels: bool) -> dic
     if getattr(decay, "safe_gate", False):
         lowest = decay.lower_bound
     rank = len(weights["down"]) if "down" in weights else None
-    made: dict[str, Any] = {"kind": "decay", "channels": channels, "rank": rank, "gate": "softplus"}
-    return made if lowest is None else {**made, "gate": "bounded", "lowest": lowest}
+    fields: dict[str, Any] = {"kind": "decay", "channels": channels, "rank": rank, "gate": "softplus"}
+    return fields if lowest is None else {**fields, "gate": "bounded", "lowest": lowest}
 
 
 def _places(memory: Any) -> dict[str, Tensor]:
     """Views of a memory's parameters, by the names of `Described.weights`."""
     gates, retain, conv = memory.gates, memory.gates.retain, memory.conv
-    found = dict(zip("qkv", memory.qkv.weight.split(memory.splits), strict=True))
-    found |= {"gate": memory.output_gate.weight, "lr": gates.weight["lr"], "retain": gates.weight["retain"]}
-    found |= {"bias": gates.bias["retain"], "rate": retain.rate, "norm": memory.norm, "out": memory.out.weight}
-    found["conv"] = conv.weight.T.unsqueeze(1)
+    places = dict(zip("qkv", memory.qkv.weight.split(memory.splits), strict=True))
+    places |= {"gate": memory.output_gate.weight, "lr": gates.weight["lr"], "retain": gates.weight["retain"]}
+    places |= {"bias": gates.bias["retain"], "rate": retain.rate, "norm": memory.norm, "out": memory.out.weight}
+    places["conv"] = conv.weight.T.unsqueeze(1)
     optional = {"gate_bias": memory.output_gate.bias, "conv_bias": conv.bias, "down": retain.down}
     optional["gate_down"] = None if memory.gate_down is None else memory.gate_down.weight
-    return found | {name: weight for name, weight in optional.items() if weight is not None}
+    return places | {name: weight for name, weight in optional.items() if weight is not None}
 
 
 @torch.no_grad()
@@ -224,9 +224,9 @@ def to_layer(memory: Memory, layer: Any) -> Any:
     pairs += [("layer_activation", memory.conv is not None and memory.conv.activation, True)]
     pairs += [("firing", "learned" if "firing" in memory.gates.starts else "always", "always")]
     pairs += [("query_projection", memory.query_projection, "none"), *_apart(memory, config)]
-    for key, own, theirs in pairs:
-        if own != theirs:
-            raise ConfigError(f"{key}={own!r} of the memory has no place in {name}, whose is {theirs!r}")
+    for key, setting, theirs in pairs:
+        if setting != theirs:
+            raise ConfigError(f"{key}={setting!r} of the memory has no place in {name}, whose is {theirs!r}")
     if memory.feature_memory is not None:
         raise ConfigError(f"a feature memory has no place in {name}")
     if any(bool(start.any()) for start in memory.initial.tensors.values()):
@@ -237,8 +237,8 @@ def to_layer(memory: Memory, layer: Any) -> Any:
             kinds = f"{places[key].dtype}, and that of {name} {weight.dtype}"
             raise ConfigError(f"weight {key!r} of the memory is {kinds}; convert one of them")
     for key, weight in weights.items():
-        own = places[key].flip(-1) if key == "conv" else places[key]
-        weight.copy_(own.reshape(weight.shape))
+        source = places[key].flip(-1) if key == "conv" else places[key]
+        weight.copy_(source.reshape(weight.shape))
     return layer
 
 
@@ -252,14 +252,14 @@ def _apart(memory: Memory, config: MemoryConfig) -> Iterator[tuple[str, Any, Any
         else:
             yield path, value
 
-    found = []
-    for own in (memory.config, config):
-        options = (own.layer_options or LAYER).model_dump()
+    settings = []
+    for rule in (memory.config, config):
+        options = (rule.layer_options or LAYER).model_dump()
         options["key_heads"] = options["key_heads"] or memory.heads
-        found.append(dict(flat("", {**own.model_dump(exclude=_ASIDE), "layer_options": options})))
-    for path in dict.fromkeys([*found[1], *found[0]]):
+        settings.append(dict(flat("", {**rule.model_dump(exclude=_ASIDE), "layer_options": options})))
+    for path in dict.fromkeys([*settings[1], *settings[0]]):
         if path not in ("retention.retain", "algorithm.lr_start"):  # of scans without gates, and of fresh layers
-            yield path, found[0].get(path), found[1].get(path)
+            yield path, settings[0].get(path), settings[1].get(path)
 
 
 # The state of a layer in the middle of a sentence.
@@ -271,11 +271,11 @@ def from_cache(cache: Any, index: int) -> LayerState:
     Raises:
         ConfigError: no number, or a layer of the cache without the state of a linear layer.
     """
-    held = _held(cache, index)
-    if not any(held.has_previous_state.values()) or held.recurrent_states.get(0) is None:
+    layer = _linear_layer(cache, index)
+    if not any(layer.has_previous_state.values()) or layer.recurrent_states.get(0) is None:
         raise ConfigError(f"layer {index} of the cache has read nothing yet; a memory begins without a state")
-    kept, weight = held.conv_kernel_size[0] - 1, held.recurrent_states[0]
-    conv = held.conv_states[0][..., -kept:].mT.contiguous()
+    lag, weight = layer.conv_kernel_size[0] - 1, layer.recurrent_states[0]
+    conv = layer.conv_states[0][..., -lag:].mT.contiguous()
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32)).mT.contiguous()
     return LayerState(state_of_sums(weight), conv, None)
 
@@ -287,34 +287,34 @@ def to_cache(state: LayerState, cache: Any, index: int) -> None:
         ConfigError: no number; a layer of the cache without the state of a linear layer; documents in the convolution.
         ShapeError: a state of another rule, of other sizes or of another batch.
     """
-    held, memory = _held(cache, index), state.memory
+    layer, memory = _linear_layer(cache, index), state.memory
     if state.conv is None or [*memory.memory] != ["weight"] or memory.slots or memory.pending or memory.anchor:
         raise ShapeError("the state is not that of a gated delta rule's or KDA's layer, with its convolution")
     if state.conv_segment is not None:
         raise ConfigError("the convolution holds several documents, which a cache cannot tell apart")
     conv = nn.functional.pad(state.conv.mT, (1, 0))  # a tap more than the next token reaches back to
     weight = memory.memory["weight"].mT.contiguous()
-    if not held.is_conv_states_initialized[0]:
-        held.lazy_initialization(conv_states=conv)
-    if not held.is_recurrent_states_initialized[0]:
-        held.lazy_initialization(recurrent_states=weight)
-    for name, given in (("conv_states", conv), ("recurrent_states", weight)):
-        if (own := getattr(held, name)[0]).shape != given.shape:
+    if not layer.is_conv_states_initialized[0]:
+        layer.lazy_initialization(conv_states=conv)
+    if not layer.is_recurrent_states_initialized[0]:
+        layer.lazy_initialization(recurrent_states=weight)
+    for name, tensor in (("conv_states", conv), ("recurrent_states", weight)):
+        if (target := getattr(layer, name)[0]).shape != tensor.shape:
             raise ShapeError(
-                f"{name} of layer {index} of the cache are {list(own.shape)}, the state's {[*given.shape]}"
+                f"{name} of layer {index} of the cache are {list(target.shape)}, the state's {[*tensor.shape]}"
             )
-        own.copy_(given)
-    held.has_previous_state[0] = True
+        target.copy_(tensor)
+    layer.has_previous_state[0] = True
 
 
-def _held(cache: Any, index: int) -> Any:
+def _linear_layer(cache: Any, index: int) -> Any:
     layers = getattr(cache, "layers", [])
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"index must be the number of a layer, got {shorten(index)}")
-    held = layers[index] if 0 <= index < len(layers) else None
-    if not hasattr(held, "recurrent_states"):
+    layer = layers[index] if 0 <= index < len(layers) else None
+    if not hasattr(layer, "recurrent_states"):
         raise ConfigError(f"the cache has no layer {index} of linear attention; make it with config=model.config")
-    return held
+    return layer
 
 
 Returns = Literal["attention", "fla", "output"]
@@ -377,21 +377,21 @@ class AsLayer(nn.Module):
         if past is None:
             y, _ = self.layer(hidden_states, None, **masks)
         else:
-            y = self._held(past).advance(self.layer, hidden_states, **masks, counts=True)
+            y = self._state_layer(past).advance(self.layer, hidden_states, **masks, counts=True)
         return {"attention": (y, None), "fla": (y, None, past), "output": y}[self.returns]
 
-    def _held(self, cache: Any) -> StateLayer:
+    def _state_layer(self, cache: Any) -> StateLayer:
         """The layer of a cache that holds the state."""
         if not isinstance(cache, Cache) or cache.offloading:
             raise ConfigError(f"past_key_values must be a DynamicCache of transformers, got a {type(cache).__name__}")
         while len(cache.layers) <= self.layer_idx:
             cache.layers.append(DynamicLayer())
-        held = cache.layers[self.layer_idx]
-        if type(held) is DynamicLayer and not held.is_initialized:
-            held = cache.layers[self.layer_idx] = StateLayer()
-        if not isinstance(held, StateLayer):
-            raise ConfigError(f"layer {self.layer_idx} of past_key_values is a {type(held).__name__} in use by another")
-        return held
+        slot = cache.layers[self.layer_idx]
+        if type(slot) is DynamicLayer and not slot.is_initialized:
+            slot = cache.layers[self.layer_idx] = StateLayer()
+        if not isinstance(slot, StateLayer):
+            raise ConfigError(f"layer {self.layer_idx} of past_key_values is a {type(slot).__name__} in use by another")
+        return slot
 
 
 @dataclass(frozen=True)
@@ -452,40 +452,40 @@ class AsModel(nn.Module):
                 would not go on as the row alone; a model without a cache.
             ShapeError: padding between tokens, or tokens outside the vocabulary.
         """
-        given: dict[str, Any] = {}
-        count, seen = tokens.shape[1], 0 if state is None else state.count
+        arguments: dict[str, Any] = {}
+        count, past_count = tokens.shape[1], 0 if state is None else state.count
         apart = reset_mask is not None and bool(reset_mask[:, 1:].any())
         written = None if state is None else state.written
         if state is not None and (state.cache is None or (reset_mask is not None and bool(reset_mask.any()))):
             raise ConfigError(CACHED)
         if write_mask is not None or written is not None:
             now = tokens.new_ones(tokens.shape, dtype=torch.bool) if write_mask is None else write_mask
-            before = now.new_ones(len(now), seen) if written is None else written
+            before = now.new_ones(len(now), past_count) if written is None else written
             written = torch.cat([before, now], 1)
             if bool((written[:, :-1] & ~written[:, 1:]).any()):
                 raise ShapeError(f"write_mask must be False in front alone, got {described(write_mask)}")
             if not written.all():
                 self._expect("write_mask")
             places = written.long().cumsum(1).sub(1).clamp(min=0)
-            given = {"attention_mask": written.long(), "position_ids": places[:, -count:]}
+            arguments = {"attention_mask": written.long(), "position_ids": places[:, -count:]}
         if apart and reset_mask is not None:
-            if given:
+            if arguments:
                 raise ConfigError("reset_mask and write_mask: a row of several documents has no padding; leave one out")
             self._expect("reset_mask")
-            given = {"position_ids": places_of(reset_mask)}
+            arguments = {"position_ids": places_of(reset_mask)}
         keeps = not (apart or torch.is_grad_enabled())
         if state is not None:
-            given[self.past] = copy.deepcopy(state.cache)  # which the call writes into
+            arguments[self.past] = copy.deepcopy(state.cache)  # which the call writes into
         try:
-            found = self.model(input_ids=tokens, use_cache=keeps, **given)
+            output = self.model(input_ids=tokens, use_cache=keeps, **arguments)
         except IndexError as error:  # on the CPU, as in `LanguageModel.embedded`
             raise outside_vocabulary(tokens, self.model.get_input_embeddings().num_embeddings) or error from None
         if torch.is_grad_enabled():
-            return found.logits, None
-        cache = found.get(self.past) if keeps else None
+            return output.logits, None
+        cache = output.get(self.past) if keeps else None
         if keeps and cache is None:
             raise ConfigError(f"{self._name} returns no cache, and without one nothing can be read in pieces")
-        return found.logits, Read(cache, seen + count, written)
+        return output.logits, Read(cache, past_count + count, written)
 
     @property
     def _name(self) -> str:
@@ -495,7 +495,7 @@ class AsModel(nn.Module):
         """Refuses a mask that the model does not keep to, by a few tokens of its own."""
         if mask not in self._found:
             try:
-                with self._asked():
+                with self._evaluation():
                     self._found[mask] = self._keeps_apart() if mask == "reset_mask" else self._goes_on()
             except (RuntimeError, ValueError, AttributeError, LookupError, TypeError):  # what transformers says of it
                 self._found[mask] = False
@@ -506,7 +506,7 @@ class AsModel(nn.Module):
             )
 
     @contextmanager
-    def _asked(self) -> Iterator[None]:
+    def _evaluation(self) -> Iterator[None]:
         """The model without dropout and gradients, and without a warning of what is then refused."""
         modes = {part: part.training for part in self.model.modules()}
         try:
@@ -525,10 +525,10 @@ class AsModel(nn.Module):
 
     def _keeps_apart(self) -> bool:
         """True if the second document of a row shows nothing of the first."""
-        own = self._few([1, 2, 3, 4, 5, 6, 1, 3, 5, 2], [6, 5, 4, 1, 2, 2, 1, 3, 5, 2])
-        starts = torch.zeros(own.shape, dtype=torch.bool, device=own.device)
+        rows = self._few([1, 2, 3, 4, 5, 6, 1, 3, 5, 2], [6, 5, 4, 1, 2, 2, 1, 3, 5, 2])
+        starts = torch.zeros(rows.shape, dtype=torch.bool, device=rows.device)
         starts[:, [0, 6]] = True
-        one, two = self.model(input_ids=own, position_ids=places_of(starts), use_cache=False).logits[:, 6:]
+        one, two = self.model(input_ids=rows, position_ids=places_of(starts), use_cache=False).logits[:, 6:]
         return bool((one - two).abs().max() <= CLOSE * torch.finfo(one.dtype).eps * one.abs().max())
 
     def _goes_on(self) -> bool:

@@ -114,18 +114,18 @@ class HecateConfig(PreTrainedConfig):
         fields = {field: named[name] for field, name in words.items()}
         before = {"vocab_size": 256} if model is None else whole.model_dump()
         try:
-            made = LanguageModelConfig.model_validate({**before, **fields})
+            config = LanguageModelConfig.model_validate({**before, **fields})
         except ConfigError as error:
             named_so = [(*(words.get(str(at), at) for at in path[:1]), *path[1:]) for path, _ in error.problems]
             raise ConfigError(map(Problem, named_so, (item.message for item in error.problems))) from None
         for field, name in words.items() if model is not None else ():
-            own = getattr(whole, field)
-            if getattr(made, field) != own and (field, own) != ("vocab_size", None):
-                raise ConfigError(f"must be {shorten(own)}, as model.{field} is; change that one", (name,))
-        if made.vocab_size is None:
+            expected = getattr(whole, field)
+            if getattr(config, field) != expected and (field, expected) != ("vocab_size", None):
+                raise ConfigError(f"must be {shorten(expected)}, as model.{field} is; change that one", (name,))
+        if config.vocab_size is None:
             path = ("vocab_size",) if model is None else ("model", "vocab_size")
             raise ConfigError("must be set to build a model", path)
-        self.model = made.model_dump(mode="json")
+        self.model = config.model_dump(mode="json")
 
     def to_dict(self) -> dict[str, Any]:
         """As of any config, with the sizes under the names by which other programs ask for them."""
@@ -313,24 +313,24 @@ class HecateModel(HecatePreTrainedModel):
             past_key_values = Cache(layers=[StateLayer() for _ in self.lm.blocks])
         if past_key_values is not None:
             layers = state_layers(past_key_values, len(self.lm.blocks))
-        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        inputs: Any = input_ids if inputs_embeds is None else inputs_embeds
         past = None if layers is None else layers[0]
-        written = written_tokens(attention_mask, given.shape[1], past)
-        starts = document_starts(position_ids, cu_seq_lens_q, written, given.shape[:2], past)
+        written = written_tokens(attention_mask, inputs.shape[1], past)
+        starts = document_starts(position_ids, cu_seq_lens_q, written, inputs.shape[:2], past)
         if inputs_embeds is not None:
             x = self.lm.scaled(inputs_embeds)
         else:  # a tokenizer's padding may be no token of the model
-            x = self.lm.embedded(given if written is None else given.masked_fill(~written, 0))
-        seen = []
+            x = self.lm.embedded(inputs if written is None else inputs.masked_fill(~written, 0))
+        hidden_states = []
         for index, block in enumerate(self.lm.blocks):
-            seen.append(x)
+            hidden_states.append(x)
             if layers is None:
                 x, _ = block(x, None, write_mask=written, reset_mask=starts)
             else:
                 x = layers[index].advance(block, x, written, starts, counts=not index)
         x = self.lm.norm(x)
         wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return BaseModelOutputWithPast(x, past_key_values, (*seen, x) if wanted else None)
+        return BaseModelOutputWithPast(x, past_key_values, (*hidden_states, x) if wanted else None)
 
 
 def _check_known(kwargs: dict[str, Any]) -> None:
@@ -382,10 +382,10 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
     def of(cls, model: LanguageModel) -> Self:
         """A copy of a language model, with its weights and their dtypes."""
         with torch.device("meta"):
-            made = cls(HecateConfig(model=model.config))
+            wrapper = cls(HecateConfig(model=model.config))
         copied = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        made.model.lm.load_state_dict(copied, assign=True)
-        return made.train(model.training)
+        wrapper.model.lm.load_state_dict(copied, assign=True)
+        return wrapper.train(model.training)
 
     @property
     def init_continuous_batching(self) -> NoReturn:
@@ -486,8 +486,8 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
             for layer in past_key_values.layers:  # all but the first of these may be a draft
                 if isinstance(layer, StateLayer) and layer.record_past:
                     layer.activate_past_recording(logits_to_keep)
-        found = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
-        x = found.last_hidden_state
+        base = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs)
+        x = base.last_hidden_state
         if isinstance(logits_to_keep, Tensor):
             x = x[:, logits_to_keep]
         elif logits_to_keep:
@@ -496,7 +496,7 @@ class HecateForCausalLM(HecatePreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None or of_loss.get("shift_labels") is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **of_loss)
-        return CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, base.past_key_values, base.hidden_states)
 
 
 def generate_batch(
@@ -541,11 +541,11 @@ def generate_batch(
             pass
     finally:
         model.train(training)
-    found = {}
+    outputs = {}
     for number, request in enumerate(requests):
         status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
-        found[f"req_{number}"] = GenerationOutput(
+        outputs[f"req_{number}"] = GenerationOutput(
             f"req_{number}", list(request.tokens), request.made, status=status, created_time=born,
             error=None if request.error is None else str(request.error), lifespan=(born, time.perf_counter()),
         )  # fmt: skip
-    return found
+    return outputs

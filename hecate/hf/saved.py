@@ -84,19 +84,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(BYTES) if byte not in plain]
     names = {byte: chr(byte) for byte in plain} | {byte: chr(256 + n) for n, byte in enumerate(others)}
-    own = Backend(models.BPE({names[byte]: byte for byte in range(BYTES)}, []))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    own.decoder = decoders.ByteLevel()
-    return _fast(own, pad_token=names[0])
+    backend = Backend(models.BPE({names[byte]: byte for byte in range(BYTES)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _fast(backend, pad_token=names[0])
 
 
 def file_tokenizer(text: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a `tokenizer.json`, with the ids that `hecate train` reads: templates add no tokens, and special
     ones are not looked for in text. `<|endoftext|>`, where it is there, ends a text and is the padding. [HF-FILE-D1]"""
     description = json.loads(text) | {"truncation": None, "padding": None, "post_processor": None}
-    own = Backend.from_str(json.dumps(description))
-    end = {} if own.token_to_id(END) is None else {"eos_token": END, "pad_token": END}
-    return _fast(own, **end)
+    backend = Backend.from_str(json.dumps(description))
+    end = {} if backend.token_to_id(END) is None else {"eos_token": END, "pad_token": END}
+    return _fast(backend, **end)
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -126,9 +126,9 @@ def tokenizer_of(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return byte_tokenizer()
 
 
-def _fast(own: Backend, **tokens: Any) -> PreTrainedTokenizerFast:
+def _fast(backend: Backend, **tokens: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=own,
+        tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,
         padding_side="left",
@@ -170,18 +170,18 @@ def save(model: Any, folder: str | Path) -> None:
     expect_free(folder, "choose another folder")
     describe_hosted(model)
     tensors = model.state_dict()
-    own = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added(model)}
+    added = {name: tensors.pop(name).detach().cpu().contiguous() for name in _added_names(model)}
     with written_folder(folder, "choose another folder") as room:
         model.save_pretrained(room, state_dict=tensors)
-        if own:
-            write_tensors(own, room / _TENSORS)
+        if added:
+            write_tensors(added, room / _TENSORS)
 
 
-def _added(model: Any) -> list[str]:
+def _added_names(model: Any) -> list[str]:
     """Names of the tensors of upgraded layers and of grafts into MLPs: those that transformers, which gives some names
     of a model others in a file, writes elsewhere than they are."""
     parts = {name: part for name, part in model.named_modules() if isinstance(part, Hosted | Fast)}
-    return [f"{name}.{own}" for name, part in parts.items() for own in part.state_dict()]
+    return [f"{name}.{key}" for name, part in parts.items() for key in part.state_dict()]
 
 
 def load(folder: str | Path, *, train: Train = "all", **options: Any) -> Any:
@@ -235,11 +235,11 @@ def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConf
     """Upgraded layers by name, and the graft into MLPs."""
     layers, mlps = facts.get(LAYERS) or {}, facts.get(KEY)
     every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
-    if any(not isinstance(own, dict) or own.get("version") != 1 for own in every):
+    if any(not isinstance(fields, dict) or fields.get("version") != 1 for fields in every):
         raise CheckpointError(f"{folder} has {LAYERS} or {KEY} of another version than 1; load it with a newer hecate")
     try:
-        found = {str(name): HostedConfig.model_validate(own) for name, own in layers.items()}
-        return found, None if mlps is None else MLPGraftConfig.model_validate(mlps)
+        hosted = {str(name): HostedConfig.model_validate(fields) for name, fields in layers.items()}
+        return hosted, None if mlps is None else MLPGraftConfig.model_validate(mlps)
     except HecateError as error:
         raise CheckpointError(f"{folder} has settings that do not fit: {error.line}") from None
 
@@ -253,9 +253,11 @@ def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, ml
         if pattern != _TENSORS:
             names = [name for name in names if f".{BRANCH}." in name]
     for name in names:
-        beside = f".self_attn.{BRANCH}." in name
-        told = graft if beside else mlps if f".{BRANCH}." in name else name.startswith(tuple(f"{at}." for at in hosted))
-        if not told:
+        if f".{BRANCH}." in name:
+            known = graft if f".self_attn.{BRANCH}." in name else mlps
+        else:
+            known = name.startswith(tuple(f"{layer}." for layer in hosted))
+        if not known:
             raise CheckpointError(
                 f"{folder} has weights {name}, of which its config says nothing; save the model again"
             )
@@ -265,7 +267,7 @@ def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
     """Puts an upgraded layer in the place of the one that the official class has there."""
     parent, _, last = name.rpartition(".")
     try:
-        layer, made = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
+        layer, hosted = model.get_submodule(name), Hosted(config.build(), config.layer_idx)
     except AttributeError:
         raise CheckpointError(f"{folder} has an upgraded layer {name}, and its model none of that name") from None
     except HecateError as error:
@@ -275,48 +277,48 @@ def _host(folder: Path, model: Any, name: str, config: HostedConfig) -> None:
             f"{folder} has settings of {name} that do not fit: layer_idx={config.layer_idx}, and the model's layer has "
             f"{getattr(layer, 'layer_idx', None)}"
         )
-    _take(folder, made, f"{name}.")
+    _take(folder, hosted, f"{name}.")
     device = next((p.device for p in layer.parameters()), torch.device("cpu"))
-    setattr(model.get_submodule(parent), last, made.to(device).train(layer.training))
+    setattr(model.get_submodule(parent), last, hosted.to(device).train(layer.training))
 
 
 def _fill_mlps(folder: Path, model: Any, config: MLPGraftConfig) -> None:
     decoder = decoder_of(model, FastMLP)
     try:
-        made = build_mlps(decoder, config, torch.Generator().manual_seed(0))
+        grafts = build_mlps(decoder, config, torch.Generator().manual_seed(0))
     except HecateError as error:
         raise CheckpointError(f"{folder} does not fit its model: {error.line}") from None
     where = next(name for name, part in model.named_modules() if part is decoder)
-    for index, (name, fast) in made.items():
+    for index, (name, fast) in grafts.items():
         device = next(fast.parameters()).device
         _take(folder, fast, f"{where}.layers.{index}.{name}.{BRANCH}.".lstrip("."))
         fast.to(device)
-    install_mlps(model, decoder, config, made, "all")
+    install_mlps(model, decoder, config, grafts, "all")
 
 
 def _take(folder: Path, part: Any, start: str) -> None:
     """The tensors of a folder whose names begin so, in their dtypes, as those of a part."""
     pattern = _TENSORS if (folder / _TENSORS).exists() else "model*.safetensors"  # of save_pretrained, of Trainer
-    found = read_tensors(folder, lambda name: name.startswith(start), pattern)
-    own = {name.removeprefix(start): value for name, value in found}
-    _check_fit(folder, part, own, start)
-    part.load_state_dict(own, assign=True)
+    pairs = read_tensors(folder, lambda name: name.startswith(start), pattern)
+    tensors = {name.removeprefix(start): value for name, value in pairs}
+    _check_fit(folder, part, tensors, start)
+    part.load_state_dict(tensors, assign=True)
     for parameter in part.parameters():
         parameter.requires_grad_(True)
 
 
-def _check_fit(folder: Path, part: Any, own: Mapping[str, Tensor], start: str) -> None:
+def _check_fit(folder: Path, part: Any, tensors: Mapping[str, Tensor], start: str) -> None:
     """Refuses tensors of a folder, whose names begin so, that are not those of a part."""
     wanted = part.state_dict()
-    for name in sorted(own.keys() | wanted.keys()):
-        shapes = [list(each[name].shape) if name in each else None for each in (own, wanted)]
+    for name in sorted(tensors.keys() | wanted.keys()):
+        shapes = [list(each[name].shape) if name in each else None for each in (tensors, wanted)]
         if shapes[0] != shapes[1]:
             raise CheckpointError(
                 f"{folder} does not fit its config: {start}{name} is of shape {shapes[0]}, expected {shapes[1]}; save "
                 "the model again"
             )
-        if not own[name].is_floating_point():
-            raise CheckpointError(f"{folder} has {start}{name} as {own[name].dtype}, no floating point; save it again")
+        if not (tensor := tensors[name]).is_floating_point():
+            raise CheckpointError(f"{folder} has {start}{name} as {tensor.dtype}, no floating point; save it again")
 
 
 # Grafts beside attention, alone or with their model.
@@ -362,29 +364,29 @@ def load_graft(folder: str | Path, model: Any = None, *, train: Train = "memory"
         raise ConfigError(f"{', '.join(options)} would load a model, and one is given as model=; leave one of them out")
     decoder = decoder_of(model, Grafted)
     try:
-        made = build(decoder, config, False, torch.Generator().manual_seed(0))
+        branches = build(decoder, config, False, torch.Generator().manual_seed(0))
     except HecateError as error:
         raise CheckpointError(f"{folder} does not fit the model: {error.line}") from None
-    for index, (_, branch) in made.items():
-        own = tensors.pop(index, {})
-        _check_fit(folder, branch, own, f"layers.{index}.self_attn.{BRANCH}.")
-        branch.load_state_dict(own)
+    for index, (_, branch) in branches.items():
+        weights = tensors.pop(index, {})
+        _check_fit(folder, branch, weights, f"layers.{index}.self_attn.{BRANCH}.")
+        branch.load_state_dict(weights)
     if tensors:
         raise CheckpointError(f"{folder} has memories in layers {sorted(tensors)}, which its config does not name")
-    return install(model, decoder, config, made, train)
+    return install(model, decoder, config, branches, train)
 
 
 def _branches(model: Any) -> dict[int, Branch]:
     """The memories of a model by layer, unwrapped."""
-    found = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
-    if not found:
+    branches = {module.layer_idx: getattr(module, BRANCH) for module in model.modules() if isinstance(module, Grafted)}
+    if not branches:
         raise ConfigError(f"the {type(model).__name__} has no graft; graft it first")
-    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in found.values()):
+    if not isinstance(model, PreTrainedModel) or not all(isinstance(branch, Branch) for branch in branches.values()):
         raise ConfigError(
             f"the {type(model).__name__} or its memories are wrapped, as by peft; save the model of its "
             "merge_and_unload()"
         )
-    return found
+    return branches
 
 
 def _read_config(folder: Path) -> GraftConfig:
@@ -403,13 +405,13 @@ def _read_config(folder: Path) -> GraftConfig:
 def _read_tensors(folder: Path) -> dict[int, dict[str, Tensor]]:
     """The tensors of a graft by layer and name, on the CPU."""
     pattern = _GRAFT if (folder / _FACTS).exists() else "model*.safetensors"
-    found: dict[int, dict[str, Tensor]] = {}
+    tensors: dict[int, dict[str, Tensor]] = {}
     for name, value in read_tensors(folder, _NAME.search, pattern):
         if match := _NAME.search(name):
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    if not found:
+            tensors.setdefault(int(match[1]), {})[match[2]] = value
+    if not tensors:
         raise CheckpointError(f"{folder} has no tensors of a graft in {pattern}; save the grafted model again")
-    return found
+    return tensors
 
 
 def read_tensors(
@@ -437,8 +439,7 @@ def load_plain(folder: Path, options: Mapping[str, Any], instead: tuple[str, ...
         if "mismatched_sizes" in why:
             why = "weights of other shapes than its config says"
         raise CheckpointError(f"{folder} has a model that cannot be loaded: {why}") from error
-    added = f".{BRANCH}."
-    strange = sorted(n for n in facts["unexpected_keys"] if added not in n and not n.startswith(instead))
+    strange = sorted(n for n in facts["unexpected_keys"] if f".{BRANCH}." not in n and not n.startswith(instead))
     missing = sorted(name for name in facts["missing_keys"] if not name.startswith(instead))
     for what, names in (("lacks", missing), ("has, unexpectedly,", strange)):
         if names:

@@ -79,14 +79,14 @@ def arguments_of(memory: Memory) -> dict[str, Any]:
 def describe_hosted(model: nn.Module) -> None:
     """Says in the config of a model of transformers which of its layers are memories."""
     for root in [part for part in model.modules() if isinstance(part, PreTrainedModel)][:1]:
-        found = {}
+        configs = {}
         for name, part in root.named_modules():
             if isinstance(part, Hosted):
-                own = {"d_model": part.memory.d_model, "heads": part.memory.heads, **arguments_of(part.memory)}
-                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **own)
-                found[name] = config.model_dump(mode="json")
-        if found:
-            setattr(root.config, LAYERS, found)
+                sizes = {"d_model": part.memory.d_model, "heads": part.memory.heads, **arguments_of(part.memory)}
+                config = HostedConfig(memory=part.memory.config, layer_idx=part.layer_idx, **sizes)
+                configs[name] = config.model_dump(mode="json")
+        if configs:
+            setattr(root.config, LAYERS, configs)
         elif hasattr(root.config, LAYERS):  # a config that was another model's
             delattr(root.config, LAYERS)
 
@@ -111,18 +111,18 @@ class Hosted(Told):
         if cache_params is None:
             y, _ = self.memory(wide, None, **masks)
         else:
-            y = self._held(cache_params).answers(HELD, self.memory, wide, **masks)
+            y = self._state_layer(cache_params).answers(HELD, self.memory, wide, **masks)
         return y.to(hidden_states.dtype)
 
-    def _held(self, cache: Any) -> Any:
+    def _state_layer(self, cache: Any) -> Any:
         """The layer of a cache that holds the state."""
-        held = remembering(cache.layers[self.layer_idx])
-        if HELD not in held.memories and any(held.has_previous_state.values()):
+        layer = remembering(cache.layers[self.layer_idx])
+        if HELD not in layer.memories and any(layer.has_previous_state.values()):
             raise ConfigError(
                 f"layer {self.layer_idx} of the cache was filled by the model before its upgrade; fill it anew"
             )
-        held.has_previous_state = dict.fromkeys(held.has_previous_state, True)
-        return held
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        return layer
 
 
 class Wider(NamedTuple):
@@ -183,8 +183,8 @@ def _two_writes(memory: Memory) -> dict[str, Any]:
 
 def _cancelling_pairs(new: Memory, _: Memory) -> None:
     """Hidden units in pairs of the same input and opposite outputs: together 0, and each learns."""
-    own = new.phi_learned.tensors
-    w_in, w_out = own["w_in"], own["w_out"]  # [H, D, F], [H, F, D]
+    tensors = new.phi_learned.tensors
+    w_in, w_out = tensors["w_in"], tensors["w_out"]  # [H, D, F], [H, F, D]
     source = torch.Generator().manual_seed(0)
     draw_normal(w_in, w_in.shape[1] ** -0.5, source)
     draw_normal(w_out, w_out.shape[1] ** -0.5, source)
@@ -204,26 +204,25 @@ def _momentum(memory: Memory) -> dict[str, Any]:
 
 
 _HEAD = {"channels": True, "top": 2.0, "bias": False}
-_BOTH = RULES
 WIDER: dict[str, Wider] = {
     "kda": Wider(("gated_delta",), "a decay per channel", _channels, start=_repeat_rows, learns=("gates.",)),
     "gated_delta_2": Wider(
-        _BOTH, "a decay, an erase gate and a value gate per channel",
+        RULES, "a decay, an erase gate and a value gate per channel",
         lambda _: {"gating": {"kind": "heads", "erase": _HEAD, "value": _HEAD}},
         start=_zero_gates, learns=("gating.",), after="kda",
     ),
     "delta_product": Wider(
-        _BOTH, "a second write a token, of random keys", _two_writes,
+        RULES, "a second write a token, of random keys", _two_writes,
         start=_second_write, learns=("qkv.", "conv.", "gates."),
     ),
-    "momentum": Wider(_BOTH, "momentum of the inner step", _momentum, learns=("gates.",)),
+    "momentum": Wider(RULES, "momentum of the inner step", _momentum, learns=("gates.",)),
     "mlp_phi": Wider(
-        _BOTH, "a learned feature map x + W_2 gelu(W_1 x)",
+        RULES, "a learned feature map x + W_2 gelu(W_1 x)",
         lambda memory: {"feature_map": MLP(d_hidden=2 * memory.d_key)},
         start=_cancelling_pairs, learns=("phi_learned.",),
     ),
-    "learned_initial": Wider(_BOTH, "a learned start", layer={"learned_initial": True}, learns=("initial.",)),
-    "firing": Wider(_BOTH, "a gate that chooses the tokens to write", layer={"firing": "learned"}, learns=("gates.",)),
+    "learned_initial": Wider(RULES, "a learned start", layer={"learned_initial": True}, learns=("initial.",)),
+    "firing": Wider(RULES, "a gate that chooses the tokens to write", layer={"firing": "learned"}, learns=("gates.",)),
 }  # fmt: skip
 """Rules that contain the gated delta rule or KDA."""
 NOT_WIDER = {
@@ -275,42 +274,42 @@ def upgrade(model: Any, rule: str, layers: Sequence[int] | None = None, *, train
     expect_choice(train, "train", get_args(Train))
     if layers is not None:
         layers = _numbers(layers)
-    found = _layers(model, layers)
+    targets = _layers(model, layers)
     if not isinstance(rule, str) or rule not in WIDER:
-        raise ConfigError(_not_wider(rule, found))
-    made: dict[str, tuple[Hosted, set[str]]] = {}
-    for name, layer in found.items():
+        raise ConfigError(_not_wider(rule, targets))
+    upgraded: dict[str, tuple[Hosted, set[str]]] = {}
+    for name, layer in targets.items():
         memory = layer.memory if isinstance(layer, Hosted) else from_layer(layer)
         wide, new = widened(memory, rule, name)
-        made[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
-        for own in _HOOKS:  # the very dictionaries, by which handles remove their hooks
-            setattr(made[name][0], own, getattr(layer, own))
-    learns = tuple(f"{name}.memory.{own}" for name, (_, new) in made.items() for own in sorted(new))
-    every = [(name, part) for name, part in model.named_modules(remove_duplicate=False)]
+        upgraded[name] = Hosted(wide, layer.layer_idx).train(layer.training), new
+        for attribute in _HOOKS:  # the very dictionaries, by which handles remove their hooks
+            setattr(upgraded[name][0], attribute, getattr(layer, attribute))
+    learns = tuple(f"{name}.memory.{key}" for name, (_, new) in upgraded.items() for key in sorted(new))
+    every = list(model.named_modules(remove_duplicate=False))
     if train == "new":
         model.requires_grad_(False)
-    for name, (hosted, new) in made.items():
+    for name, (hosted, new) in upgraded.items():
         if train == "new":
             hosted.requires_grad_(False)
-            for own in new:
-                hosted.memory.get_parameter(own).requires_grad_()
-        for place in [place for place, part in every if part is found[name]]:  # a layer may have several
+            for key in new:
+                hosted.memory.get_parameter(key).requires_grad_()
+        for place in [place for place, part in every if part is targets[name]]:  # a layer may have several
             parent, _, last = place.rpartition(".")
             setattr(model.get_submodule(parent), last, hosted)
     hook_models(model)
     describe_hosted(model)
-    return Upgrade(rule, tuple(made), learns)
+    return Upgrade(rule, tuple(upgraded), learns)
 
 
 def _numbers(layers: Any) -> tuple[int, ...]:
     """Numbers of layers, one at least, of any iterable."""
     try:
-        found = tuple(map(index, layers))
+        numbers = tuple(map(index, layers))
     except TypeError:
-        found = ()
-    if not found:
+        numbers = ()
+    if not numbers:
         raise ConfigError(f"layers must be numbers of layers, such as [0], or None for all, got {shorten(layers)}")
-    return found
+    return numbers
 
 
 def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
@@ -326,13 +325,13 @@ def _layers(model: nn.Module, numbers: Sequence[int] | None) -> dict[str, Any]:
             raise ConfigError(
                 f"layers={list(numbers or ())}: layer {number} is none of a delta rule; they are {[*known]}"
             )
-    found = {name: part for name, part in every.items() if numbers is None or part.layer_idx in numbers}
-    if not found:
+    layers = {name: part for name, part in every.items() if numbers is None or part.layer_idx in numbers}
+    if not layers:
         raise ConfigError(f"the {type(model).__name__} has no layer of {' or '.join(RULES)} to upgrade")
-    for name, part in found.items():
+    for name, part in layers.items():
         if hasattr(part, "_hf_hook"):
             raise ConfigError(f"accelerate dispatches {name}; upgrade the model first, and dispatch it then")
-    return found
+    return layers
 
 
 def rule_name(config: MemoryConfig) -> str:
@@ -349,10 +348,10 @@ def _not_wider(rule: str, layers: dict[str, Any]) -> str:
     has = rule_name((first.memory if isinstance(first, Hosted) else from_layer(first)).config)
     if rule == has:
         return f"rule {rule!r} is that of {name} already; there are {', '.join(WIDER)}"
-    own, base = NAMED[rule].config, NAMED[has].config
+    config, base = NAMED[rule].config, NAMED[has].config
     other = [
         f"{field} {getattr(value, 'kind', value)!r}"
-        for field, value in vars(own).items()
+        for field, value in vars(config).items()
         if field not in ("key_norm", "query_scale") and not field.startswith("layer_")
         if getattr(value, "kind", value) != getattr(getattr(base, field), "kind", getattr(base, field))
     ]
@@ -369,13 +368,13 @@ def widened(memory: Memory, rule: str, name: str = "memory") -> tuple[Memory, se
     Raises:
         ConfigError: a rule that does not contain the memory's, or that it has already.
     """
-    wider, own = WIDER[rule], rule_name(memory.config)
-    if wider.after is not None and own in WIDER[wider.after].contains:
+    wider, kind = WIDER[rule], rule_name(memory.config)
+    if wider.after is not None and kind in WIDER[wider.after].contains:
         memory, first = widened(memory, wider.after, name)
     else:
         first = set[str]()
     if rule_name(memory.config) not in wider.contains:
-        raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {own} already")
+        raise ConfigError(f"rule {rule!r} contains {', '.join(wider.contains)}, and {name} is {kind} already")
     options = arguments_of(memory)
     config = memory.config.model_copy(update=wider.rule(memory))
     if config == memory.config and wider.layer.items() <= options.items():

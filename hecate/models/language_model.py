@@ -50,8 +50,8 @@ def _scans(
     """A memory, and the one that makes its features, by their paths."""
     if features is None:
         return {f"{path}memory": Scanned(memory, d_key, d_value)}
-    seen = features.width(d_key)  # by the phi of the memory
-    return {f"{path}memory": Scanned(memory, seen, d_value), f"{path}feature_memory": Scanned(features, d_key, seen)}
+    width = features.width(d_key)  # by the phi of the memory
+    return {f"{path}memory": Scanned(memory, width, d_value), f"{path}feature_memory": Scanned(features, d_key, width)}
 
 
 _RULE = ("d_key", "d_value", "qk_norm", "learned_initial")
@@ -127,8 +127,8 @@ class LanguageModelConfig(Config):
         refers = self.self_reference is not None
         other = "self_reference" if refers else "levels" if self.levels else "attention"
         for field in filter(self._is_set, () if self.plain else ("memory", *_RULE, *(() if refers else _AROUND))):
-            own = f"belongs to a block's plain memory, but {other} takes its place; set it within {other}"
-            yield (field,), f"{own} where it has such a field, or leave it out"
+            reason = f"belongs to a block's plain memory, but {other} takes its place; set it within {other}"
+            yield (field,), f"{reason} where it has such a field, or leave it out"
         try:  # without storage, so that layers refuse here what they would refuse
             check_shapes({"embedding": (self.vocab_size or 1, self.d_model)}, "lower d_model")
             MemoryBlock(self, "layer", device="meta")
@@ -146,20 +146,20 @@ class LanguageModelConfig(Config):
 
     def rules(self) -> dict[str, Scanned]:
         """Every memory of a block that scans a sequence, by its path in this config."""
-        found: dict[str, Scanned] = {}
+        scans: dict[str, Scanned] = {}
         head = self.d_model // self.heads
         if self.plain:
-            found |= _scans("", self.memory, self.feature_memory, *self._widths())
+            scans |= _scans("", self.memory, self.feature_memory, *self._widths())
         elif self.self_reference is not None:
             inner, features = self.self_reference, self.feature_memory
-            found["self_reference.memory"] = Scanned(inner.memory, head, head, inner.period if inner.refers else None)
+            scans["self_reference.memory"] = Scanned(inner.memory, head, head, inner.period if inner.refers else None)
             if features is not None:
-                found["feature_memory"] = Scanned(features, head, features.width(head))
+                scans["feature_memory"] = Scanned(features, head, features.width(head))
         for index, level in enumerate(self.levels):
-            own = self.d_model // (level.heads or self.heads)
-            widths = level.d_key or own, level.d_value or own
-            found |= _scans(f"levels[{index}].", level.rule, level.feature_memory, *widths)
-        return found
+            width = self.d_model // (level.heads or self.heads)
+            widths = level.d_key or width, level.d_value or width
+            scans |= _scans(f"levels[{index}].", level.rule, level.feature_memory, *widths)
+        return scans
 
     def _is_set(self, field: str) -> bool:
         return bool(getattr(self, field) != type(self).model_fields[field].default)
@@ -206,8 +206,8 @@ class MemoryBlock(Layers):
         """The block's output and its state after the last token; for the state alone `mlp` may be left out."""
         alone = mlp and state is not None and x.shape[1] == 1 and not torch.is_grad_enabled()
         if alone and masks.get("write_mask") is masks.get("reset_mask") is None:
-            if (found := self._token(x, state)) is not None:
-                return found
+            if (output := self._token(x, state)) is not None:
+                return output
         after = None
         if self.levels is not None and state is not None:
             if not isinstance(state, BlockState):
@@ -248,25 +248,25 @@ def _mixers(config: LanguageModelConfig, name: str, **how: Any) -> tuple[Any, nn
     """A block's memory, and the levels that follow it."""
     sizes = config.d_model, config.heads
     around: dict[str, Any] = {"name": name, **how, **{field: getattr(config, field) for field in _AROUND}}
-    own: nn.Module | None = None
+    memory: nn.Module | None = None
     levels: Callable[[], CMS] | None = None
     if config.levels:
         cms = CMSConfig(levels=config.levels, **{field: getattr(config, field) for field in _JOIN})
         levels = partial(CMS, *sizes, cms, name=f"{name} levels", **how)
     if config.self_reference is not None:
-        own = SelfReferential(*sizes, config.self_reference, **around)
+        memory = SelfReferential(*sizes, config.self_reference, **around)
     elif config.plain:
         around |= {field: getattr(config, field) for field in _RULE}
-        own = Memory(*sizes, config.memory, **around)
+        memory = Memory(*sizes, config.memory, **around)
     elif levels is not None and not config._attends_alone:
-        own, levels = levels(), None
+        memory, levels = levels(), None
     if config.attention is not None:
         try:
-            own = Composed(*sizes, config.attention, own, name=name, **how)
+            memory = Composed(*sizes, config.attention, memory, name=name, **how)
         except ConfigError as error:
             raise error.under("attention") from None
     # Drawn in the order in which `reset_parameters` draws anew.
-    return own, None if levels is None else levels()
+    return memory, None if levels is None else levels()
 
 
 @named(*LanguageModelConfig.model_fields)

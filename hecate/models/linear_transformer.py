@@ -14,7 +14,7 @@ from hecate.nn import LinearAttention
 from hecate.nn.arguments import Mask, check_sequence
 from hecate.nn.blocks import MLPS, Layers, Norm, hidden_width, norm_of
 from hecate.nn.parameters import blank, redraw
-from hecate.nn.positions import NoPosition, PositionKind
+from hecate.nn.positions import NoPosition, Position
 from hecate.phi import ELU, FeatureMapKind
 from hecate.states import State
 from hecate.variant import Config, Conflicts
@@ -68,7 +68,7 @@ class LinearTransformerConfig(Config):
     normalizer: Literal["sum", "none"] = "sum"
     eps: float = Field(0.0, ge=0)
     kv_heads: Size | None = Field(None, ge=1)
-    positions: PositionKind = NoPosition()
+    positions: Position = NoPosition()
     norm: Norm = "rms"
     mlp: Literal["gated", "plain"] = "gated"
     mlp_ratio: float = Field(4.0, ge=0, le=MAX_SIZE)
@@ -79,8 +79,8 @@ class LinearTransformerConfig(Config):
         if self.hidden_size % self.num_heads:
             yield ("num_heads",), f"must divide hidden_size={self.hidden_size}, got {self.num_heads}"
         if not hidden_width(self.hidden_size, self.mlp_ratio, "hidden_size") and self.mlp != "gated":
-            own = f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out"
-            yield ("mlp",), f"{own}; give mlp_ratio a number above 0, or leave mlp out"
+            reason = f"{self.mlp!r} with mlp_ratio={self.mlp_ratio:g}, which leaves the MLP out"
+            yield ("mlp",), f"{reason}; give mlp_ratio a number above 0, or leave mlp out"
         try:  # without storage, so that the attention refuses here what it would refuse
             TransformerLayer(self, "layer", device="meta")
         except ConfigError as error:
@@ -102,8 +102,8 @@ class TransformerLayer(Layers):
         self.norm = norm_of(config.norm, width, **place)
         options: dict[str, Any] = {option: getattr(config, option) for option in _ATTENTION}
         self.attention = LinearAttention(width, config.num_heads, name=name, generator=generator, **options, **place)
-        own: dict[str, Any] = {"norm": config.norm, "bias": config.bias, **place}
-        self.mlp = MLPS[config.mlp](width, hidden, generator, **own) if hidden else None
+        fields: dict[str, Any] = {"norm": config.norm, "bias": config.bias, **place}
+        self.mlp = MLPS[config.mlp](width, hidden, generator, **fields) if hidden else None
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, state: Any, **masks: Tensor | None) -> tuple[Tensor, Any]:
@@ -250,5 +250,5 @@ def _last(y: Tensor, before: Tensor | None, write_mask: Mask) -> Tensor:
         return y[:, -1]
     place = torch.arange(1, y.shape[1] + 1, device=y.device)
     latest = (write_mask * place).amax(1)
-    found = y[torch.arange(y.shape[0], device=y.device), (latest - 1).clamp(min=0)]
-    return torch.where((latest > 0).unsqueeze(-1), found, before.to(y.dtype))
+    rows = y[torch.arange(y.shape[0], device=y.device), (latest - 1).clamp(min=0)]
+    return torch.where((latest > 0).unsqueeze(-1), rows, before.to(y.dtype))

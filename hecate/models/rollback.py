@@ -96,7 +96,7 @@ def advance(
         whole, calls = RecordedCall(state, rest.x.clone(), rest.write_mask, rest.reset_mask), ()
     y, state = run(whole.x, state, **whole.masks)
     outputs.append(y)
-    return outputs[0] if not edge else torch.cat(outputs, 1), Recorded(state, _shortened([*calls, whole], most))
+    return outputs[0] if not edge else torch.cat(outputs, 1), Recorded(state, _shorten([*calls, whole], most))
 
 
 def check_recorded(past: Recorded, count: int) -> None:
@@ -121,29 +121,29 @@ def take_back(run: Run, past: Recorded, count: int) -> Recorded:
         call = calls.pop()
         state = call.state
         if call.tokens > count:
-            kept = call.part(0, call.tokens - count)
-            state = run(kept.x, state, **kept.masks)[1]
-            calls.append(kept)
+            first = call.part(0, call.tokens - count)
+            state = run(first.x, state, **first.masks)[1]
+            calls.append(first)
         count -= min(count, call.tokens)
     return Recorded(state, tuple(calls))
 
 
-def _shortened(calls: list[RecordedCall], most: int) -> tuple[RecordedCall, ...]:
+def _shorten(calls: list[RecordedCall], most: int) -> tuple[RecordedCall, ...]:
     """Without calls beyond the last `most` tokens; two neighbours no longer than all that follow them are one, so that
     the states kept grow as the logarithm of the tokens."""
     after = [0, *accumulate(call.tokens for call in reversed(calls))]
     while len(calls) > 1 and after[len(calls) - 1] >= most:
         del calls[0]
-    kept: list[RecordedCall] = []
+    joined: list[RecordedCall] = []
     for index, call in enumerate(calls):
-        if kept and kept[-1].tokens + call.tokens <= after[len(calls) - 1 - index]:
-            kept[-1] = _joined(kept[-1], call)
+        if joined and joined[-1].tokens + call.tokens <= after[len(calls) - 1 - index]:
+            joined[-1] = _join_calls(joined[-1], call)
         else:
-            kept.append(call)
-    return tuple(kept)
+            joined.append(call)
+    return tuple(joined)
 
 
-def _joined(first: RecordedCall, second: RecordedCall) -> RecordedCall:
+def _join_calls(first: RecordedCall, second: RecordedCall) -> RecordedCall:
     """Two calls as one."""
 
     def both(a: Tensor | None, b: Tensor | None, left_out: bool) -> Tensor | None:

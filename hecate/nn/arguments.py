@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hecate.tape import Autodiff
 
 Mask = Tensor | None  # bool [B, T]; None where it holds for every token, or for none
 Firing = Literal["always", "learned"]
+S = TypeVar("S")
 
 
 def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None, conv_kernel: int) -> tuple[int, int]:
@@ -75,8 +76,8 @@ def check_firing(config: MemoryConfig, firing: Firing) -> None:
     if firing == "always":
         return
     if config.writes > 1 or not config.gating.plain:
-        own = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
-        raise ConfigError(f"firing='learned' holds one lr per token back, and {own} makes others", path=("firing",))
+        setting = f"writes={config.writes}" if config.writes > 1 else f"gating {config.gating.kind!r}"
+        raise ConfigError(f"firing='learned' holds one lr per token back, and {setting} makes others", path=("firing",))
     if config.retention.uses_retain and "retain" in config.gating.replaces:
         still = "makes the retain of idle tokens 1, and gating 'heads' with retain=False leaves it as it is"
         raise ConfigError(f"firing='learned' {still}; set gating.retain, or firing='always'", path=("firing",))
@@ -104,17 +105,17 @@ def check_sequence(weight: Tensor, x: Tensor, what: str = "x", /, **masks: Tenso
     if torch.compiler.is_compiling():
         return
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != weight.shape[-1]:
-        found = list(x.shape) if isinstance(x, Tensor) else described(x)
+        shape = list(x.shape) if isinstance(x, Tensor) else described(x)
         turn = ""
         if isinstance(x, Tensor) and x.dim() == 2 and x.shape[-1] == weight.shape[-1]:
             turn = f"; one sequence is {what}.unsqueeze(0)"
         elif isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == weight.shape[-1]:
             turn = f"; of [B, {weight.shape[-1]}, T] give {what}.transpose(1, 2)"
-        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {found}{turn}")
+        raise ShapeError(f"{what} must be [B, T, {weight.shape[-1]}], got {shape}{turn}")
     if x.device != weight.device:
         raise ShapeError(f"{what} is on {x.device}, the layer on {weight.device}; move one of them")
-    told = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
-    if x.dtype != weight.dtype and not (told and torch.is_autocast_enabled(x.device.type)):
+    castable = x.is_floating_point() and x.device.type != "meta"  # to torch.autocast
+    if x.dtype != weight.dtype and not (castable and torch.is_autocast_enabled(x.device.type)):
         raise ShapeError(f"{what} is {x.dtype}, the layer {weight.dtype}; convert one of them, or use torch.autocast")
     for name, mask in masks.items():
         if mask is None:
@@ -137,39 +138,39 @@ def check_length(x: Tensor, what: str) -> None:
         )
 
 
-def check_made(state: Any, kind: type[Any], name: str = "") -> bool:
+def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
     """Refuses a state of another type than a layer, called `name`, returns; whether there is one to look at: None is
     none, and `torch.compile` looks at none."""
     if state is None or torch.compiler.is_compiling():
         return False
     if not isinstance(state, kind):
-        layer, given = f"{name}: " if name else "", type(state).__name__
-        raise ShapeError(f"{layer}state must be the {kind.__name__} that this layer returned, got {given}")
+        layer, got = f"{name}: " if name else "", type(state).__name__
+        raise ShapeError(f"{layer}state must be the {kind.__name__} that this layer returned, got {got}")
     return True
 
 
 def check_tensors(batch: int, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
     """Refuses tensors of a state that are not of the shapes beside them, None for none."""
-    for field, (given, shape) in tensors.items():
-        found, wanted = None if given is None else list(given.shape), None if shape is None else list(shape)
-        if found != wanted:
+    for field, (tensor, expected) in tensors.items():
+        shape, expected = None if tensor is None else list(tensor.shape), None if expected is None else list(expected)
+        if shape != expected:
             raise ShapeError(
-                f"{f'{name}: ' if name else ''}state.{field} must be {wanted} for this layer and {batch} sequences, "
-                f"got {found}; was it made by another layer or with another batch?"
+                f"{f'{name}: ' if name else ''}state.{field} must be {expected} for this layer and {batch} sequences, "
+                f"got {shape}; was it made by another layer or with another batch?"
             )
 
 
 def check_state(
-    state: Any, kind: type[Any], conv: ShortConv | None, batch: int, tensors: dict[str, Any], **held: bool
+    state: Any, kind: type[Any], conv: ShortConv | None, batch: int, tensors: dict[str, Any], **needed: bool
 ) -> None:
     """Refuses a state that another layer or batch made.
 
-    `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `held` says of the
-    states of `features` and `projection` whether there must be one.
+    `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `needed` says of
+    the states of `features` and `projection` whether there must be one.
     """
-    if not check_made(state, kind):
+    if not check_type(state, kind):
         return
-    for name, has in held.items():
+    for name, has in needed.items():
         if (getattr(state, name) is not None) != has:
             what = {"features": "feature memory", "projection": "query projection"}[name]
             raise ShapeError(

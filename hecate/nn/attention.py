@@ -15,7 +15,7 @@ from hecate.engine import EngineName, document_starts
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_sequence, check_sizes
 from hecate.nn.parameters import FeatureParameters, TensorDict, blank, redraw, source_of
-from hecate.nn.positions import Position, PositionKind
+from hecate.nn.positions import Position
 from hecate.nn.rule import ScanArguments
 from hecate.nn.sums import MEMORIES, Normalizer, Weights, check_options, linear_attention, turned_width
 from hecate.phi import Favor, FeatureMap, FeatureMapKind, PerformerReLU
@@ -78,7 +78,7 @@ class LinearAttention(FeatureParameters):
         d_key: int | None = None,
         d_value: int | None = None,
         d_context: int | None = None,
-        positions: PositionKind | str = "none",
+        positions: Position | str = "none",
         dropout: float = 0.0,
         eps: float = 0.0,
         bias: bool = False,
@@ -165,9 +165,9 @@ class LinearAttention(FeatureParameters):
         self, q: Tensor, k: Tensor, v: Tensor, state: MemoryState | None = None, **masks: Tensor | None
     ) -> tuple[Tensor, MemoryState]:
         """`linear_attention` with the options of this layer."""
-        own: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors, **masks}
-        own |= {"state": state, "name": self.name, **self._options()}
-        return linear_attention(q, k, v, self.feature_map, self.phi_params, **own)
+        options: dict[str, Any] = {"positions": self.positions, "position_params": self.position_params.tensors}
+        options |= {"state": state, "name": self.name, **masks, **self._options()}
+        return linear_attention(q, k, v, self.feature_map, self.phi_params, **options)
 
     def _options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("causal", "normalizer", "eps", "engine", "autodiff")}
@@ -190,13 +190,13 @@ class LinearAttention(FeatureParameters):
         reset_mask = document_starts(masks.get("reset_mask"), masks.get("cu_seqlens"), k, going_on=going_on)
         # A memory per query head: the scan knows no shared heads.
         k, v = (item.repeat_interleave(group, 2) for item in (k, v))
-        phi, turns = _repeated((self.phi_params, self.position_params.tensors), group, 0)
+        phi, turns = _repeat_heads((self.phi_params, self.position_params.tensors), group, 0)
         weights = Weights(self.feature_map, phi, self.positions, turns)
         place, _ = weights.places(state, write_mask, reset_mask, k)
         # Turned ahead of phi, as `linear_attention` does; what turns features is no memory.
         q, k = weights.turned(q, place), weights.turned(k, place)
-        own = {"feature_map": self.feature_map, "normalizer": self.normalizer}
-        config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=own)
+        fields = {"feature_map": self.feature_map, "normalizer": self.normalizer}
+        config = MEMORIES["after", self.positions.weighs_distance].model_copy(update=fields)
         gates = Gates(retain=self.positions.retain(k, turns))
         before = None if state is None else self.per_query_head(state)
         return ScanArguments(config, q, k, v, gates, phi, None, before, write_mask, reset_mask)
@@ -204,8 +204,8 @@ class LinearAttention(FeatureParameters):
     def per_query_head(self, state: MemoryState) -> MemoryState:
         """A state as that of the scan which `asked` describes."""
         # `seen` has a row a sequence and no heads to repeat.
-        held: MemoryState = _repeated(state._replace(seen=None), self.heads // self.kv_heads, 1)
-        return held._replace(seen=state.seen if self.feature_map.needs_position else None)
+        memory: MemoryState = _repeat_heads(state._replace(seen=None), self.heads // self.kv_heads, 1)
+        return memory._replace(seen=state.seen if self.feature_map.needs_position else None)
 
     def _check_options(self) -> None:
         expect_count(self.kv_heads, "kv_heads")
@@ -268,7 +268,7 @@ class LinearAttention(FeatureParameters):
         )
 
 
-def _repeated(tree: Any, group: int, axis: int) -> Any:
+def _repeat_heads(tree: Any, group: int, axis: int) -> Any:
     """Every key head of a pytree as often as it has query heads."""
     return pytree.tree_map_only(Tensor, lambda x: x.repeat_interleave(group, axis), tree)
 
@@ -363,8 +363,8 @@ class PerformerAttention(nn.Module):
                 f"kernel_epsilon={kernel_epsilon} is added to ReLU features, but kernel is "
                 f"{kernel!r}; leave it out or use kernel='relu'"
             )
-        own = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon, "orthogonal": orthogonal}
-        fields: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        fields: dict[str, Any] = {"num_features": num_features, "norms": norms, "kernel_epsilon": kernel_epsilon}
+        fields = {name: value for name, value in fields.items() if value is not None} | {"orthogonal": orthogonal}
         phi = PerformerReLU(**fields) if kernel == "relu" else Favor(variant=kernel, **fields)
         options |= {"feature_map": phi, "generator": generator, "device": device, "dtype": dtype}
         self.attention = LinearAttention(d_model, heads, **options)
@@ -402,10 +402,10 @@ class PerformerAttention(nn.Module):
         mixed = np.random.SeedSequence([int(self.seed), int(self.redraws)]).generate_state(1)
         source = torch.Generator().manual_seed(int(mixed[0]))
         fresh = self.attention.feature_map.redraw(self.attention.phi_params, source)
-        held = self.attention.phi_frozen
+        frozen = self.attention.phi_frozen
         for name, value in fresh["frozen"].items():
             # Not in place: a graph that still waits for its backward pass keeps the old draws.
-            setattr(held, held.names[name], value)
+            setattr(frozen, frozen.names[name], value)
 
     def _check_training(self, what: str) -> None:
         if not self.training:
@@ -415,7 +415,7 @@ class PerformerAttention(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, state: PerformerState | None = None, *, return_attention: bool = False, **given: Tensor | None
+        self, x: Tensor, state: PerformerState | None = None, *, return_attention: bool = False, **inputs: Tensor | None
     ) -> tuple[Tensor, PerformerState] | tuple[Tensor, PerformerState, Tensor]:
         """(y, state), and with `return_attention` the weights w `[B, H, T, S]` as a third.
 
@@ -425,9 +425,9 @@ class PerformerAttention(nn.Module):
         """
         if state is not None:
             self._check_state(state, return_attention)
-        y, sums = self.attention(x, None if state is None else state.sums, **given)
+        y, sums = self.attention(x, None if state is None else state.sums, **inputs)
         after = PerformerState(sums, self.redraws.clone())
-        return (y, after, self._weights(x, **given)) if return_attention else (y, after)
+        return (y, after, self._weights(x, **inputs)) if return_attention else (y, after)
 
     def _check_state(self, state: PerformerState, return_attention: bool) -> None:
         name = self.attention.name
@@ -450,8 +450,8 @@ class PerformerAttention(nn.Module):
     def _weights(self, x: Tensor, *, context: Tensor | None = None, **masks: Tensor | None) -> Tensor:
         """The answers to values that are each token's own unit vector: its weights."""
         q, k, _ = self.attention.projected(x, context, masks.get("write_mask"))
-        own = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
-        weights, _ = self.attention.attend(q, k, own.expand(*k.shape[:3], -1), None, **masks)
+        identity = torch.eye(k.shape[1], dtype=k.dtype, device=k.device).unsqueeze(1)
+        weights, _ = self.attention.attend(q, k, identity.expand(*k.shape[:3], -1), None, **masks)
         return weights.transpose(1, 2)
 
     def extra_repr(self) -> str:

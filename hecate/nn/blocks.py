@@ -47,12 +47,12 @@ def _fused(
     """Gives a function of tensors in plain torch its passes by kernels: `passes(inputs, keeps, **form) -> (outputs,
     record)`, and `passes(inputs, record, cotangents, **form) -> cotangents`. `fits(*inputs)`: whether they can run."""
 
-    def made(plain: Callable[..., Any]) -> Any:
+    def decorate(plain: Callable[..., Any]) -> Any:
         @cache
         def by_hand(**form: Any) -> Callable[..., Any]:
-            own = partial(passes, **form)
+            by_kernel = partial(passes, **form)
             whole = partial(plain, **form) if several else lambda *inputs: (plain(*inputs, **form),)
-            return ByHand(f"nn.{plain.__name__}", own, own, whole).block().forward
+            return ByHand(f"nn.{plain.__name__}", by_kernel, by_kernel, whole).block().forward
 
         @wraps(plain)
         def block(*inputs: Any, **form: Any) -> Any:
@@ -65,24 +65,24 @@ def _fused(
                     return plain(*inputs, **form)
             if (fits is not None and not fits(*inputs)) or _kernels() is None:
                 return plain(*inputs, **form)
-            found = by_hand(**form)(*inputs)[0]
-            return found if several else found[0]
+            outputs = by_hand(**form)(*inputs)[0]
+            return outputs if several else outputs[0]
 
         return block
 
-    return made
+    return decorate
 
 
 def _arrays(width: int, x: Tensor, *others: Tensor | None) -> tuple[int, list[Any]]:
     """Tensors `[tokens.., rows, D]` as the flat arrays of kernels, rows filled up to a width unless that is 0, bfloat16
     as integers; and how far tokens of x lie apart, those of the others being side by side."""
-    found: list[Any] = []
+    arrays: list[Any] = []
     apart = 0
     item: Any
     for item in (x, *others):  # one loop, not a call for each
         if item is not None:
             item = padded(item, width) if width and item.dim() > 1 and item.shape[-1] != width else item.detach()
-            if found:
+            if arrays:
                 item = item.contiguous().view(-1)
             else:
                 item = item.reshape(-1, item.shape[-2] * item.shape[-1])
@@ -90,31 +90,31 @@ def _arrays(width: int, x: Tensor, *others: Tensor | None) -> tuple[int, list[An
                 apart = item.stride(0)
                 item = item.as_strided(((len(item) - 1) * apart + item.shape[1],), (1,))
             item = (item.view(torch.int16) if item.dtype == torch.bfloat16 else item).numpy()
-        found.append(item)
-    return apart, found
+        arrays.append(item)
+    return apart, arrays
 
 
 def _convolve(inputs: Any, _: Any, cotangents: Any = None, *, active: bool) -> Any:
     x, past, weight, *masks = inputs
-    (batch, length, channels), kept, kernels = x.shape, len(weight) - 1, _kernels()
+    (batch, length, channels), lag, kernels = x.shape, len(weight) - 1, _kernels()
     _, wide, step = _DTYPES[x.dtype]
     width, block = -(-channels // step) * step, kernels.BLOCK * step
     count, size = -(-width // block), batch * length * width
-    head = x.new_zeros(batch, kept, channels) if past is None else past.to(x.dtype)
-    own = x.contiguous(), torch.cat([head, x[:, :kept]], 1), weight.to(wide)
-    given = (batch, length, width, kept + 1, kept + min(kept, length), active)
-    seen = [None if mask is None else mask.contiguous().view(-1).numpy() for mask in masks]
+    head = x.new_zeros(batch, lag, channels) if past is None else past.to(x.dtype)
+    tensors = x.contiguous(), torch.cat([head, x[:, :lag]], 1), weight.to(wide)
+    dims = (batch, length, width, lag + 1, lag + min(lag, length), active)
+    masks = [None if mask is None else mask.contiguous().view(-1).numpy() for mask in masks]
     if cotangents is None:
         y = x.new_empty(batch, length, width, dtype=torch.promote_types(x.dtype, weight.dtype))
-        _, rows = _arrays(width, *own, y)
-        share_out(partial(kernels.convolve, *given, *seen, *rows), count, size, SHARE)
+        _, rows = _arrays(width, *tensors, y)
+        share_out(partial(kernels.convolve, *dims, *masks, *rows), count, size, SHARE)
         return (y[..., :channels],), ()
-    gx, gw, ring = x.new_empty(batch, length, width), weight.new_zeros(kept + 1, width, dtype=wide), kept.bit_length()
-    gpast = None if past is None else x.new_empty(batch, kept, width)
-    slopes, sums = gw.new_empty((count << ring) * block), gw.new_zeros(count * (kept + 1) * block)
+    gx, gw, ring = x.new_empty(batch, length, width), weight.new_zeros(lag + 1, width, dtype=wide), lag.bit_length()
+    gpast = None if past is None else x.new_empty(batch, lag, width)
+    slopes, sums = gw.new_empty((count << ring) * block), gw.new_zeros(count * (lag + 1) * block)
     marks = gw.new_empty(count << ring, dtype=torch.int64)
-    _, rows = _arrays(width, *own, cotangents[0], gx, gpast, gw, slopes, sums, marks)
-    share_out(partial(kernels.convolve_back, *given, *seen, 1 << ring, *rows), count, 2 * size, SHARE)
+    _, rows = _arrays(width, *tensors, cotangents[0], gx, gpast, gw, slopes, sums, marks)
+    share_out(partial(kernels.convolve_back, *dims, *masks, 1 << ring, *rows), count, 2 * size, SHARE)
     gpast = None if gpast is None else gpast[..., :channels].to(past.dtype)
     return gx[..., :channels], gpast, gw[:, :channels].to(weight.dtype), None, None
 
@@ -127,14 +127,14 @@ def convolution(
 
     Shapes: x, y `[B, T, C]`, past `[B, K-1, C]`, weight `[K, C]`, segment `[B, K-1+T]` int64, written `[B, T]` bool.
     """
-    kept, length = len(weight) - 1, x.shape[1]
-    past = x.new_zeros(x.shape[0], kept, x.shape[2]) if past is None else past.to(x.dtype)
-    left = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
-    ahead, total = torch.cat([past, left], 1), weight[0] * x
-    for j in range(1, kept + 1):
-        tap = ahead[:, kept - j : kept - j + length]
+    lag, length = len(weight) - 1, x.shape[1]
+    past = x.new_zeros(x.shape[0], lag, x.shape[2]) if past is None else past.to(x.dtype)
+    inputs = x if written is None else torch.where(written.unsqueeze(-1), x, 0.0)
+    ahead, total = torch.cat([past, inputs], 1), weight[0] * x
+    for j in range(1, lag + 1):
+        tap = ahead[:, lag - j : lag - j + length]
         if segment is not None:
-            same = segment[:, kept - j : kept - j + length] == segment[:, kept:]
+            same = segment[:, lag - j : lag - j + length] == segment[:, lag:]
             tap = torch.where(same.unsqueeze(-1), tap, 0.0)
         total = total + weight[j] * tap
     return silu(total) if active else total
@@ -143,8 +143,8 @@ def convolution(
 def _norm(size: float, eps: float, x: Tensor, weight: Any, gate: Any, dtype: Any, g: Any = None) -> tuple[Any, ...]:
     """w x / sqrt(|x|^2 / size + eps) silu(gate) of x, gate `[tokens.., rows, D]`, weight `[rows, D]`, by a kernel, and
     whether a square was no finite number; with g, the cotangents of x, weight and gate."""
-    (*shape, heads, own), kernels, (_, wide, step) = x.shape, _kernels(), _DTYPES[x.dtype]
-    width = -(-own // step) * step
+    (*shape, heads, channels), kernels, (_, wide, step) = x.shape, _kernels(), _DTYPES[x.dtype]
+    width = -(-channels // step) * step
     parts, whole = -(-(count := math.prod(shape)) // kernels.PART), (*shape, heads, width)
     weight = weight if weight is None or weight.dtype in EXACT else weight.float()
     form, odd = np.array((size, eps), np.float32 if step == 16 else np.float64), np.zeros(1, np.int64)
@@ -152,13 +152,14 @@ def _norm(size: float, eps: float, x: Tensor, weight: Any, gate: Any, dtype: Any
         y = x.new_empty(whole, dtype=dtype)
         apart, (rows, *rest) = _arrays(width, x, weight, gate, y)
         share_out(partial(kernels.norm, count, heads, width, form, rows, apart, odd, *rest), parts, y.numel(), SHARE)
-        return y[..., :own], odd
+        return y[..., :channels], odd
     gx, ggate = x.new_empty(whole), None if gate is None else gate.new_empty(whole)
     gw = None if weight is None else weight.new_zeros(parts, heads, width)
     apart, (rows, *rest) = _arrays(width, x, weight, gate, g, gx, gw, ggate, gx.new_empty(parts, width, dtype=wide))
     run = partial(kernels.norm_back, count, heads, width, form, rows, apart, odd, *rest)
     share_out(run, parts, 2 * gx.numel(), SHARE)
-    return gx[..., :own], None if gw is None else gw.sum(0)[:, :own], None if ggate is None else ggate[..., :own]
+    gw = None if gw is None else gw.sum(0)[:, :channels]
+    return gx[..., :channels], gw, None if ggate is None else ggate[..., :channels]
 
 
 def normalised(x: Tensor, norm: str, eps: float | Tensor = EPS, *, looks: bool) -> Tensor:
@@ -180,25 +181,25 @@ def _units(tensors: Any, odd: Any, cotangents: Any = None, *, norm: str, eps: fl
     plain: Any = partial(units.__wrapped__, norm=norm, eps=eps)
     if cotangents is not None and odd:  # too long to be squared, or no number
         return ByHand("nn.units", plain, plain, plain).by_autograd(tensors, cotangents)
-    found = []
+    outputs = []
     for at, x in enumerate(tensors):
         rows = x.flatten(2, -2) if x.dim() > 3 else x.unsqueeze(-2)  # no copy where tokens alone lie apart
         form = 1.0 if norm == "l2" else x.shape[-1], eps * eps, rows, None, None, x.dtype
         y, odd, *_ = _norm(*form) if cotangents is None else _norm(*form, cotangents[at])
         if cotangents is None and odd:
             return plain(*tensors), (True,)
-        found.append(y.view(x.shape))
-    return (tuple(found), ()) if cotangents is None else tuple(found)
+        outputs.append(y.view(x.shape))
+    return (tuple(outputs), ()) if cotangents is None else tuple(outputs)
 
 
 @_fused(_units, several=True)
 def units(*tensors: Tensor, norm: str, eps: float = EPS) -> tuple[Tensor, ...]:
     """Rows `[B, T, ..., D]` at length 1, "l2", or at root mean square 1, "rms", in float32 or better. Zeros stay zeros,
     with slope 1. [NN-MEM-D2]"""
-    looks, found = can_inspect(*tensors, free=True), []
+    looks, outputs = can_inspect(*tensors, free=True), []
     for x in tensors:
-        found.append(normalised(x, norm, eps, looks=looks))
-    return tuple(found)
+        outputs.append(normalised(x, norm, eps, looks=looks))
+    return tuple(outputs)
 
 
 def _rms(inputs: Any, _: Any, cotangents: Any = None) -> Any:
@@ -372,28 +373,28 @@ def _norms(dtype: torch.dtype, P: int, qk_norm: str, qk_eps: float, key_norm: st
 
 def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]]) -> list[int] | None:
     """Where tensors of so many numbers lie, 0 of None; None where one is not as kernels take it."""
-    found = []
+    addresses = []
     for tensor, size in tensors:
         if tensor is None:
-            found.append(0)
+            addresses.append(0)
             continue
         if tensor.dtype != dtype or tensor.numel() != size or not lies(tensor):
             return None
-        found.append(place := tensor.data_ptr())
+        addresses.append(place := tensor.data_ptr())
         if not place and size:
             return None  # zeros that torch has not laid out
-    return found
+    return addresses
 
 
 def add_norm(kernels: Any, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x + more, or x, and that at root mean square 1 times the weight: rows of a token, by kernels if there are any."""
     width, size = x.shape[-1], x.numel()
-    given = kernels and _addresses(x.dtype, ((x, size), (more, size), (weight, width)))
-    if not given:
+    addresses = kernels and _addresses(x.dtype, ((x, size), (more, size), (weight, width)))
+    if not addresses:
         total = x if more is None else x + more
         return total, torch.rms_norm(total, (width,), weight, EPS)
     total, y = x if more is None else torch.empty_like(x), torch.empty_like(x)
-    kernels.add_norm(size // width, width, _numbers(x.dtype, EPS), *given, total.data_ptr(), y.data_ptr())
+    kernels.add_norm(size // width, width, _numbers(x.dtype, EPS), *addresses, total.data_ptr(), y.data_ptr())
     return total, y
 
 
@@ -401,10 +402,10 @@ def gated_product(kernels: Any, x: Tensor) -> Tensor:
     """silu(a) b of rows [a, b] of a token, by kernels if there are any."""
     width, rest = divmod(x.shape[-1], 2)
     whole = kernels and not rest and not width % STEP[x.dtype]  # as wide as the weight behind it, if that fits
-    if not (given := whole and _addresses(x.dtype, ((x, x.numel()),))):
+    if not (addresses := whole and _addresses(x.dtype, ((x, x.numel()),))):
         return swiglu.__wrapped__(x)
     y = x.new_empty(*x.shape[:-1], width)
-    kernels.swiglu(y.numel() // width, width, _numbers(x.dtype, EPS), *given, y.data_ptr())
+    kernels.swiglu(y.numel() // width, width, _numbers(x.dtype, EPS), *addresses, y.data_ptr())
     return y
 
 
@@ -416,30 +417,30 @@ def form_of(layer: Any, conv: Any) -> TokenForm | None:
     return token_form(config) if conv is not None and config.layer_v_norm == "none" else None
 
 
-Held = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+StateTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A memory, its momentum or the sum of a chunk's gradients, and of a chunk the product of its retain gates and its
 tokens so far."""
 _NONE, _WEIGHT, _GATHERED = set[str](), {"weight"}, {"weight", "retain"}
 _NAMED = [dict] * 4
 
 
-def _held(form: TokenForm, config: Any, state: Any) -> Held | None:
+def _tensors_of(form: TokenForm, config: Any, state: Any) -> StateTensors | None:
     """Tensors of a state; None where it has other parts than the config's own, which the whole way has to say."""
     if type(state) is not MemoryState or [*map(type, state[:4])] != _NAMED:
         return None
-    memory, slots, anchor, pending, position, normalizer, seen, readout = state
-    own, summed = config.algorithm.slots, _GATHERED if form.chunk > 1 else _NONE
-    if memory.keys() != _WEIGHT or len(slots) != len(own) or anchor or pending.keys() != summed:
+    memory, slots, anchor, pending, position, normalizer, count, readout = state
+    names, summed = config.algorithm.slots, _GATHERED if form.chunk > 1 else _NONE
+    if memory.keys() != _WEIGHT or len(slots) != len(names) or anchor or pending.keys() != summed:
         return None
-    if normalizer is not None or seen is not None or readout is not None:
+    if normalizer is not None or count is not None or readout is not None:
         return None
     if form.chunk > 1:
         return memory["weight"], pending["weight"], pending["retain"], position
-    return memory["weight"], slots.get(f"{own[0]}.weight") if own else None, None, None
+    return memory["weight"], slots.get(f"{names[0]}.weight") if names else None, None, None
 
 
-def _named(form: TokenForm, state: MemoryState, held: list[Any]) -> MemoryState:
-    memory, moved, retain, position = held
+def _state_of(form: TokenForm, state: MemoryState, tensors: list[Any]) -> MemoryState:
+    memory, moved, retain, position = tensors
     weights = dict.fromkeys(state.memory, memory)
     if form.chunk > 1:
         return MemoryState(weights, {}, {}, {**dict.fromkeys(weights, moved), "retain": retain}, position)
@@ -461,46 +462,46 @@ def layer_token(
     x = x.contiguous()  # a token of a longer sequence
     batch, X = mixed.shape[0], x.shape[-1]
     count, cells, wide = batch * heads, batch * heads * V * P, heads * (2 * P + V)
-    held = _held(form, config, state)
-    if held is None or config.dtype == torch.float64 != dtype:
+    tensors = _tensors_of(form, config, state)
+    if tensors is None or config.dtype == torch.float64 != dtype:
         return None  # a state of another config, or one that the whole way widens
-    memory, moved, gathered, _ = held
-    channels, own = False, gates.plain()
-    if own is None:
-        made, X = gates.forward(x), 0
-        own = [made.lr, None, made.retain, None, made.momentum, None]
-        channels = form.decays and form.chunk == 1 and made.retain is not None and made.retain.dim() == 4
-    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = own
+    memory, moved, gathered, _ = tensors
+    channels, weights = False, gates.plain()
+    if weights is None:
+        values, X = gates.forward(x), 0
+        weights = [values.lr, None, values.retain, None, values.momentum, None]
+        channels = form.decays and form.chunk == 1 and values.retain is not None and values.retain.dim() == 4
+    lr, lr_bias, retain, retain_bias, momentum, momentum_bias = weights
     size = heads * X or count
-    kept = retain if form.decays else None
-    given = (
-        *((x, x.numel()), (lr, size), (lr_bias, heads), (kept, size * P if channels else size), (retain_bias, heads)),
+    decay = retain if form.decays else None
+    inputs = (
+        *((x, x.numel()), (lr, size), (lr_bias, heads), (decay, size * P if channels else size), (retain_bias, heads)),
         *((momentum, size), (momentum_bias, heads), (mixed, batch * wide), (past, batch * (conv.kernel - 1) * wide)),
         *((taps, conv.kernel * wide), (memory, cells), (moved, cells), (gathered, count)),
     )
-    found, at = _addresses(dtype, given), _addresses(torch.int64, ((state.position, count),))
-    rest = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
-    if not (found and at and rest) or 0 in (*at, found[1], *found[9:11], rest[0]) or (form.decays and not found[3]):
+    read, at = _addresses(dtype, inputs), _addresses(torch.int64, ((state.position, count),))
+    behind = _addresses(dtype, ((norm, heads * V), (opened, count * V)))
+    if not (read and at and behind) or 0 in (*at, read[1], *read[9:11], behind[0]) or (form.decays and not read[3]):
         return None  # a gate or a weight is missing
     moves = bool(config.algorithm.slots)
-    if (moved is None) == (moves or form.chunk > 1) or (moves and not found[5]) or (form.chunk > 1 and not found[12]):
+    if (moved is None) == (moves or form.chunk > 1) or (moves and not read[5]) or (form.chunk > 1 and not read[12]):
         return None
     if not memory.shape == (batch, heads, V, P) == (memory if moved is None else moved).shape:
         return None
     if not state.position.shape == (batch, heads) == (state.position if gathered is None else gathered).shape:
         return None
-    new, after = [None if item is None else torch.empty_like(item) for item in held], torch.empty_like(past)
+    new, after = [None if item is None else torch.empty_like(item) for item in tensors], torch.empty_like(past)
     y, rows = mixed.new_empty(batch, 1, heads * V), mixed.new_empty(count * (3 * P + 2 * V))
     into = [0 if item is None else item.data_ptr() for item in (after, *new, y)]
     flags = conv.activation, form.blind, form.early, form.after, channels, form.dampens
     about = layer.qk_norm, layer.qk_eps, config.key_norm, config.query_scale, layer.output_options.norm.eps
-    numbers, told = _norms(dtype, P, *about, gates.lr_max), []
+    numbers, totals = _norms(dtype, P, *about, gates.lr_max), []
 
     def work(lo: int, hi: int) -> None:
         sizes = lo, hi, heads, P, V, conv.kernel, X, form.chunk
-        told.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *found, *at, *rest, *into))
+        totals.append(kernels.token(*sizes, *flags, numbers, _COUNTS, rows.data_ptr(), *read, *at, *behind, *into))
 
     share_out(work, count, cells, SHARE)
-    if not math.isfinite(sum(told)):  # the kernel has left off, so that there is nothing to hand on
+    if not math.isfinite(sum(totals)):  # the kernel has left off, so that there is nothing to hand on
         return None
-    return y, _named(form, state, new), after
+    return y, _state_of(form, state, new), after

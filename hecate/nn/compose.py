@@ -15,7 +15,7 @@ from hecate.checks import Depth, Size, named
 from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
-from hecate.nn.arguments import Mask, check_made, check_sequence
+from hecate.nn.arguments import Mask, check_sequence, check_type
 from hecate.nn.blocks import rms_norm
 from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
@@ -53,18 +53,18 @@ class AttentionConfig(Config):
     def conflicts(self) -> Conflicts:
         """Settings of mac with other kinds, and of others with mac."""
         if self.by_segment and self.window is not None:
-            own = f"is {self.window}, but kind 'mac' attends within segment={self.segment}"
-            yield ("window",), f"{own}, which takes the window's place; leave window out, or choose kind 'mag' or 'mal'"
+            reason = f"kind 'mac' attends within segment={self.segment}, which takes the window's place"
+            yield ("window",), f"is {self.window}, but {reason}; leave window out, or choose kind 'mag' or 'mal'"
         if self.by_segment and self.segment is None:
             reason = "the tokens of a segment, at whose start the memory is asked"
             yield ("segment",), f"is None, but kind 'mac' needs it: {reason}"
         if self.segment is not None and not self.by_segment:
-            own = f"is {self.segment}, but only kind 'mac' has segments, not {self.kind!r}"
-            yield ("segment",), f"{own}; set window instead"
+            reason = f"only kind 'mac' has segments, not {self.kind!r}"
+            yield ("segment",), f"is {self.segment}, but {reason}; set window instead"
         if self.by_segment and self.conv_kernel:
-            own = f"is {self.conv_kernel}, but kind 'mac' attends to the memory's answers beside the tokens"
+            reason = "kind 'mac' attends to the memory's answers beside the tokens, which are no sequence of neighbours"
             cure = "leave it out, or choose kind 'mag', 'mal' or 'attention'"
-            yield ("conv_kernel",), f"{own}, which are no sequence of neighbours; {cure}"
+            yield ("conv_kernel",), f"is {self.conv_kernel}, but {reason}; {cure}"
         if self.gate is not None and not self.has_memory:
             yield ("gate",), f"is {self.gate!r}, but kind 'attention' has no memory to gate with; leave it out"
 
@@ -198,16 +198,15 @@ class Composed(nn.Module):
             raise ConfigError(f"d_model={d_model}, but the memory layer's d_model is {width}")
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.config, self.d_model, self.name = config, d_model, name
-        own = config.model_dump(include={"persistent", "rotary", "kv_heads", "qk_norm", "conv_kernel", "output_gate"})
-        own |= {"window": config.segment if config.by_segment else config.window, "name": f"{name} (attention)"}
-        self.attention = SlidingAttention(d_model, heads, generator=generator, **own, **place)
+        options = config.model_dump(exclude={"kind", "segment", "gate"})
+        options |= {"window": config.segment if config.by_segment else config.window, "name": f"{name} (attention)"}
+        self.attention = SlidingAttention(d_model, heads, generator=generator, **options, **place)
         self.memory: Any = memory
         self.gate: Any = None
         if memory is not None:
             combination = config.gate or ("add" if config.memory_first else "multiply")
             self.gate = Gate(combination, d_model, memory_alone=config.memory_first, **place)
-            convs = [item for item in memory.modules() if isinstance(item, ShortConv)]
-            self.reach = max((conv.kernel - 1 for conv in convs), default=0)
+            self.reach = max((conv.kernel - 1 for conv in memory.modules() if isinstance(conv, ShortConv)), default=0)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew from `generator`, the memory's too."""
@@ -253,12 +252,12 @@ class Composed(nn.Module):
         size: Any = self.config.segment
         ys, nowhere = [x[:, :0]], torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         for span, restarts, closes, aligned in spans_of(state.place, x.shape[1], write_mask, reset_mask, size):
-            own, write = x[:, span], None if write_mask is None else write_mask[:, span]
+            tokens, write = x[:, span], None if write_mask is None else write_mask[:, span]
             if restarts and reset_mask is not None:
                 state = where_rows(reset_mask[:, span.start], fresh, state)
             # h: masked everywhere, so that the memory answers and is not written.
-            read, _ = self.memory(own, state.start, write_mask=nowhere[:, span])
-            a, attention = self.attention(own, None if aligned else state.attention, write_mask=write, beside=read)
+            read, _ = self.memory(tokens, state.start, write_mask=nowhere[:, span])
+            a, attention = self.attention(tokens, None if aligned else state.attention, write_mask=write, beside=read)
             # M(a) writes what attention made of the segment, and reads it.
             answer, memory = self.memory(a, state.memory, write_mask=write)
             ys.append(self.gate(a, answer))
@@ -281,16 +280,16 @@ class Composed(nn.Module):
         _, memory = self.memory(none)
         place = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         for leaf in pytree.tree_leaves(memory):
-            given = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
-            if leaf is not None and (not isinstance(given, list) or given[:1] != [len(x)]):
+            shape = list(leaf.shape) if isinstance(leaf, Tensor) else shorten(leaf)
+            if leaf is not None and (not isinstance(shape, list) or shape[:1] != [len(x)]):
                 raise ShapeError(
                     f"{self.name}: kind 'mac' begins segments row by row, so every tensor of the memory's state must "
-                    f"have {len(x)} rows, one per sequence; that of {type(self.memory).__name__} holds {given}"
+                    f"have {len(x)} rows, one per sequence; that of {type(self.memory).__name__} holds {shape}"
                 )
         return ComposedState(attention, memory, memory, place)
 
     def _check_state(self, x: Tensor, state: ComposedState | None) -> None:
-        if state is None or not check_made(state, ComposedState, self.name):
+        if not check_type(state, ComposedState, self.name):
             return
         segments = self.config.by_segment
         for field, needed in {"memory": self.config.has_memory, "start": segments, "place": segments}.items():
@@ -330,7 +329,7 @@ def spans_of(
     flags = [torch.zeros_like(closing) if reset is None else reset, closing]
     restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
     # A span ends wherever any sequence of the batch begins anew: rows go on together.
-    cuts = {0, length} | {t for t, found in enumerate(restarts) if found}
-    cuts |= {t + 1 for t, found in enumerate(closes) if found}
+    cuts = {0, length} | {t for t, restart in enumerate(restarts) if restart}
+    cuts |= {t + 1 for t, close in enumerate(closes) if close}
     for at, end in pairwise(sorted(cuts)):
         yield slice(at, end), restarts[at], closes[end - 1], aligned[at]

@@ -53,9 +53,9 @@ class ShortConv(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Starts as the identity plus a small draw, so that a fresh layer sees its own token."""
-        own = torch.zeros(self.kernel, 1, dtype=torch.float64, device="cpu")
-        own[0] = 1.0
-        draw_normal(self.weight, 0.02, source_of(generator), own)
+        mean = torch.zeros(self.kernel, 1, dtype=torch.float64, device="cpu")
+        mean[0] = 1.0
+        draw_normal(self.weight, 0.02, source_of(generator), mean)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -69,20 +69,20 @@ class ShortConv(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The convolved sequence and the state after it."""
         batch, length, channels = x.shape
-        kept = self.kernel - 1
+        lag = self.kernel - 1
         if length == 1 and segment is written is None:
-            return self.token(x, x.new_zeros(batch, kept, channels) if state is None else state)
+            return self.token(x, x.new_zeros(batch, lag, channels) if state is None else state)
         y = convolution(x, state, self.weight, segment, written, active=self.activation and self.bias is None)
         if self.bias is not None:
             y = y + self.bias
             y = silu(y) if self.activation else y
         known = type(length) is int  # not to torch.export, which then takes no least of it
-        last = x[:, (old := max(length - kept, 0) if known else 0) :]
+        last = x[:, (old := max(length - lag, 0) if known else 0) :]
         if written is not None:
             last = torch.where(written[:, old:].unsqueeze(-1), last, 0.0)
-        before = x.new_zeros(batch, kept, channels) if state is None else state.to(x.dtype)
+        before = x.new_zeros(batch, lag, channels) if state is None else state.to(x.dtype)
         if not known:
-            return y, torch.cat([before, last], 1).narrow(1, length, kept)
+            return y, torch.cat([before, last], 1).narrow(1, length, lag)
         return y, torch.cat([before[:, length - old :], last], 1)
 
     def token(self, x: Tensor, past: Tensor, split: Any = torch.split_with_sizes) -> tuple[Tensor, Tensor]:
@@ -111,16 +111,16 @@ def convolved(
     """
     if conv is None:
         return x, None, None
-    past, past_segment = held = Past(None, None) if state is None else Past(state.conv, state.conv_segment)
+    past, past_segment = inputs = Past(None, None) if state is None else Past(state.conv, state.conv_segment)
     if write_mask is not None and conv.inert:
-        return _without_masked(conv, x, held, write_mask, reset_mask)
+        return _without_masked(conv, x, inputs, write_mask, reset_mask)
     if past_segment is None and reset_mask is None:
         return *conv(x, past, None, write_mask), None
     segment = _documents(conv, x, past_segment, reset_mask)
     mixed, after = conv(x, past, segment, write_mask)
-    kept = segment[:, x.shape[1] :]
+    tail = segment[:, x.shape[1] :]
     # Documents are numbered from the last one's, so that numbers do not grow from call to call.
-    return mixed, after, kept - kept[:, -1:]
+    return mixed, after, tail - tail[:, -1:]
 
 
 class Past(NamedTuple):
@@ -151,15 +151,15 @@ def _documents(conv: ShortConv, x: Tensor, past_segment: Tensor | None, reset_ma
 
 
 def _without_masked(
-    conv: ShortConv, x: Tensor, held: Past, write_mask: Tensor, reset_mask: Tensor | None
+    conv: ShortConv, x: Tensor, inputs: Past, write_mask: Tensor, reset_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`convolved` of the written tokens, which stand together behind what came before them; a masked token sees itself
     alone, wherever a sequence is cut."""
     batch, length, channels = x.shape
-    (past, past_segment), kept = held, conv.kernel - 1
+    (past, past_segment), lag = inputs, conv.kernel - 1
     if past is None:
-        past = x.new_zeros(batch, kept, channels)
-    there = torch.cat([write_mask.new_ones(batch, kept), write_mask], 1)
+        past = x.new_zeros(batch, lag, channels)
+    there = torch.cat([write_mask.new_ones(batch, lag), write_mask], 1)
     order = there.byte().argsort(dim=1, stable=True)  # masked ones first, the others as they come
     both = torch.cat([past.to(x.dtype), torch.where(write_mask.unsqueeze(-1), x, 0.0)], 1)
     both = both.take_along_dim(order.unsqueeze(-1), 1)
@@ -168,8 +168,8 @@ def _without_masked(
         every = _documents(conv, x, past_segment, reset_mask)
         segment = every.take_along_dim(order, 1)
         tail = segment[:, length:] - every[:, -1:]  # a masked token may have opened the last one
-    mixed, after = conv(both[:, kept:], both[:, :kept], segment)
-    places = (order.argsort(dim=1)[:, kept:] - kept).clamp(min=0)
+    mixed, after = conv(both[:, lag:], both[:, :lag], segment)
+    places = (order.argsort(dim=1)[:, lag:] - lag).clamp(min=0)
     alone = x * conv.weight[0] if conv.bias is None else x * conv.weight[0] + conv.bias
     alone = silu(alone) if conv.activation else alone
     return torch.where(write_mask.unsqueeze(-1), mixed.take_along_dim(places.unsqueeze(-1), 1), alone), after, tail
@@ -185,8 +185,8 @@ def settle_layer(config: Any) -> None:
 
 def of_rule(memory: Any, name: str) -> Any:
     """The `qk_norm` or `conv_kernel` of a layer around a memory where the layer is not told one."""
-    own = getattr(memory, f"layer_{name}")
-    return _DEFAULTS[name] if own is None else own
+    setting = getattr(memory, f"layer_{name}")
+    return _DEFAULTS[name] if setting is None else setting
 
 
 def normalise_qk(x: Tensor, norm: QKNorm, eps: float | Tensor = EPS) -> Tensor:

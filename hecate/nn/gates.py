@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import linear, logsigmoid, softplus
 
 from hecate.distributed import overwrite
 from hecate.errors import ConfigError
-from hecate.gating.base import rate_start, spread
+from hecate.gating.base import inverse_sigmoid, rate_start, spread
 from hecate.nn.blocks import EXACT
 from hecate.nn.parameters import draw_normal, source_of, unheard
 from hecate.retention import GateForm
@@ -23,27 +24,23 @@ GATES = "lr", "retain", "momentum"
 ROOT = 16  # GLA's temperature
 RATES, STEPS = (1.0, 16.0), (1e-3, 1e-1)  # KDA's A and dt
 STD = 0.02  # of the released models' linear layers
+Start = float | tuple[float, ...]  # of all heads, or of each
+Starts = dict[str, Start]
 
 
 def start_logit(start: float, power: int = 1) -> float:
     """The logit of a sigmoid whose root of `power` is `start`, kept away from its ends."""
     # A gate that starts at exactly 0 or 1 could never leave it.
-    inside = min(max(start, 1e-4), 1 - 1e-4) ** power
-    return math.log(inside / (1 - inside))
+    return inverse_sigmoid(min(max(start, 1e-4), 1 - 1e-4) ** power)
 
 
-def fill_start(bias: Tensor, start: float | tuple[float, ...], power: int = 1) -> None:
-    """Biases `[rows]` at `start_logit` of a number, or of one for each head's rows."""
+def fill_start(bias: Tensor, start: Start, logit_of: Callable[[float], float] = start_logit) -> None:
+    """Biases `[rows]` at the logit of a number, or of one for each head's rows."""
     starts = start if isinstance(start, tuple) else (start,)
-    _fill_rows(bias, [start_logit(own, power) for own in starts])
-
-
-def _fill_rows(bias: Tensor, logits: Sequence[float]) -> None:
-    """Biases `[rows]` at one number, or at one for each head's rows."""
-    value = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
-    for rows, own in zip(value.chunk(len(logits)), logits, strict=True):
-        rows.fill_(own)
-    overwrite(bias, value)
+    biases = torch.empty(bias.shape, dtype=bias.dtype, device="cpu")
+    for rows, level in zip(biases.chunk(len(starts)), starts, strict=True):
+        rows.fill_(logit_of(level))
+    overwrite(bias, biases)
 
 
 class RetainForm(nn.Module):
@@ -65,7 +62,7 @@ class RetainForm(nn.Module):
         self.rate: Any = nn.Parameter(torch.empty(heads, **place)) if self.rated else None
         self.plain = form.squash == "sigmoid" and rank is None and not form.channels
 
-    def seen(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Input of the weights of the logits: x, or its image of low rank."""
         return linear(x, self.down.to(x.dtype)) if self.low else x
 
@@ -90,19 +87,18 @@ class RetainForm(nn.Module):
             draw_normal(self.down, STD, source)
             draw_normal(weight, STD, source)
         if self.rate is None:
-            fill_start(bias, start, ROOT if self.form.squash == "root" else 1)
+            fill_start(bias, start, partial(start_logit, power=ROOT if self.form.squash == "root" else 1))
             return
         if self.form.squash == "bounded":
-            starts = start if isinstance(start, tuple) else (start,)
             nn.init.zeros_(self.rate)
-            shares = [math.log(min(own, 1 - 1e-4)) / self.form.lowest for own in starts]
-            _fill_rows(bias, [-math.log(1 / min(share, 1 - 1e-4) - 1) for share in shares])
+            fill_start(bias, start, self._bounded_logit)
             return
         overwrite(self.rate, spread(tuple(self.rate.shape), source, *RATES))
         overwrite(bias, rate_start(tuple(bias.shape), source, *STEPS))
 
-
-Starts = dict[str, float | tuple[float, ...]]
+    def _bounded_logit(self, retain: float) -> float:
+        share = math.log(min(retain, 1 - 1e-4)) / self.form.lowest
+        return -math.log(1 / min(share, 1 - 1e-4) - 1)
 
 
 def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
@@ -120,7 +116,7 @@ def gate_starts(config: MemoryConfig, heads: int | None = None) -> Starts:
     return {name: start for name, start in starts.items() if name not in config.gating.replaces}
 
 
-def _rectified(logit: Tensor) -> Tensor:
+def _rectified_tanh(logit: Tensor) -> Tensor:
     """max(0, tanh logit), with the derivative of tanh."""
     risen = torch.tanh(logit)
     return risen + (risen.clamp(min=0) - risen).detach()
@@ -137,12 +133,12 @@ def _check_gates(config: MemoryConfig, starts: Starts) -> None:
         raise ConfigError(f"{options.later_writes!r}: {reason}", path=("layer_options", "later_writes"))
     if options.lr_bias:
         return
-    own = ("layer_options", "lr_bias")
+    path = ("layer_options", "lr_bias")
     if "lr" not in starts:
-        raise ConfigError(f"False: gating {config.gating.kind!r} has no lr gate of the layer's", path=own)
+        raise ConfigError(f"False: gating {config.gating.kind!r} has no lr gate of the layer's", path=path)
     if starts["lr"] != 0.5:
         half = f"without a bias lr starts at half its ceiling, and algorithm {algorithm.kind!r} has it start at"
-        raise ConfigError(f"False: {half} {starts['lr']:g} of it (algorithm.lr_start, less momentum)", path=own)
+        raise ConfigError(f"False: {half} {starts['lr']:g} of it (algorithm.lr_start, less momentum)", path=path)
 
 
 HeldGates = tuple[RetainForm | None, nn.ParameterDict, nn.ParameterDict]
@@ -165,9 +161,9 @@ def hold_gates(
     return form, weight, nn.ParameterDict({name: torch.empty(rows, **place) for name, rows in biased.items()})
 
 
-def draw_gates(starts: Starts, held: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
+def draw_gates(starts: Starts, gates: HeldGates, source: torch.Generator, fill: float = 0.0) -> None:
     """Weights at `fill`, biases at the starting values; a retain gate of low rank or softplus draws from `source`."""
-    form, weight, bias = held
+    form, weight, bias = gates
     for name, start in starts.items():
         if form is not None and name == "retain":
             form.draw(source, weight[name], bias[name], start, fill=fill)
@@ -215,8 +211,8 @@ class GateHeads(nn.Module):
         d_key, options = d_model // heads if d_key is None else d_key, config.layer_options or LAYER
         self.rectified, self.later = options.momentum == "rectified", options.later_writes == "rectified"
         _check_gates(config, self.starts)
-        held = hold_gates(config, self.starts, heads, d_model, d_key, options.lr_bias, device=device, dtype=dtype)
-        self.retain, self.weight, self.bias = held
+        gates = hold_gates(config, self.starts, heads, d_model, d_key, options.lr_bias, device=device, dtype=dtype)
+        self.retain, self.weight, self.bias = gates
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Weights to zero, biases to the starting values; a retain gate of low rank or softplus draws from `generator`
@@ -248,7 +244,7 @@ class GateHeads(nn.Module):
         """Weights and biases of lr, retain and momentum, None for what there is not, where all of them are sigmoids of
         linear maps of x, lr times its ceiling."""
         parts: Any = self._modules
-        form, found = parts.get("retain"), list[Tensor | None]()
+        form, tensors = parts.get("retain"), list[Tensor | None]()
         if self.rectified or self.writes > 1 or "firing" in self.starts or not (form is None or form.plain):
             return None
         weights, biases = parts["weight"], parts["bias"]
@@ -258,13 +254,13 @@ class GateHeads(nn.Module):
             weight, bias = weights._parameters.get(name), biases._parameters.get(name)
             if bias is None and name in self.starts and getattr(biases, name, None) is not None:
                 return None  # no parameter, as where it is pruned
-            found += weight, bias
-        return found
+            tensors += weight, bias
+        return tensors
 
     def values(self, x: Tensor) -> dict[str, Tensor]:
         """Every gate by name between 0 and 1, `[B, T, H]` (retain per channel `[B, T, H, P]`)."""
         parts: Any = self._modules  # torch looks attributes up there, by a call each
-        found, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
+        gates, (retain, weights, biases) = {}, map(parts.get, ("retain", "weight", "bias"))
         x = x if x.dtype in EXACT else x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device.type):
             for name in self.starts:
@@ -272,15 +268,15 @@ class GateHeads(nn.Module):
                 weight, bias = weights._parameters.get(name), biases._parameters.get(name)
                 if weight is None or bias is None:  # parametrised, or without a bias
                     weight, bias = getattr(weights, name), getattr(biases, name, None)
-                seen = x if form is None else form.seen(x)
+                inputs = x if form is None else form.project(x)
                 if weight.dtype != x.dtype:
                     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-                logit = linear(seen, weight, bias)
+                logit = linear(inputs, weight, bias)
                 if name == "momentum" and self.rectified:
-                    found[name] = _rectified(logit)
+                    gates[name] = _rectified_tanh(logit)
                 elif name == "lr" and self.later:
                     first, *others = logit.chunk(self.writes, -1)
-                    found[name] = torch.cat([torch.sigmoid(first), *map(_rectified, others)], -1)
+                    gates[name] = torch.cat([torch.sigmoid(first), *map(_rectified_tanh, others)], -1)
                 else:
-                    found[name] = torch.sigmoid(logit) if form is None else form(logit)
-        return found
+                    gates[name] = torch.sigmoid(logit) if form is None else form(logit)
+        return gates

@@ -69,7 +69,7 @@ class Hopfield(nn.Module):
     ) -> Retrieved:
         """The values at the place where the query comes to rest, or is after `steps` updates."""
         values = patterns if values is None else values
-        dtype, (query, patterns) = query.dtype, _prepared(query, patterns, mask, values)
+        dtype, (query, patterns) = query.dtype, _prepare(query, patterns, mask, values)
         values = _present(values, mask).to(query.dtype)
         # A query for every set of patterns: each comes to rest by itself.
         lead = torch.broadcast_shapes(query.shape[:-2], patterns.shape[:-2])
@@ -93,7 +93,7 @@ class Hopfield(nn.Module):
 
     def weights(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """softmax(sharpness X xi) over the present patterns, `[..., Q, N]`; 0 without any."""
-        query, patterns = _prepared(query, patterns, mask)
+        query, patterns = _prepare(query, patterns, mask)
         with without_autocast(query.device.type):
             return self._weights(query, patterns, mask)
 
@@ -101,9 +101,9 @@ class Hopfield(nn.Module):
         scores = self.sharpness * (query @ patterns.mT)
         if mask is None:
             return scores.softmax(-1)
-        seen = mask.unsqueeze(-2)
-        blind = ~seen.any(-1, keepdim=True)  # a softmax over nothing has no value
-        weights = scores.masked_fill(~(seen | blind), -math.inf).softmax(-1)
+        present = mask.unsqueeze(-2)
+        blind = ~present.any(-1, keepdim=True)  # a softmax over nothing has no value
+        weights = scores.masked_fill(~(present | blind), -math.inf).softmax(-1)
         return torch.where(blind, 0.0, weights)
 
     def energy(self, query: Tensor, patterns: Tensor, *, mask: Tensor | None = None) -> Tensor:
@@ -113,7 +113,7 @@ class Hopfield(nn.Module):
         update lowers E by at least |xi_new - xi|^2 / 2; E >= 0 for every query and E <= 2 M^2 for those no longer than
         M. Without a pattern E = |xi|^2 / 2. [TRF-HOP-I1]
         """
-        query, patterns = _prepared(query, patterns, mask)
+        query, patterns = _prepare(query, patterns, mask)
         here = patterns.new_ones(patterns.shape[:-1], dtype=torch.bool) if mask is None else mask
         count = here.sum(-1, keepdim=True)
         longest = _largest(patterns.square().sum(-1), least=0.0).unsqueeze(-1)
@@ -131,7 +131,7 @@ class Hopfield(nn.Module):
 
         Large where a pattern is easily told from others; inf for the only one, nan for an absent one. [TRF-HOP-I2]
         """
-        _, wide = _prepared(patterns, patterns, mask)
+        _, wide = _prepare(patterns, patterns, mask)
         with without_autocast(wide.device.type):
             products = wide @ wide.mT
         hidden = torch.eye(wide.shape[-2], dtype=torch.bool, device=wide.device)
@@ -148,7 +148,7 @@ class Hopfield(nn.Module):
         (x_i - x_j).xi), and (x_i - x_j).xi >= separation_i - 2 M |xi - x_i|; theorem 5 of the paper is the same with
         the fixed point's distance in a maximum beside the query's. It says nothing where it exceeds 2 M. Absent
         patterns have bound inf. [TRF-HOP-I2]"""
-        query, wide = _prepared(query, patterns, mask)
+        query, wide = _prepare(query, patterns, mask)
         apart = self.separation(patterns, mask=mask)
         here = torch.ones_like(apart, dtype=torch.bool) if mask is None else mask
         length = _largest(wide.norm(dim=-1), least=0.0).unsqueeze(-1)
@@ -175,14 +175,14 @@ def _largest(x: Tensor, *, least: float) -> Tensor:
     return F.pad(x, (0, 1), value=least).amax(-1)
 
 
-def _prepared(
+def _prepare(
     query: Tensor, patterns: Tensor, mask: Tensor | None, values: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Query and present patterns in one dtype, float32 or better; refuses what does not fit together."""
     values = patterns if values is None else values
-    for name, given in (("query", query), ("patterns", patterns), ("values", values)):
-        if not isinstance(given, Tensor) or not given.is_floating_point():
-            kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+    for name, tensor in (("query", query), ("patterns", patterns), ("values", values)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ShapeError(f"{name} must be a floating point tensor, got {kind}; convert it")
     shapes = f"{list(query.shape)} and {list(patterns.shape)}"
     if query.dim() < 2 or patterns.dim() < 2 or query.shape[-1] != patterns.shape[-1]:

@@ -43,7 +43,7 @@ from hecate.nn.rule import (
     check_projection,
     project_queries,
 )
-from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named, OutputGate
+from hecate.rule import LAYER, Gates, LayerOptions, MemoryConfig, MemoryState, Named
 from hecate.states import State
 from hecate.tape import Autodiff, is_traced, steady
 from hecate.tape.bridge import below_autograd
@@ -121,13 +121,13 @@ class MemoryLayer(nn.Module):
 
     def hold_output(self, d_model: int, heads: int, width: int, output_gate: bool, **place: Any) -> None:
         """Makes room for what stands behind the memory, as `output_options` says."""
-        own, self.output_gate, self.gate_down = self.output_options, None, None
-        if output_gate and own.gate != "none":
-            if own.rank is not None:
-                self.gate_down = blank(nn.Linear, d_model, own.rank, bias=False, **place)
-            seen = d_model if own.rank is None else own.rank
-            self.output_gate = blank(nn.Linear, seen, heads * width, bias=own.bias, **place)
-        self.norm = nn.Parameter(torch.empty(*([] if own.norm.weight == "shared" else [heads]), width, **place))
+        options, self.output_gate, self.gate_down = self.output_options, None, None
+        if output_gate and options.gate != "none":
+            if options.rank is not None:
+                self.gate_down = blank(nn.Linear, d_model, options.rank, bias=False, **place)
+            d_gate = d_model if options.rank is None else options.rank
+            self.output_gate = blank(nn.Linear, d_gate, heads * width, bias=options.bias, **place)
+        self.norm = nn.Parameter(torch.empty(*([] if options.norm.weight == "shared" else [heads]), width, **place))
         self.out = blank(nn.Linear, heads * width, d_model, bias=False, **place)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -154,40 +154,36 @@ class MemoryLayer(nn.Module):
         """q and k as the feature memory makes them, normalised again, and its state; themselves without one."""
         if self.feature_memory is None:
             return q, k, None
-        own = {"engine": self.engine, "name": f"{self.name} (features)"}
-        q, k, state = self.feature_memory(x, q, k, state, **own, **how)
+        q, k, state = self.feature_memory(x, q, k, state, engine=self.engine, name=f"{self.name} (features)", **how)
         return normalise_qk(q, self.qk_norm, self.qk_eps), normalise_qk(k, self.qk_norm, self.qk_eps), state
 
     def read_out(self, x: Tensor, y: Tensor) -> Tensor:
         """The layer's output from the answers y `[B, T, H, V]` of its memory."""
-        gate, seen = self.output_gate, x if self.gate_down is None else self.gate_down(x)
-        return self.out(self.gated(y, None if gate is None else gate(seen)))
+        gate, inputs = self.output_gate, x if self.gate_down is None else self.gate_down(x)
+        return self.out(self.gated(y, None if gate is None else gate(inputs)))
 
     def gated(self, y: Tensor, gate: Tensor | None, *, plain: bool = False) -> Tensor:
         """The answers, normalised and gated; `plain` spells out what torch's RMS norm is on a CPU."""
-        own, outer = self.output_options, None
+        options, outer = self.output_options, None
         weight: Tensor = self.norm
-        if own is not LAYER.output:
-            if own.norm.weight == "shared":
+        if options is not LAYER.output:
+            if options.norm.weight == "shared":
                 weight = weight.expand(y.shape[-2:])
-            if gate is not None and own.norm.place == "after_gate":
-                y, gate = y * _squashed(own.gate, gate).view(y.shape), None
-            elif own.gate == "sigmoid":
+            if gate is not None and options.norm.place == "after_gate":
+                factor = torch.sigmoid(gate) if options.gate == "sigmoid" else silu(gate)
+                y, gate = y * factor.view(y.shape), None
+            elif options.gate == "sigmoid":
                 gate, outer = None, gate
-            if own.norm.over == "all":  # [B, T, H, V] as one row of H V
+            if options.norm.over == "all":  # [B, T, H, V] as one row of H V
                 y, weight = y.flatten(-2).unsqueeze(-2), weight.reshape(1, -1)
         if not plain:
-            y = readout(y, weight, gate, eps=own.norm.eps)
+            y = readout(y, weight, gate, eps=options.norm.eps)
         else:
             # In operations that a token has just run: code that is not in the cache costs more than a call.
             size = (y * y).sum(-1, keepdim=True).div_(number(y.shape[-1], y.dtype))
-            y = (y * size.add_(number(own.norm.eps, y.dtype)).rsqrt_() * weight).flatten(-2)
+            y = (y * size.add_(number(options.norm.eps, y.dtype)).rsqrt_() * weight).flatten(-2)
             y = y if gate is None else y * silu(gate)
         return y if outer is None else y * torch.sigmoid(outer)
-
-
-def _squashed(gate: OutputGate, logit: Tensor) -> Tensor:
-    return torch.sigmoid(logit) if gate == "sigmoid" else silu(logit)
 
 
 @named(*MemoryConfig.model_fields)
@@ -264,12 +260,12 @@ class Memory(RuleParameters, MemoryLayer):
         check_projection(config, query_projection)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         how: dict[str, Any] = {"learned_initial": learned_initial, **place}
-        inner, seen = None, d_key
+        inner, width = None, d_key
         if feature_memory is not None:
             inner = FeatureMemoryConfig.model_validate(feature_memory)
             check_engine(inner, engine, autodiff)
-            seen = inner.width(d_key)
-        super().__init__(Sizes(d_model, heads, seen, d_value), config, firing=firing == "learned", **how)
+            width = inner.width(d_key)
+        super().__init__(Sizes(d_model, heads, width, d_value), config, firing=firing == "learned", **how)
         self.d_model, self.d_key, self.qk_norm = d_model, d_key, qk_norm
         self.query_projection, self.name = query_projection, name
         options = check_options(config, heads, conv_kernel, qk_norm, output_gate)
@@ -322,8 +318,8 @@ class Memory(RuleParameters, MemoryLayer):
         hides earlier documents from it. `restart_mask` resets the memory alone."""
         plain = self.bare and self.context is None
         if state is not None and write_mask is reset_mask is restart_mask is None and plain:
-            if (found := self._one_token(x, state) or self._few_tokens(x, state)) is not None:
-                return found
+            if (output := self._one_token(x, state) or self._few_tokens(x, state)) is not None:
+                return output
         masks = {"write_mask": write_mask, "reset_mask": reset_mask, "restart_mask": restart_mask}
         check_sequence(self.qkv.weight, x, **masks)
         if not self.bare and x.shape[1] > 1 and steady():
@@ -334,9 +330,9 @@ class Memory(RuleParameters, MemoryLayer):
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
         if self.context is not None:
-            conv, segment, features, held, gated = carried
+            conv, segment, features, projection, gated = carried
             conv, segment, gated = self.context.final((conv, segment, gated))
-            carried = conv, segment, features, held, gated
+            carried = conv, segment, features, projection, gated
         return self.read_out(x, y), LayerState(memory, *carried)
 
     @property
@@ -348,10 +344,10 @@ class Memory(RuleParameters, MemoryLayer):
         """The answers of the memory and its state after the last token."""
         return asked.scan(self.context, engine=self.engine, autodiff=self.autodiff, name=self.name)
 
-    def seen(self, **given: Any) -> tuple[ScanArguments, str | None]:
+    def seen(self, **arguments: Any) -> tuple[ScanArguments, str | None]:
         """The scan of the memory in a call of `forward`, to be looked at, and why its answers are not used as they are,
         if so."""
-        return self.asked(**given)[0], None
+        return self.asked(**arguments)[0], None
 
     def asked(
         self, x: Tensor, state: LayerState | None = None, *, restart_mask: Tensor | None = None, **masks: Tensor | None
@@ -390,29 +386,29 @@ class Memory(RuleParameters, MemoryLayer):
         if restart_mask is not None:
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
-            own = None if state is None else state.gating
-            made, gated = self._gated(self.gating, (x, q, k, v, gates), own, Masks(write_mask, reset_mask))
-            (q, k, v, _, skip), gates = made, Gates(**made.gates)
-        memory, held = (None, None) if state is None else (state.memory, state.projection)
-        given: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
-        asked = ScanArguments(self.config, q, k, v, gates, *given)
+            before = None if state is None else state.gating
+            written, gated = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
+            (q, k, v, _, skip), gates = written, Gates(**written.gates)
+        memory, projection = (None, None) if state is None else (state.memory, state.projection)
+        arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
+        asked = ScanArguments(self.config, q, k, v, gates, *arguments)
         if self.query_projection != "none":
-            q, k, held = project_queries(self.query_projection, asked, held)
+            q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
-        return asked, (conv, segment, features, held, gated or None), skip
+        return asked, (conv, segment, features, projection, gated or None), skip
 
-    def _gated(
-        self, gating: GatingParameters, made: tuple[Any, ...], held: dict[str, Tensor] | None, masks: Masks
+    def _apply_gating(
+        self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
         """Outputs of the gating for x, q, k, v and gates, and its state."""
         if self.context is None or not gating.gating.state_shapes(gating.sizes):
-            return gating(*made, held, masks)
-        few: Any = between((made, masks.write, masks.reset), 0, 0)
+            return gating(*inputs, before, masks)
+        few: Any = between((inputs, masks.write, masks.reset), 0, 0)
 
         def like() -> dict[str, Tensor]:
             return gating(*few[0], None, Masks(*few[1:]))[1]
 
-        written, after, anchor = self.context.relay(lambda held: gating(*made, held, masks), held, like)
+        written, after, anchor = self.context.relay(lambda state: gating(*inputs, state, masks), before, like)
         return written._replace(v=written.v + anchor), after
 
     def _one_token(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
@@ -425,21 +421,21 @@ class Memory(RuleParameters, MemoryLayer):
         maps = (qkv, nn.Linear), (out, nn.Linear), (gate, nn.Linear), (down, nn.Linear)
         if self.engine != "auto" or not unheard(*maps, (gates, GateHeads), (conv, ShortConv)):
             return None
-        own, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.key_heads
-        batch, (rows, columns) = shape[:1], (weight := own["weight"]).shape
+        tensors, past, shape, device, heads = qkv._parameters, state.conv, x.shape, x.device, self.key_heads
+        batch, (rows, columns) = shape[:1], (weight := tensors["weight"]).shape
         fits = shape[1:] == (1, columns) and x.dtype == weight.dtype and device == weight.device
         fits = fits and shape[0] > 0 and state.memory is not None
         width, apart = self.splits[0] + self.splits[1], self.conv_on_qk
-        kept = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
+        expected = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
         fits = fits and state.conv_segment is None is state.features is state.projection
-        if not fits or (None if past is None else past.shape) != kept:
+        if not fits or (None if past is None else past.shape) != expected:
             return None
         # Looks are those that the layer was made with: from here on products alone, and no checks.
         near, casts = device.type == "cpu", torch.is_autocast_enabled(device.type)
         with below_autograd():
-            mixed = linear(x, weight, own["bias"])
-            seen = x if down is None else linear(x, *_WEIGHTS(down._parameters))
-            opened = None if gate is None else linear(seen, *_WEIGHTS(gate._parameters))
+            mixed = linear(x, weight, tensors["bias"])
+            inputs = x if down is None else linear(x, *_WEIGHTS(down._parameters))
+            opened = None if gate is None else linear(inputs, *_WEIGHTS(gate._parameters))
         form, widths = form_of(self, conv), (self.d_key, self.d_value, columns)
         if form and past is not None and (kernels := token_kernels(mixed, *widths)) is not None:
             done = layer_token(kernels, self, form, gates, conv, x, mixed, opened, past, state.memory)
@@ -459,17 +455,17 @@ class Memory(RuleParameters, MemoryLayer):
             )
             qk = qk if self.qk_norm == "none" else token_unit(qk, self.qk_norm, self.qk_eps)
             q, k = (qk if heads == self.heads else qk.repeat_interleave(self.heads // heads, 3)).unbind(2)
-        made = gates.forward(x)
+        values = gates.forward(x)
         params = self.phi_params if self.has_params else None
         start = self.initial.tensors if self.config.retention.anchored else None
-        found = short_way(self.config, q, k, v, made, state.memory, params, start, self.name, squashed=True)
-        if found is None:
+        outputs = short_way(self.config, q, k, v, values, state.memory, params, start, self.name, squashed=True)
+        if outputs is None:
             how: Any = {"phi_params": params, "state": state.memory, "initial": start, "name": self.name}
-            found = memory_scan(self.config, q, k, v, made, **how)
+            outputs = memory_scan(self.config, q, k, v, values, **how)
         with below_autograd():
-            y = self.gated(found[0], opened, plain=near and mixed.dtype in EXACT and not casts)
+            y = self.gated(outputs[0], opened, plain=near and mixed.dtype in EXACT and not casts)
             y = linear(y, *_WEIGHTS(out._parameters))
-        return y, LayerState(found[1], past, None)
+        return y, LayerState(outputs[1], past, None)
 
     def _few_tokens(self, x: Tensor, state: LayerState) -> tuple[Tensor, LayerState] | None:
         """`forward` for x `[B, T, d_model]` of few tokens, one by one, where a kernel takes them; else None."""
@@ -482,9 +478,9 @@ class Memory(RuleParameters, MemoryLayer):
         # Each answer from the state that the one before it left, as the sequence would have it.
         outputs = []
         for token in x.split(1, 1):
-            if (found := self._one_token(token, state)) is None:
+            if (step := self._one_token(token, state)) is None:
                 return None
-            y, state = found
+            y, state = step
             outputs.append(y)
         return torch.cat(outputs, 1), state
 

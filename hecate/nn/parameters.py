@@ -20,10 +20,10 @@ def source_of(generator: torch.Generator | None) -> torch.Generator:
     if generator is None:
         return torch.default_generator
     if not isinstance(generator, torch.Generator) or generator.device.type != "cpu":
-        given = generator.device if isinstance(generator, torch.Generator) else shorten(generator)
+        place = generator.device if isinstance(generator, torch.Generator) else shorten(generator)
         raise ConfigError(
             "generator must be a torch.Generator on the CPU, where parameters are drawn so that a "
-            f"seed gives the same ones on every device, got {given}"
+            f"seed gives the same ones on every device, got {place}"
         )
     return generator
 
@@ -51,10 +51,10 @@ def blank(layer: type[nn.Module], *sizes: int, device: torch.device | str | None
     check_shapes({layer.__name__: sizes}, "lower one of the two widths")
     place = torch.get_default_device() if device is None else device
     # As `nn.utils.skip_init`, whose `to_empty` loads sympy, for half a second, when it is first called.
-    made = layer(*sizes, device="meta", **options)
-    for name, p in list(made.named_parameters(recurse=False)):
-        setattr(made, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=place)))
-    return made
+    module = layer(*sizes, device="meta", **options)
+    for name, p in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=place)))
+    return module
 
 
 _READ = {"Linear": {"weight", "bias"}, "RMSNorm": {"weight"}}  # parameters that a token takes, by the class's name
@@ -63,12 +63,12 @@ _READ = {"Linear": {"weight", "bias"}, "RMSNorm": {"weight"}}  # parameters that
 def unheard(*parts: tuple[nn.Module | None, type[nn.Module]]) -> bool:
     """True if calls of modules, None for none, run their classes' code alone: without hooks, and unchanged."""
     for part, kind in parts:
-        own = {} if part is None else part.__dict__
-        if own and (type(part) is not kind or own["_forward_hooks"] or own["_forward_pre_hooks"]):
+        attributes = {} if part is None else part.__dict__
+        if attributes and (type(part) is not kind or attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]):
             return False
-        if own and (read := _READ.get(kind.__name__)) and not read <= own["_parameters"].keys():
+        if attributes and (read := _READ.get(kind.__name__)) and not read <= attributes["_parameters"].keys():
             return False  # a weight that is no parameter
-        if "forward" in own or "_compiled_call_impl" in own:
+        if "forward" in attributes or "_compiled_call_impl" in attributes:
             return False
     return not _has_any_global_hook()
 
@@ -105,10 +105,10 @@ class TensorDict(nn.Module):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their own names."""
-        found = {}
+        tensors = {}
         for name, key in self.names.items():  # no comprehension, which is a frame in every call of a layer
-            found[name] = getattr(self, key)
-        return found
+            tensors[name] = getattr(self, key)
+        return tensors
 
     def copy_(self, values: dict[str, Tensor]) -> None:
         """Overwrites the tensors."""

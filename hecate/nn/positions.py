@@ -64,7 +64,7 @@ class Position(Variant, family="position"):
         """Why vectors of a width cannot be given positions; None if they can."""
         return None
 
-    def check_past(self, given: str, instead: str) -> None:
+    def check_past(self, past: str, instead: str) -> None:
         """Refuses what stands for earlier tokens, such as "a state", where `sums_past` is False."""
 
     def turned_width(self, width: int) -> int:
@@ -87,9 +87,6 @@ class Position(Variant, family="position"):
         """Factors of distances 0..S - 1 for keys `[B, S, G, *]`, or -(S - 1)..S - 1 if not causal: `[G, S]` or
         `[G, 2 S - 1]`; None without a free weight per distance."""
         return None
-
-
-PositionKind = Position
 
 
 class NoPosition(Position):
@@ -291,9 +288,8 @@ class Relative(Position):
 
     def conflicts(self) -> Conflicts:
         if self.form == "linear" and self.max_distance != type(self).model_fields["max_distance"].default:
-            own = f"is the size of a table, got {self.max_distance} with form='linear'"
-            reason = f"{own}, whose bias goes on with any distance"
-            yield ("max_distance",), f"{reason}; leave it out or use form='table'"
+            reason = f"got {self.max_distance} with form='linear', whose bias goes on with any distance"
+            yield ("max_distance",), f"is the size of a table, {reason}; leave it out or use form='table'"
 
     @property
     def needs_position(self) -> bool:
@@ -310,10 +306,10 @@ class Relative(Position):
             return {"logit": -slope.expm1().log()}
         return {"bias": torch.zeros(heads, (1 if causal else 2) * self.max_distance + 1, **place)}
 
-    def check_past(self, given: str, instead: str) -> None:
+    def check_past(self, past: str, instead: str) -> None:
         if not self.sums_past:
             raise ConfigError(
-                f"positions 'relative' with form='table' and {given}: with a free weight per distance no sum of "
+                f"positions 'relative' with form='table' and {past}: with a free weight per distance no sum of "
                 f"fixed size stands for what lies behind; {instead}, or use form='linear'"
             )
 

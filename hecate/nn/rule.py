@@ -39,9 +39,9 @@ class GatingParameters(nn.Module):
         self.gating, self.sizes, self.chunk = config.gating, sizes, config.chunk
         shapes, width = self.gating.shapes(sizes), config.feature_map.output_dim(sizes.d_key)
         if self.gating.channels and width != sizes.d_key:
-            made = f"{', '.join(self.gating.channels)} per key channel, {sizes.d_key} of them"
+            channels = f"{', '.join(self.gating.channels)} per key channel, {sizes.d_key} of them"
             phi = f"feature_map {config.feature_map.kind!r} has {width}; use one as wide as keys"
-            raise ConfigError(f"gating {self.gating.kind!r} makes {made}, and {phi}", path=("gating",))
+            raise ConfigError(f"gating {self.gating.kind!r} makes {channels}, and {phi}", path=("gating",))
         check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
         meta = without_numbers(place["dtype"])
         self.params = TensorDict(
@@ -54,17 +54,17 @@ class GatingParameters(nn.Module):
         self.params.copy_({n: self.gating.start(n, tuple(p.shape), self.sizes, source) for n, p in tensors.items()})
 
     def forward(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, held: dict[str, Tensor] | None, masks: Masks
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Gates, before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
-        """Inputs to the memory, and the state after the last token; `held` None starts at zero."""
-        if self.gating.state_shapes(self.sizes):
+        """Inputs to the memory, and the state after the last token; `before` None starts at zero."""
+        if shapes := self.gating.state_shapes(self.sizes):
             check_length(x, f"gating {self.gating.kind!r}")
-        if held is None:
-            wide, shapes = torch.promote_types(x.dtype, torch.float32), self.gating.state_shapes(self.sizes)
-            held = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
-        made = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
+        if before is None:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            before = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
+        inputs = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):
-            return self.gating.forward(self.params.tensors, x, made, held, masks._replace(chunk=self.chunk))
+            return self.gating.forward(self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk))
 
 
 class HeldRule(FeatureParameters):
@@ -182,8 +182,8 @@ class FeatureMemoryConfig(MemoryConfig):
             return {name: getattr(data, name) for name in data.model_fields_set - {*LAYER_FIELDS}}
         for name in LAYER_FIELDS if isinstance(data, Mapping) else ():
             if data.get(name) is not None:
-                own = f"a feature memory stands behind the {name.removeprefix('layer_')} of its layer"
-                raise ConfigError(f"{data[name]!r}: {own}; set that one, or leave it out", path=(name,))
+                reason = f"a feature memory stands behind the {name.removeprefix('layer_')} of its layer"
+                raise ConfigError(f"{data[name]!r}: {reason}; set that one, or leave it out", path=(name,))
         return data
 
     def settle(self) -> None:
@@ -199,8 +199,8 @@ class FeatureMemoryConfig(MemoryConfig):
         if not self.gating.plain:
             yield ("gating",), f"gating {self.gating.kind!r}: a feature memory makes gates of its own"
         if self.residual and self.d_value is not None:
-            own = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
-            yield ("d_value",), f"{own}; leave d_value out, or set residual=False"
+            conflict = f"d_value={self.d_value} with residual=True: k + M(k) has the width of k"
+            yield ("d_value",), f"{conflict}; leave d_value out, or set residual=False"
 
     def width(self, d_key: int) -> int:
         """Width of the features of keys of width `d_key`."""
@@ -298,14 +298,14 @@ def by_token(layer: nn.Module, x: Tensor, state: Any, masks: dict[str, Tensor | 
 
 
 def features_of(
-    config: MemoryConfig, q: Tensor, k: Tensor, params: Params, lr: float = 1.0, **given: Tensor | None
+    config: MemoryConfig, q: Tensor, k: Tensor, params: Params, lr: float = 1.0, **fields: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """phi(q), phi(k) and lr as a scan computes them, after key_norm, query_scale and step; q, k `[B, T, H, D]`, `given`
-    are the fields `write` and `position` of a scan's inputs."""
+    """phi(q), phi(k) and lr as a scan computes them, after key_norm, query_scale and step; q, k `[B, T, H, D]`,
+    `fields` are `write` and `position` of a scan's inputs."""
     dtype = torch.promote_types(k.dtype, config.dtype)
     gate = torch.ones(k.shape[:3], dtype=dtype, device=k.device)
     with without_autocast(k.device.type):
-        tokens = to_tokens(config, Inputs(q, k, k, lr * gate, gate, gate, **given), params, dtype, execute)
+        tokens = to_tokens(config, Inputs(q, k, k, lr * gate, gate, gate, **fields), params, dtype, execute)
     return tokens.phi_q, tokens.phi_k, tokens.lr
 
 
@@ -337,12 +337,12 @@ def check_projection(config: MemoryConfig, projection: Projection) -> None:
 
 
 def project_queries(
-    projection: Projection, asked: ScanArguments, held: MemoryState | None
+    projection: Projection, asked: ScanArguments, projector: MemoryState | None
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """P_t phi(q_t), phi(k_t) of what a scan is asked, and what P holds at the end. [CMS-TNT-D2]
 
     P_t is made of the unit features of keys written in the memory's present chunk, the token's own among them: "sum"
-    adds up their projections k k^T, "orthogonal" projects onto their span. `held` is what P holds at the start.
+    adds up their projections k k^T, "orthogonal" projects onto their span. `projector` is what P holds at the start.
 
     Shapes: features `[B, T, H, P]`.
     Cost: "sum" that of one more memory with P x P weights; "orthogonal" a loop over tokens.
@@ -361,13 +361,13 @@ def project_queries(
         opens = opens | reset
     unit = one(execute(L2_NORM, phi_k))
     if projection == "sum":
-        given: dict[str, Any] = {"state": held, "write_mask": write, "reset_mask": opens}
-        phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **given, name="projection")
+        options: dict[str, Any] = {"state": projector, "write_mask": write, "reset_mask": opens}
+        phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **options, name="projection")
         return phi_q, phi_k, after
-    if held is None:
-        _, held = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
-    phi_q, span = _orthogonal(phi_q, unit, opens, write, held.memory["weight"])
-    return phi_q, phi_k, held._replace(memory={"weight": span})
+    if projector is None:
+        _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
+    phi_q, span = _orthogonal(phi_q, unit, opens, write, projector.memory["weight"])
+    return phi_q, phi_k, projector._replace(memory={"weight": span})
 
 
 def _orthogonal(q: Tensor, k: Tensor, opens: Tensor, write: Tensor | None, span: Tensor) -> tuple[Tensor, Tensor]:

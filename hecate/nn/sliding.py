@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from hecate.checks import check_shapes, check_size, expect_choice, expect_count, named
 from hecate.distributed.context import Context, Shares
 from hecate.errors import ConfigError, ShapeError
-from hecate.nn.arguments import Mask, check_length, check_made, check_sequence, check_sizes, check_tensors, conv_tensors
+from hecate.nn.arguments import Mask, check_length, check_sequence, check_sizes, check_tensors, check_type, conv_tensors
 from hecate.nn.blocks import readout
 from hecate.nn.conv import ShortConv, convolved, normalise_qk, past_inputs
 from hecate.nn.parameters import blank, draw_normal, redraw, source_of
@@ -115,10 +115,10 @@ class SlidingAttention(nn.Module):
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
         sizes: dict[str, Any] = {"window": window, "persistent": persistent, "kv_heads": kv_heads}
         sizes["conv_kernel"] = conv_kernel
-        for what, given in sizes.items():
-            if given is not None or what != "window":
-                expect_count(given, what, 0 if what in ("persistent", "conv_kernel") else 1)
-                check_size(given, what, "lower it")
+        for what, size in sizes.items():
+            if size is not None or what != "window":
+                expect_count(size, what, 0 if what in ("persistent", "conv_kernel") else 1)
+                check_size(size, what, "lower it")
         check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
         if heads % kv_heads:
             raise ConfigError(f"kv_heads={kv_heads} does not divide heads={heads}", ("kv_heads",))
@@ -181,26 +181,26 @@ class SlidingAttention(nn.Module):
                 "one; leave conv_kernel out, or give no beside",
                 path=("conv_kernel",),
             )
-        if state is not None and check_made(state, SlidingState, self.name):
+        if check_type(state, SlidingState, self.name):
             count = state.present.shape[-1] if self.window is None else self.window - 1
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
             tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
             check_tensors(x.shape[0], tensors, self.name)
-        q, k, v, conv = self._projected(x, beside, state, write_mask, reset_mask)
+        q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))
         if steady():
             y, after = self._one_by_one(x, q, k, v, state, write_mask, reset_mask)
             return self._answer(x, y), after._replace(conv=conv[0], conv_segment=conv[1])
         if self.context is None:
-            (k, v, entries), after = self._entered(x, k, v, state, write_mask, reset_mask)
+            (k, v, entries), after = self._enter(x, k, v, state, write_mask, reset_mask)
         else:  # handed on before anybody attends
-            given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
+            arguments: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write_mask, "reset_mask": reset_mask}
             (k, v, entries), after, anchor = self.context.relay(
-                lambda state: self._entered(**given, state=state),
+                lambda state: self._enter(**arguments, state=state),
                 state,
-                lambda: self._entered(**between(given, 0, 0), state=None)[1],
+                lambda: self._enter(**between(arguments, 0, 0), state=None)[1],
             )
             k, after = k + anchor, self.context.final(after, alike=self.window is not None)
         if q.numel():
@@ -228,27 +228,27 @@ class SlidingAttention(nn.Module):
                 f"{self.name}: exact and window=None: padding and documents move the places that tokens are turned by; "
                 "give the attention a window, rows of one length and document, or leave exact out"
             )
-        state = self._entered(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
+        state = self._enter(x[:, :0], k[:, :0], v[:, :0], state, None, None)[1]
         size, answers = 1, [q[:, :0]]  # masks move entries, and without a window every token has more of them
         if self.window is not None and write is reset is None:
             # Every token has entries of its own here, window times the memory: as many at once as MOST allows.
             size = max(1, MOST // (len(x) * self.window * self.d_model))
         for at in range(0, x.shape[1], size):
-            given: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
-            given = between(given, at, at + size)
+            tokens: dict[str, Any] = {"x": x, "k": k, "v": v, "write_mask": write, "reset_mask": reset, "q": q}
+            tokens = between(tokens, at, at + size)
             # [B, T, ...] to [B T, 1, ...]: each token a sequence of one, with the entries that it would have met.
-            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), given)
-            present = torch.ones_like(given["k"][:, :, 0, 0, 0], dtype=torch.bool)
-            pairs = zip(state[:3], (given["k"], given["v"], present), strict=True)
+            rows = pytree.tree_map_only(Tensor, lambda part: part.flatten(0, 1).unsqueeze(1), tokens)
+            present = torch.ones_like(tokens["k"][:, :, 0, 0, 0], dtype=torch.bool)
+            pairs = zip(state[:3], (tokens["k"], tokens["v"], present), strict=True)
             places = state.present.shape[1]
             ahead = (torch.cat(pair, 1).unfold(1, places, 1)[:, :-1].movedim(-1, 2).flatten(0, 1) for pair in pairs)
-            query, _ = rows.pop("q"), given.pop("q")
-            seen, _ = self._entered(**rows, state=SlidingState(*ahead))
-            answers.append(self._attend(query, *seen, plain=False).view(len(x), -1, *q.shape[2:]))
-            state = self._entered(**given, state=state)[1]
+            query, _ = rows.pop("q"), tokens.pop("q")
+            entries, _ = self._enter(**rows, state=SlidingState(*ahead))
+            answers.append(self._attend(query, *entries, plain=False).view(len(x), -1, *q.shape[2:]))
+            state = self._enter(**tokens, state=state)[1]
         return torch.cat(answers, 1), state
 
-    def _projected(
+    def _project(
         self, x: Tensor, beside: Tensor | None, state: SlidingState | None, write: Mask, reset: Mask
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, Tensor | None]]:
         """Queries `[B, T, H, D]`, keys and values `[B, T, R, G, D]`, and the convolution's part of the next state."""
@@ -258,8 +258,8 @@ class SlidingAttention(nn.Module):
         else:
             mixed = torch.cat([self.query(x), self.key_value(x)], -1)
             past = state if self.context is None else past_inputs(self.context, self.conv, mixed, state, write, reset)
-            mixed, *kept = convolved(self.conv, mixed, past, write, reset)
-            after = (kept[0], kept[1]) if self.context is None else self.context.final((kept[0], kept[1]))
+            mixed, inputs, segment = convolved(self.conv, mixed, past, write, reset)
+            after = (inputs, segment) if self.context is None else self.context.final((inputs, segment))
             q, kv = mixed.split(self.splits, -1)
             kv = kv.unsqueeze(2)
         q = q.unflatten(-1, (self.heads, self.width))
@@ -267,7 +267,7 @@ class SlidingAttention(nn.Module):
             q = normalise_qk(q, "rms") * self.gain.to(q.dtype)
         return q, *self._keys_values(kv), after
 
-    def _entered(
+    def _enter(
         self, x: Tensor, k: Tensor, v: Tensor, state: SlidingState | None, write_mask: Mask, reset_mask: Mask
     ) -> tuple[tuple[Tensor, Tensor, Entries], SlidingState]:
         """All entries that the tokens of x may see, and those that are kept."""
@@ -280,9 +280,9 @@ class SlidingAttention(nn.Module):
         if state is not None and not x.shape[1]:
             present = state.present.clone()
         else:
-            present = (entries.document == entries.own[:, -1:]).expand(len(x), -1)
-        kept = None if self.window is None else self.window - 1
-        return (k, v, entries), SlidingState(last(k, kept), last(v, kept), last(present, kept))
+            present = (entries.document == entries.query_document[:, -1:]).expand(len(x), -1)
+        count = None if self.window is None else self.window - 1
+        return (k, v, entries), SlidingState(last(k, count), last(v, count), last(present, count))
 
     def _keys_values(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[..., G, D]` of what `key_value` makes of inputs."""
@@ -300,9 +300,9 @@ class SlidingAttention(nn.Module):
         inputs, mask, blind = k.shape[1] // windows.reach, None, None
         causal = plain and windows.reaches_all and inputs == 1 and not self.persistent
         if not causal:
-            seen = windows.visible()
-            sequences = 1 if seen.shape[:2] == (1, 1) else q.shape[0]
-            mask = seen.expand(sequences, -1, -1, -1).flatten(0, 1)
+            visible = windows.visible()
+            sequences = 1 if visible.shape[:2] == (1, 1) else q.shape[0]
+            mask = visible.expand(sequences, -1, -1, -1).flatten(0, 1)
             mask = F.pad(mask.repeat_interleave(inputs, -1), (self.persistent, 0), value=True)
             blind = ~mask.any(-1, keepdim=True)  # a softmax over nothing has no value
             mask, blind = (mask | blind).unsqueeze(1), blind.unsqueeze(1)
@@ -342,7 +342,7 @@ class Entries(NamedTuple):
     Fields:
         order: where each entry is in kept and new tokens, `[B, N]`; None: in that order.
         document: of each entry, `[B or 1, N]`; -1 for one of an earlier call or of no document.
-        own: document of each new token, `[B or 1, T]`.
+        query_document: of each new token, `[B or 1, T]`.
         rank: entry that each new token is, or would have been unmasked, `[B or 1, T]`.
         end: entries from here on are hidden from the token, `[B or 1, T]`.
         fresh: whether there are no earlier calls.
@@ -350,7 +350,7 @@ class Entries(NamedTuple):
 
     order: Tensor | None
     document: Tensor
-    own: Tensor
+    query_document: Tensor
     rank: Tensor
     end: Tensor
     fresh: bool
@@ -365,26 +365,24 @@ class Entries(NamedTuple):
 def entries_of(present: Tensor | None, like: Tensor, write: Mask, reset: Mask) -> Entries:
     """Of those kept, `present` `[B, K]`, and the new tokens of `like` `[B, T, ...]`."""
     batch, length = like.shape[:2]
-    kept = 0 if present is None else present.shape[1]
+    cached = 0 if present is None else present.shape[1]
     sequences = batch if present is not None or write is not None else 1
-    own = torch.zeros(sequences, length, dtype=torch.int64, device=like.device) if reset is None else reset.cumsum(1)
-    document = own
-    if write is not None:
-        document = torch.where(write, own, -1)
+    query_document = like.new_zeros(sequences, length, dtype=torch.int64) if reset is None else reset.cumsum(1)
+    document = query_document if write is None else torch.where(write, query_document, -1)
     if present is not None:
         past = torch.where(present, 0, -1)
         document = torch.cat([past, document.expand(batch, -1)], 1)
-    rank = kept + torch.arange(length, device=like.device).unsqueeze(0)
+    rank = cached + torch.arange(length, device=like.device).unsqueeze(0)
     if write is None:
-        return Entries(None, document, own, rank, rank + 1, present is None)
+        return Entries(None, document, query_document, rank, rank + 1, present is None)
     count = write.cumsum(1)
     hidden = length - count[:, -1:]
-    stays = torch.cat([write.new_ones(batch, kept), write], 1)
+    stays = torch.cat([write.new_ones(batch, cached), write], 1)
     # Masked tokens move to the front, where no window reaches them; the others keep their order.
     order = stays.int().argsort(dim=1, stable=True)
-    end = kept + hidden + count
+    end = cached + hidden + count
     rank = end - write.long()
-    return Entries(order, document.gather(1, order), own, rank, end, present is None)
+    return Entries(order, document.gather(1, order), query_document, rank, end, present is None)
 
 
 def last(x: Tensor, count: int | None) -> Tensor:
@@ -446,6 +444,7 @@ class Windows:
         place = (self._places(starts) - self.lead).unsqueeze(2)
         # Entries added ahead and behind are zeros: by then, of no document.
         shown = self.reached(entries.document + 1).unsqueeze(2) - 1
-        own, rank, end = (self.queries(x).unsqueeze(-1) for x in (entries.own, entries.rank, entries.end))
-        seen = (shown == own) & (place < end)
-        return seen if self.window is None else seen & (place > rank - self.window)
+        tokens = entries.query_document, entries.rank, entries.end
+        document, rank, end = (self.queries(x).unsqueeze(-1) for x in tokens)
+        mask = (shown == document) & (place < end)
+        return mask if self.window is None else mask & (place > rank - self.window)

@@ -31,7 +31,7 @@ from hecate.engine import (
 )
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.arguments import Mask, check_engine
-from hecate.nn.positions import Position, PositionKind
+from hecate.nn.positions import Position
 from hecate.phi import FeatureMap, FeatureMapKind, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.tape import Autodiff, by_hand, execute, one
@@ -57,8 +57,8 @@ class Weights(NamedTuple):
         nothing depends on them."""
         if not (self.positions.needs_position or self.feature_map.needs_position):
             return None, None
-        seen = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.seen
-        return counted(one((seen,)), write, reset, k.shape[1])
+        count = k.new_zeros(len(k), dtype=torch.int64) if state is None else state.seen
+        return counted(one((count,)), write, reset, k.shape[1])
 
     def turned(self, x: Tensor, place: Tensor | None) -> Tensor:
         """Tokens `[B, T, G, D]` at places `[B, T]` as phi sees them."""
@@ -92,7 +92,7 @@ def linear_attention(
     causal: bool = True,
     normalizer: Normalizer = "sum",
     eps: float = 0.0,
-    positions: PositionKind | str = "none",
+    positions: Position | str = "none",
     position_params: dict[str, Tensor] | None = None,
     state: MemoryState | None = None,
     write_mask: Mask = None,
@@ -145,21 +145,21 @@ def linear_attention(
     with without_autocast(k.device.type):
         # [B, T, G r, D] to [B, T r, G, D]: the queries of a group ask as r tokens of their key head would.
         queries = q.to(dtype).unflatten(2, (-1, group)).transpose(2, 3).flatten(1, 2)  # a group's side by side
-        keys, values = (written(x.to(dtype), write_mask) for x in (k, v))
-        place, seen = weights.places(state, write_mask, reset_mask, k)
+        keys, values = (zero_masked(x.to(dtype), write_mask) for x in (k, v))
+        place, count = weights.places(state, write_mask, reset_mask, k)
         phi_q = weights.features(queries, None if place is None else place.repeat_interleave(group, 1))
         phi_k = weights.features(keys, place, keys=True)
         retain = positions.retain(keys, weights.position_params)
         factors = positions.factors(keys, weights.position_params, causal=causal)
         sums = sums._replace(retain=retain, factors=factors)
         if normalizer == "sum":
-            y, held, total = _mean(sums, phi_q, phi_k, values, state, eps)
+            y, memory, total = _mean(sums, phi_q, phi_k, values, state, eps)
         else:
             start = None if state is None else state.memory["weight"].to(values.dtype)
-            (y, held), total = sums(phi_q[0], phi_k[0], values, start), None
+            (y, memory), total = sums(phi_q[0], phi_k[0], values, start), None
     # From the queries of a group side by side back to heads.
     y = y.unflatten(1, (q.shape[1], group)).transpose(2, 3).flatten(2, 3)
-    return y.to(v.dtype), state_of_sums(held, total, seen)
+    return y.to(v.dtype), state_of_sums(memory, total, count)
 
 
 def _mean(
@@ -167,9 +167,9 @@ def _mean(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y `[B, T r, G, V]`, and the sums of weighted values and of features."""
     (q, weight_q), (k, weight_k) = phi_q, phi_k
-    held = total = None
+    memory = total = None
     if state is not None and state.normalizer is not None:
-        held = state.memory["weight"].to(v.dtype)
+        memory = state.memory["weight"].to(v.dtype)
         total = state.normalizer.memory["weight"].to(v.dtype)
     alike, size = q is weight_q, largest(weight_q)
     units: tuple[Tensor, ...] = ()
@@ -179,15 +179,15 @@ def _mean(
     ones = torch.ones_like(v[..., :1])
     if alike:  # one pass for both sums: that of weights has 1 for a value
         # [B, G, V, P] and [B, G, 1, P] as one state of V + 1 rows.
-        start = None if held is None or total is None else torch.cat([held, total], 2)
+        start = None if memory is None or total is None else torch.cat([memory, total], 2)
         y, after = sums(q, k, torch.cat([v, ones], -1), start)
         y, weight = y[..., :-1], y[..., -1:]
-        held, total = after[:, :, :-1], after[:, :, -1:]
+        memory, total = after[:, :, :-1], after[:, :, -1:]
     else:
-        y, held = sums(q, k, v, held)
+        y, memory = sums(q, k, v, memory)
         weight, total = sums(weight_q, weight_k, ones, total)
         y = torch.where(weight + eps > 0, y, 0.0)
-    return one(execute(DIVIDE, y, weight + eps, *units)), held, total
+    return one(execute(DIVIDE, y, weight + eps, *units)), memory, total
 
 
 def check_options(
@@ -253,11 +253,11 @@ def _check_tensors(weights: Weights, sums: Sums, q: Tensor, k: Tensor, v: Tensor
         )
     width = turned_width(positions, weights.feature_map, k.shape[-1])
     init = positions.init(width, heads=heads, causal=sums.causal, device="meta")
-    expected, given = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (init, params))
-    if given != expected:
+    expected, shapes = ({name: tuple(x.shape) for name, x in tensors.items()} for tensors in (init, params))
+    if shapes != expected:
         raise ConfigError(
             f"positions {positions.kind!r} need parameters {expected or 'none'}, got "
-            f"{given or 'none'}; pass positions.init({width}, heads={heads}, causal={sums.causal})"
+            f"{shapes or 'none'}; pass positions.init({width}, heads={heads}, causal={sums.causal})"
         )
 
 
@@ -281,21 +281,21 @@ def _check_state(
     batch, heads, width = k.shape[0], k.shape[2], feature_map.output_dim(k.shape[-1])
     total = None if state.normalizer is None else state.normalizer.memory.get("weight")
     summed = positions.turned_width(width) if positions.turns_features else width
-    for name, given, shape in (
+    for name, tensor, shape in (
         ("memory['weight']", state.memory.get("weight"), (batch, heads, v.shape[-1], summed)),
         ("normalizer", total, (batch, heads, 1, width) if normalizer == "sum" else None),
         ("seen", state.seen, (batch,) if positions.needs_position or feature_map.needs_position else None),
     ):
-        if given is None and shape is None:
+        if tensor is None and shape is None:
             continue
         count = name == "seen"
-        wanted = isinstance(given, Tensor) and (given.dtype == torch.int64 if count else given.is_floating_point())
-        if not isinstance(given, Tensor) or not wanted or tuple(given.shape) != shape:
+        wanted = isinstance(tensor, Tensor) and (tensor.dtype == torch.int64 if count else tensor.is_floating_point())
+        if not isinstance(tensor, Tensor) or not wanted or tuple(tensor.shape) != shape:
             raise ShapeError(
                 f"state.{name} must be {'int64 ' if count and shape else ''}{list(shape) if shape else None} here, got "
-                f"{described(given)}; was it made by another attention or with another batch?"
+                f"{described(tensor)}; was it made by another attention or with another batch?"
             )
-        expect_beside(given, k, f"state.{name}")
+        expect_beside(tensor, k, f"state.{name}")
 
 
 Read = Literal["after", "before"]
@@ -311,11 +311,11 @@ MEMORIES = {
 }
 
 
-def state_of_sums(weight: Tensor, total: Tensor | None = None, seen: Tensor | None = None) -> MemoryState:
+def state_of_sums(weight: Tensor, total: Tensor | None = None, count: Tensor | None = None) -> MemoryState:
     """The state of a memory of weights `[B, G, V, P]`, and of its normaliser `[B, G, 1, P]`."""
     place = torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
     normalizer = None if total is None else MemoryState({"weight": total}, {}, {}, {}, place)
-    return MemoryState({"weight": weight}, {}, {}, {}, place, normalizer, seen)
+    return MemoryState({"weight": weight}, {}, {}, {}, place, normalizer, count)
 
 
 class Sums(NamedTuple):
@@ -371,15 +371,15 @@ class Sums(NamedTuple):
             k, v, write = (_spread(x, writer, group) for x in (k, v, writes))
             reset = None if reset is None else _spread(reset, 0, group)
         state = None if start is None else state_of_sums(start)
-        given: dict[str, Any] = {"state": state, "write_mask": write, "reset_mask": reset, **self.how}
-        y, after = memory_scan(MEMORIES[read, retain is not None], q, k, v, Gates(retain=retain), **given)
+        options: dict[str, Any] = {"state": state, "write_mask": write, "reset_mask": reset, **self.how}
+        y, after = memory_scan(MEMORIES[read, retain is not None], q, k, v, Gates(retain=retain), **options)
         return y, after.memory["weight"]
 
     def over_all(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over all written tokens, the same for every query: O((T + S) P V)."""
-        held = torch.einsum("bsgv,bsgp->bgvp", v, written(k, self.write))
-        held = held if start is None else held + start
-        return torch.einsum("btgp,bgvp->btgv", q, held), held
+        memory = torch.einsum("bsgv,bsgp->bgvp", v, zero_masked(k, self.write))
+        memory = memory if start is None else memory + start
+        return torch.einsum("btgp,bgvp->btgv", q, memory), memory
 
     def from_both_sides(self, q: Tensor, k: Tensor, v: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """Sums over the whole document of each token: what runs up to it, and what runs back to it."""
@@ -403,23 +403,23 @@ class Sums(NamedTuple):
         if not q.numel() or not v.numel():
             return q.new_zeros(*q.shape[:3], v.shape[-1])
         q = q.unflatten(1, (length, -1))
-        place, own = None, q.new_zeros(())
+        place, diagonal = None, q.new_zeros(())
         if self.causal:
-            weight = torch.einsum("btrgp,btgp->btrg", q, written(k, self.write)) * factors[:, 0]
-            own = torch.einsum("btrg,btgv->btrgv", weight, v)
+            weight = torch.einsum("btrgp,btgp->btrg", q, zero_masked(k, self.write)) * factors[:, 0]
+            diagonal = torch.einsum("btrg,btgv->btrgv", weight, v)
         if self.write is not None:
-            k, order = written(k, self.write), (~self.write).int().argsort(dim=1, stable=True)
+            k, order = zero_masked(k, self.write), (~self.write).int().argsort(dim=1, stable=True)
             k, v = (x.take_along_dim(order[..., None, None], 1) for x in (k, v))
             zero = torch.zeros(batch, dtype=torch.int64, device=k.device)
             place = written_before(zero, self.write, None, length)
         products = torch.einsum("bsgv,bsgp->gvpbs", v, k)
-        sums = _convolved(products, _kernel(factors, length, causal=self.causal))
+        sums = _convolve(products, _kernel(factors, length, causal=self.causal))
         if place is not None:
             sums = sums.take_along_dim(place[None, None, None], -1)
-        return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + own).flatten(1, 2)
+        return (torch.einsum("btrgp,gvpbt->btrgv", q, sums) + diagonal).flatten(1, 2)
 
 
-def written(x: Tensor, write: Mask) -> Tensor:
+def zero_masked(x: Tensor, write: Mask) -> Tensor:
     """x `[B, S, G, *]` with zeros for masked tokens, which may hold garbage, too bad even to be multiplied by 0."""
     return x if write is None else torch.where(write[..., None, None], x, 0.0)
 
@@ -439,7 +439,7 @@ def _kernel(factors: Tensor, length: int, *, causal: bool) -> Tensor:
     return torch.cat([past, zero, future], -1)
 
 
-def _convolved(x: Tensor, kernel: Tensor) -> Tensor:
+def _convolve(x: Tensor, kernel: Tensor) -> Tensor:
     """x `[G, V, P, B, T]` convolved over T with kernels `[G, 2 T]`, in float64, because rounding errors are shares of
     what all tokens sum to, beside which the first sums are small; what rounding leaves of a sum that is 0 is 0, because
     a normaliser has to tell."""

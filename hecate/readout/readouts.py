@@ -93,14 +93,14 @@ class Readout(Variant, family="readout"):
         if config.algorithm.kernel_form() is None or config.algorithm.slots:
             yield f"algorithm {config.algorithm.kind!r} is no plain sum of writes; use algorithm 'gd'"
         for name, plain in (("writes", 1), ("chunk", 1), ("commit", "token"), ("normalizer", "none"), ("step", "raw")):
-            if (given := getattr(config, name)) != plain:
-                yield f"it knows no {name}={given!r}; use {plain!r}"
+            if (setting := getattr(config, name)) != plain:
+                yield f"it knows no {name}={setting!r}; use {plain!r}"
         if config.feature_map.needs_position:
             yield f"feature_map {config.feature_map.kind!r} counts tokens; use another"
         if config.on_nonfinite == "skip":
             yield "on_nonfinite='skip' may leave out tokens, whose keys it would hold; use 'raise'"
 
-    def turned(self, asked: Asked, held: Held, means: Means) -> Turned:
+    def turned(self, asked: Asked, state: Held, means: Means) -> Turned:
         """Tensors that the memory is queried and written with."""
         raise NotImplementedError(f"{type(self).__name__} defines no turned")
 
@@ -116,8 +116,8 @@ class Direct(Readout):
     kind: Literal["direct"] = "direct"
     plain: ClassVar[bool] = True
 
-    def turned(self, asked: Asked, held: Held, means: Means) -> Turned:
-        return Turned(asked.q, asked.k, asked.retain, held)
+    def turned(self, asked: Asked, state: Held, means: Means) -> Turned:
+        return Turned(asked.q, asked.k, asked.retain, state)
 
 
 ReadoutKind = Readout
@@ -163,9 +163,9 @@ class Ridge(Readout):
         if not self.ridge and not self.relative:
             yield "without ridge and relative an empty H has no inverse; give one"
 
-    def turned(self, asked: Asked, held: Held, means: Means) -> Turned:
+    def turned(self, asked: Asked, state: Held, means: Means) -> Turned:
         inputs = (asked.q, asked.k, asked.lr, asked.retain, *asked.gates, asked.write, asked.reset)
-        q, keys = means.spans(self._block(means.late), inputs, held["keys"])
+        q, keys = means.spans(self._block(means.late), inputs, state["keys"])
         return Turned(q, asked.k, asked.retain, {"keys": keys})
 
     def _block(self, late: bool) -> Block:
@@ -173,20 +173,20 @@ class Ridge(Readout):
         states, solve = _LATE if late else _EARLY, self._solve_block()
 
         def program(run: Run, *inputs: Tensor | None) -> Tensors:
-            q, k, lr, retain, ridge, mix, write, reset, held = inputs
-            each, held = several(run(states, k, lr, retain, write, reset, held))
-            matrix, least = several(run(self._ridged, each, ridge))
+            q, k, lr, retain, ridge, mix, write, reset, gram = inputs
+            each, gram = several(run(states, k, lr, retain, write, reset, gram))
+            matrix, least = several(run(self._matrix_block, each, ridge))
             x = one(run(solve, matrix, q, least))
             if mix is not None:
                 x = one(run(_MIX, q, x, mix))
             elif self.mix != 1:
                 x = one(run(_MIX, q, x, torch.full_like(x[..., 0], self.mix)))
-            return x, held
+            return x, gram
 
         return by_hand(checkpoint("readout.ridge", program))
 
     @property
-    def _ridged(self) -> Block:
+    def _matrix_block(self) -> Block:
         """(H, ridge) -> A, and the least and largest of its ridge `[..., 2]`; 1 where there would be none."""
 
         def formula(each: Tensor, ridge: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -206,24 +206,24 @@ class Ridge(Readout):
         """(A, q, ends of its spectrum) -> x."""
 
         def forward(matrix: Tensor, q: Tensor, ends: Tensor) -> tuple[Tensors, Any]:
-            ready = self._prepared(matrix)
-            x = self._solved(ready, q, ends)
+            ready = self._factor(matrix)
+            x = self._solve(ready, q, ends)
             return (x,), (ready, ends, x)
 
-        def vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
-            ready, ends, x = kept
-            g = self._solved(ready, g, ends)
+        def vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+            ready, ends, x = residuals
+            g = self._solve(ready, g, ends)
             return -g.unsqueeze(-1) * x.unsqueeze(-2), g, None
 
         def plain(*inputs: Tensor | None) -> Tensors:
             matrix, q, ends = several(inputs)
             if self.solver == "exact":  # what LAPACK has factored is differentiated as the solution of a system
                 return (torch.linalg.solve(matrix, q.unsqueeze(-1)).squeeze(-1),)
-            return (self._solved(matrix, q, ends.detach()),)
+            return (self._solve(matrix, q, ends.detach()),)
 
         return by_hand(Block(f"readout.ridge.{self.solver}", forward, vjp), plain)
 
-    def _prepared(self, matrix: Tensor) -> Tensor:
+    def _factor(self, matrix: Tensor) -> Tensor:
         if self.solver != "exact":
             return matrix
         factor, failed = torch.linalg.cholesky_ex(matrix)
@@ -231,7 +231,7 @@ class Ridge(Readout):
             return factor
         return torch.where(failed[..., None, None] > 0, torch.nan, factor)
 
-    def _solved(self, matrix: Tensor, q: Tensor, ends: Tensor) -> Tensor:
+    def _solve(self, matrix: Tensor, q: Tensor, ends: Tensor) -> Tensor:
         if self.solver == "exact":
             return torch.cholesky_solve(q.unsqueeze(-1), matrix).squeeze(-1)
         if self.solver == "cg":
@@ -281,7 +281,7 @@ def _size(each: Tensor) -> Tensor:
 
 
 def _states(
-    late: bool, k: Tensor, lr: Tensor, retain: Tensor, write: Tensor | None, reset: Tensor | None, held: Tensor
+    late: bool, k: Tensor, lr: Tensor, retain: Tensor, write: Tensor | None, reset: Tensor | None, gram: Tensor
 ) -> tuple[Tensor, Tensor]:
     """H of every token of a span `[B, C, H, P, P]`, after its write or before, and the last."""
     if write is not None:
@@ -291,38 +291,38 @@ def _states(
     k, lr, retain = k.transpose(1, 2), lr.mT, retain.mT  # `[B, H, C, *]`
     count, lost = k.shape[2], None
     if can_inspect(k):
-        k, lr, retain, held, lost = _apart(k, lr, retain, held, reset)
+        k, lr, retain, gram, lost = _apart(k, lr, retain, gram, reset)
     # R[t, i], the product of retain over i < l <= t.
     later = torch.ones(count, count, dtype=torch.bool, device=k.device).tril(-1)
     spans = torch.where(later, retain.unsqueeze(-1), 1.0).cumprod(-2).tril()
     writes, first = (k.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2), retain.cumprod(-1)[..., None, None]
     each = torch.addcmul(
-        ((spans * lr.unsqueeze(-2)) @ writes).unflatten(-1, k.shape[-1:] * 2), first, held.unsqueeze(2)
+        ((spans * lr.unsqueeze(-2)) @ writes).unflatten(-1, k.shape[-1:] * 2), first, gram.unsqueeze(2)
     )
     if lost is not None:
         each = torch.where(lost[..., None, None], torch.nan, each)
     last = each[:, :, -1]
     if not late:
-        each = torch.cat((held.unsqueeze(2), each[:, :, :-1]), 2)
+        each = torch.cat((gram.unsqueeze(2), each[:, :, :-1]), 2)
         if reset is not None:
             each = torch.where(reset[:, None, :, None, None], 0.0, each)
     return each.transpose(1, 2), last
 
 
 def _apart(
-    k: Tensor, lr: Tensor, retain: Tensor, held: Tensor, reset: Tensor | None
+    k: Tensor, lr: Tensor, retain: Tensor, gram: Tensor, reset: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Without what is no finite number, which a product of all tokens would take to those before it, and the tokens
     `[B, H, C]` whose H it reaches, None if none."""
-    fine, held_fine = (lr * k.abs().amax(-1).square() + retain).isfinite(), held.isfinite().all(-1).all(-1)
+    fine, held_fine = (lr * k.abs().amax(-1).square() + retain).isfinite(), gram.isfinite().all(-1).all(-1)
     if can_inspect(fine, free=True) and fine.all() and held_fine.all():
-        return k, lr, retain, held, None
+        return k, lr, retain, gram, None
     starts = torch.zeros_like(fine[:, 0]) if reset is None else reset
     count = starts.cumsum(-1).unsqueeze(1)
     reached = (count.unsqueeze(-1) == count.unsqueeze(-2)).tril() & ~fine.unsqueeze(-2)
     lost = reached.any(-1) | ((count == 0) & ~held_fine.unsqueeze(-1))
     clean = k.where(fine.unsqueeze(-1), 0), lr.where(fine, 0), retain.where(fine, 0)
-    return *clean, held.where(held_fine[..., None, None], 0), lost
+    return *clean, gram.where(held_fine[..., None, None], 0), lost
 
 
 _LATE = formula_block("readout.ridge.states", lambda *inputs: _states(True, *inputs))
@@ -360,11 +360,11 @@ class Slots(Readout):
         if not config.retention.uses_retain:
             yield f"retention {config.retention.kind!r} has no retain gate for slots to forget by; use 'decay'"
 
-    def turned(self, asked: Asked, held: Held, means: Means) -> Turned:
+    def turned(self, asked: Asked, state: Held, means: Means) -> Turned:
         (code,) = asked.gates
         retain = one(means.run(_WIDE, asked.retain, asked.k, label="slots"))
         code = one(means.run(_REST, retain) if code is None else means.run(_WIDE, code, asked.k))
-        scores, keys = means.recall(asked.q, asked.k, code, asked.lr, retain, held["keys"])
+        scores, keys = means.recall(asked.q, asked.k, code, asked.lr, retain, state["keys"])
         return Turned(one(means.run(_SOFTMAX, scores, label="slots")), code, retain, {"keys": keys})
 
 

@@ -190,7 +190,7 @@ class PrefixCache:
             make_folder(folder)
             for node in self._held.values():  # in this order, by which `open` knows their age
                 tokens = torch.tensor(node.tokens())
-                names.add(name := f"{_name(self.model, tokens.tolist())}.safetensors")
+                names.add(name := _file_name(self.model, tokens.tolist()))
                 states.save({"tokens": tokens, "state": node.state}, folder / name, self.model)
             for path in folder.iterdir():
                 if _FILE.fullmatch(path.name) and path.name not in names:
@@ -207,22 +207,22 @@ class PrefixCache:
         Raises:
             CheckpointError: a file of another model, or one that is damaged or renamed. [SERVE-TREE-D2]
         """
-        made, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype, exact=exact), []
+        cache, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype, exact=exact), []
         with suppress(FileNotFoundError):
             files = [path for path in Path(folder).iterdir() if _FILE.fullmatch(path.name)]
         for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
             if path.stat().st_size > 4 * max_bytes + (1 << 20):
                 continue  # larger than any state that would be kept
-            found = states.load(path, model=made.model)
-            tokens = found.get("tokens") if isinstance(found, dict) else None
-            if not isinstance(tokens, torch.Tensor) or f"{_name(made.model, tokens.tolist())}.safetensors" != path.name:
+            entry = states.load(path, model=cache.model)
+            tokens = entry.get("tokens") if isinstance(entry, dict) else None
+            if not isinstance(tokens, torch.Tensor) or _file_name(cache.model, tokens.tolist()) != path.name:
                 raise CheckpointError(f"{path} is not of the tokens that its name tells; delete it")
-            made.keep(tokens.tolist(), states.unpark(found["state"]))
-        return made
+            cache.keep(tokens.tolist(), states.unpark(entry["state"]))
+        return cache
 
 
-def _name(model: str, tokens: list[int]) -> str:
-    return sha256(f"{model} {json.dumps(tokens)}".encode()).hexdigest()
+def _file_name(model: str, tokens: list[int]) -> str:
+    return f"{sha256(f'{model} {json.dumps(tokens)}'.encode()).hexdigest()}.safetensors"
 
 
 MAX_BYTES = 4 << 30

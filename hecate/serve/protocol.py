@@ -81,61 +81,61 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
         ConfigError: a body that is no JSON object, a field that is out of bounds, and one that nobody here reads.
     """
     try:
-        given = json.loads(raw, parse_constant=lambda word: word)  # NaN becomes a text, which no field takes
+        body = json.loads(raw, parse_constant=lambda word: word)  # NaN becomes a text, which no field takes
     except (ValueError, RecursionError):
         raise ConfigError("the body is no JSON in UTF-8") from None
-    if not isinstance(given, dict):
+    if not isinstance(body, dict):
         raise ConfigError("the body must be a JSON object")
-    for name, value in given.items():
+    for name, value in body.items():
         nothing = value is None or any(
-            type(value) is type(own) and value == own for own in _NEUTRAL.get(name, _NOTHING)
+            type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, _NOTHING)
         )
         if name not in _KNOWN and not nothing:
             raise ConfigError(f"{shorten(name)} is not served.{did_you_mean(name, _KNOWN)} Leave it out")
-    if given.get("model") not in (None, model):
-        raise ConfigError(f"the model {shorten(given['model'])} is not served; {model} is")
-    tokens = _tokens(given, chat, texts)
+    if body.get("model") not in (None, model):
+        raise ConfigError(f"the model {shorten(body['model'])} is not served; {model} is")
+    tokens = _tokens(body, chat, texts)
     if not 0 < len(tokens) <= limits.prompt:
         raise ConfigError(f"a prompt must have 1 to {limits.prompt} tokens, this one has {len(tokens)}")
-    stops = given.get("stop") or ()
+    stops = body.get("stop") or ()
     stops = (stops,) if isinstance(stops, str) else stops
     if not isinstance(stops, list | tuple) or len(stops) > limits.stops or not all(map(_is_text, stops)):
         raise ConfigError(f"stop must be a text or at most {limits.stops} of them, none of them empty")
-    user = given.get("user")
+    user = body.get("user")
     if user is not None and (not _is_text(user) or len(user) > limits.user):
         raise ConfigError(f"user must be a text of 1 to {limits.user} characters")
     if user is not None and not remembers:
         raise ConfigError("this server keeps no memories; start it with --memories FOLDER, or leave user out")
     if user is not None and stops:
         raise ConfigError("stop would end in the middle of what is remembered; leave stop or user out")
-    counts = [name for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    counts = [name for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None]
     if len(counts) > 1:
         raise ConfigError("max_tokens and max_completion_tokens are names of one bound; leave one of them out")
-    options = given.get("stream_options") or {}
+    options = body.get("stream_options") or {}
     request = Request(
         tokens,
-        int(_number(given, counts[0] if counts else "max_tokens", 1,
+        int(_number(body, counts[0] if counts else "max_tokens", 1,
                     limits.max_tokens, min(256, limits.max_tokens), whole=True)),
         texts.ends,
-        _number(given, "temperature", 0, 2, 1.0),
+        _number(body, "temperature", 0, 2, 1.0),
         None,
-        _number(given, "top_p", 0, 1, 1.0),
-        int(_number(given, "seed", -(1 << 63), (1 << 63) - 1, secrets.randbits(63), whole=True)),
+        _number(body, "top_p", 0, 1, 1.0),
+        int(_number(body, "seed", -(1 << 63), (1 << 63) - 1, secrets.randbits(63), whole=True)),
         user,
         time.monotonic() + limits.seconds,
     )  # fmt: skip
     known = isinstance(options, dict) and options.keys() <= {"include_usage"}
-    flags = [options.get("include_usage") if known else "no"]
-    for flag in (given.get("stream"), *flags):
+    include_usage = options.get("include_usage") if known else "no"
+    for flag in (body.get("stream"), include_usage):
         if flag not in (None, False, True) or (isinstance(flag, int) and not isinstance(flag, bool)):
             raise ConfigError("stream must be true or false, and stream_options {include_usage: true or false}")
-    return Asked(request, tuple(stops), bool(given.get("stream")), bool(flags[0]))
+    return Asked(request, tuple(stops), bool(body.get("stream")), bool(include_usage))
 
 
-def _tokens(given: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
+def _tokens(body: dict[str, Any], chat: bool, texts: Texts) -> list[int]:
     """Tokens of a prompt or of messages."""
-    prompt: Any = given.get("prompt")
-    messages: Any = given.get("messages")
+    prompt: Any = body.get("prompt")
+    messages: Any = body.get("messages")
     if chat:
         if not isinstance(messages, list) or not messages or prompt is not None:
             raise ConfigError("messages must be a list of at least one {role, content}, without a prompt")
@@ -164,8 +164,8 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _number(given: dict[str, Any], name: str, low: float, high: float, default: float, *, whole: bool = False) -> float:
-    value = given.get(name)
+def _number(body: dict[str, Any], name: str, low: float, high: float, default: float, *, whole: bool = False) -> float:
+    value = body.get(name)
     if value is None:
         return default
     if type(value) not in ((int,) if whole else (int, float)) or not low <= value <= high:
@@ -195,8 +195,8 @@ class Reply(NamedTuple):
 
 def usage(request: Request) -> dict[str, Any]:
     """Counts of tokens."""
-    read, made = len(request.tokens), len(request.made)
-    return {"usage": {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}}
+    prompt, completion = len(request.tokens), len(request.made)
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}}
 
 
 def problem(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
@@ -221,13 +221,13 @@ class Cutter:
         if token is not None and token not in self._texts.ends:
             self._tokens.append(token)
         text = self._texts.decode(self._tokens)
-        found = [place for place in map(text.find, self._stops) if place >= 0]
-        if found:
-            self.ended, text = True, text[: min(found)]
+        places = [place for place in map(text.find, self._stops) if place >= 0]
+        if places:
+            self.ended, text = True, text[: min(places)]
         elif token is not None:
             text = text.removesuffix("\ufffd")  # a character of which bytes may be to come
-            held = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            text = text[: len(text) - max(held, default=0)]
+            overlaps = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+            text = text[: len(text) - max(overlaps, default=0)]
         if not text.startswith(self._shown):  # what was shown cannot be taken back
             text = self._shown
         fresh, self._shown = text[len(self._shown) :], text

@@ -147,13 +147,13 @@ class Scheduler:
         self.prefixes, self.memories, self.exact = prefixes, memories, exact
         if prefixes is not None and prefixes.exact != exact:
             raise ConfigError(f"exact={exact}, and the PrefixCache has exact={prefixes.exact}: give both the same")
-        for kept in (prefixes, memories):
-            if kept is not None and kept.parked_dtype is not None:
+        for store in (prefixes, memories):
+            if store is not None and store.parked_dtype is not None:
                 if exact:
                     raise ConfigError(
-                        f"exact=True, and parked_dtype={kept.parked_dtype!r} rounds what is kept: drop one"
+                        f"exact=True, and parked_dtype={store.parked_dtype!r} rounds what is kept: drop one"
                     )
-                check_parked(model, kept.parked_dtype)
+                check_parked(model, store.parked_dtype)
         self.block = piece if prefixes is None else prefixes.block
         self.device = next(model.parameters()).device
         self.vocabulary: int | None = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -192,9 +192,9 @@ class Scheduler:
         state = None
         for token in rows[-1]:
             logits, state = self._run([[token]], state)
-        found, whole = self._run(rows, None)
-        alone, own = states.leaves(state), states.leaves(states.rows(whole, [self.max_batch - 1]))
-        if not torch.equal(found[-1:], logits) or not all(torch.equal(own[name], leaf) for name, leaf in alone.items()):
+        batch, whole = self._run(rows, None)
+        alone, row = states.leaves(state), states.leaves(states.rows(whole, [self.max_batch - 1]))
+        if not torch.equal(batch[-1:], logits) or not all(torch.equal(row[name], leaf) for name, leaf in alone.items()):
             raise ConfigError(
                 f"exact=True, and a {type(self.model).__name__} on this machine answers a window in a batch with other "
                 "bits than its tokens alone; leave exact out"
@@ -257,7 +257,7 @@ class Scheduler:
             if not finite[row]:
                 self._leave(request, "error", NonFiniteError("the logits are not finite"))
                 continue
-            self._took(request, likeliest[row] if request.temperature == 0 else request.pick(logits[row]))
+            self._add_token(request, likeliest[row] if request.temperature == 0 else request.pick(logits[row]))
             if why := request.over():
                 self._leave(request, why)
         self.counts["steps"] += 1
@@ -322,7 +322,7 @@ class Scheduler:
         if end == whole:
             self._reading = None
             self._running.append(request)
-            self._took(request, request.pick(logits[0]))
+            self._add_token(request, request.pick(logits[0]))
             if why := request.over():
                 self._leave(request, why)
         return end - start
@@ -354,7 +354,7 @@ class Scheduler:
 
     def _continue_alone(self) -> Tensor:
         """The same row by row, where one has failed: that one ends."""
-        found: list[Tensor] = []
+        rows: list[Tensor] = []
         for request in list(self._running):
             try:
                 logits, request._state = self._run([[request.made[-1]]], states.rows(self._state, [request._row or 0]))
@@ -362,23 +362,23 @@ class Scheduler:
                 self._leave(request, "error", error)
             else:
                 request._row = None
-                found.append(logits)
-        return torch.cat(found) if found else torch.zeros(0, 1)
+                rows.append(logits)
+        return torch.cat(rows) if rows else torch.zeros(0, 1)
 
-    def _took(self, request: Request, token: int) -> None:
+    def _add_token(self, request: Request, token: int) -> None:
         request.made.append(token)
         self.counts["tokens"] += 1
         request.tell(token)
 
     def _leave(self, request: Request, why: Finish, error: Exception | None = None) -> None:
         """Ends a request that runs."""
-        own = request._state if request._row is None else None
-        if own is None and request.user is not None:
-            own = states.rows(self._state, [request._row or 0])
+        state = request._state if request._row is None else None
+        if state is None and request.user is not None:
+            state = states.rows(self._state, [request._row or 0])
         self._running.remove(request)
         if not self._running:
             self._state, self._size = None, 0
-        self._end(request, why, error, own if why in ("stop", "length") else None)
+        self._end(request, why, error, state if why in ("stop", "length") else None)
 
     def _end(self, request: Request, why: Finish | None, error: Exception | None = None, state: Any = None) -> None:
         """Tells that a request has ended, after its user's memory is on disk, all of the answer in it."""
@@ -423,9 +423,9 @@ class Scheduler:
             _LOG.exception("the scheduler has ended")
             with self._lock:
                 self.failure = error
-                left = [*self._running, *([self._reading] if self._reading else []), *self._waiting]
+                requests = [*self._running, *([self._reading] if self._reading else []), *self._waiting]
                 self._running, self._reading, self._waiting = [], None, deque()
-            for request in left:
+            for request in requests:
                 self._end(request, "error", ConfigError("the scheduler has failed; start the server again"))
 
 

@@ -70,7 +70,7 @@ class _Server:
     def __init__(self, scheduler: Scheduler, texts: Texts, name: str, key: str | None, limits: Limits) -> None:
         self.scheduler, self.texts, self.name, self.key, self.limits = scheduler, texts, name, key, limits
 
-    def guarded(self, handler: Handler) -> Handler:
+    def guard(self, handler: Handler) -> Handler:
         """A handler behind the key; without one for pages and names of this machine alone."""
 
         async def handle(http: Http) -> Response:
@@ -92,8 +92,8 @@ class _Server:
 
     def _admit(self, http: Http) -> None:
         if self.key is not None:
-            given = http.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
+            header = http.headers.get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(header, f"Bearer {self.key}".encode()):
                 raise _Refused(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
         elif urlsplit(f"//{http.headers.get('host', '')}").hostname not in LOOPBACK:
             # A page elsewhere may have given its own name the address of this machine.
@@ -125,27 +125,26 @@ class _Server:
         raw = await self._body(http)
         # Texts take a while, during which others are answered.
         remembers = self.scheduler.memories is not None
-        how: dict[str, Any] = {"remembers": remembers, "model": self.name}
-        asked = await asyncio.to_thread(parse, raw, chat, self.texts, self.limits, **how)
-        told: asyncio.Queue[int | None] = asyncio.Queue()
+        asked = await asyncio.to_thread(parse, raw, chat, self.texts, self.limits, model=self.name, remembers=remembers)
+        queue: asyncio.Queue[int | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def tell(token: int | None) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(told.put_nowait, token)
+                loop.call_soon_threadsafe(queue.put_nowait, token)
 
         asked.request.tell = tell
         self.scheduler.submit(asked.request)
         reply = Reply(f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", self.name, int(time.time()), chat)
         if asked.stream:
-            return _Stream(asked.request, self._events(asked, told, reply))
-        return await self._whole(http, asked, told, reply)
+            return _Stream(asked.request, self._events(asked, queue, reply))
+        return await self._whole(http, asked, queue, reply)
 
-    async def _pieces(self, request: Request, cutter: Cutter, told: asyncio.Queue[int | None]) -> AsyncIterator[str]:
+    async def _pieces(self, request: Request, cutter: Cutter, queue: asyncio.Queue[int | None]) -> AsyncIterator[str]:
         """Text as it is made. `ConfigError` where the request has failed."""
         token: int | None = 0
         while token is not None and not cutter.ended:
-            token = await told.get()
+            token = await queue.get()
             if token is None and request.finish not in ("stop", "length"):
                 raise ConfigError(_why(request))
             if piece := cutter.add(token):
@@ -153,7 +152,7 @@ class _Server:
         if cutter.ended:
             request.cancelled = True
 
-    async def _events(self, asked: Asked, told: asyncio.Queue[int | None], reply: Reply) -> AsyncIterator[str]:
+    async def _events(self, asked: Asked, queue: asyncio.Queue[int | None], reply: Reply) -> AsyncIterator[str]:
         """Server-sent events; an error is the last but one."""
 
         def event(content: dict[str, Any]) -> str:
@@ -161,7 +160,7 @@ class _Server:
 
         cutter = Cutter(self.texts, asked.stops)
         try:
-            async for piece in self._pieces(asked.request, cutter, told):
+            async for piece in self._pieces(asked.request, cutter, queue):
                 yield event(reply.body(piece, None, whole=False))
             yield event(reply.body("", _finish(asked.request, cutter), whole=False))
             if asked.usage:
@@ -170,29 +169,29 @@ class _Server:
             yield event(problem(str(error), "server_error"))
         yield "data: [DONE]\n\n"
 
-    async def _whole(self, http: Http, asked: Asked, told: asyncio.Queue[int | None], reply: Reply) -> Response:
+    async def _whole(self, http: Http, asked: Asked, queue: asyncio.Queue[int | None], reply: Reply) -> Response:
         cutter = Cutter(self.texts, asked.stops)
 
         async def text() -> str:
-            return "".join([piece async for piece in self._pieces(asked.request, cutter, told)])
+            return "".join([piece async for piece in self._pieces(asked.request, cutter, queue)])
 
-        async def gone() -> None:
+        async def wait_for_disconnect() -> None:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
 
-        work, left = asyncio.ensure_future(text()), asyncio.ensure_future(gone())
+        work, disconnect = asyncio.ensure_future(text()), asyncio.ensure_future(wait_for_disconnect())
         try:
-            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise _Refused(400, "the client has gone")
-            found = work.result()
+            answer = work.result()
         except ConfigError as error:
             raise _Refused(504 if asked.request.finish == "timeout" else 500, str(error)) from None
         finally:
             asked.request.cancelled = True
             work.cancel()
-            left.cancel()
-        return JSONResponse(reply.body(found, _finish(asked.request, cutter), whole=True, **usage(asked.request)))
+            disconnect.cancel()
+        return JSONResponse(reply.body(answer, _finish(asked.request, cutter), whole=True, **usage(asked.request)))
 
     async def forget(self, http: Http) -> Response:
         """DELETE /v1/memories/{user}."""
@@ -266,7 +265,7 @@ def application(
         await asyncio.to_thread(scheduler.stop)
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
-        return Route(path, server.guarded(handler), methods=[method])
+        return Route(path, server.guard(handler), methods=[method])
 
     routes = [
         route("/v1/completions", server.complete, "POST"),

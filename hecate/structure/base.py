@@ -138,7 +138,7 @@ class Structure(Variant, family="structure"):
 
     def read(self, memory: Memory, p: Tensor) -> Tensor:
         """The memory's answer to a query: its prediction, or M^T p where it is `transposed`."""
-        return _turned(p, *memory) if self.transposed else self.predict(memory, p)
+        return _transposed_product(p, *memory) if self.transposed else self.predict(memory, p)
 
     def predict_vjp(self, memory: Memory, p: Tensor, u: Tensor) -> tuple[Memory, Tensor]:
         """Cotangents of the weights and of p from the cotangent u of the prediction."""
@@ -165,7 +165,7 @@ class Structure(Variant, family="structure"):
 
     def read_block(self) -> Block:
         """`read` as a tape block: (p, *weights) -> answer."""
-        return _TURNED if self.transposed else self.predict_block()
+        return _READ_TRANSPOSED if self.transposed else self.predict_block()
 
     def pullback_block(self) -> Block:
         """`pullback` as a tape block: (p, u, *weights) -> gradients."""
@@ -183,12 +183,12 @@ class Structure(Variant, family="structure"):
 
         Override the two together to compute once what prediction and pullback share.
         """
-        (u,), kept = bias.apply((self.predict(memory, p), target))
-        return self.pullback(memory, p, one((u,))), (memory, p, u, kept)
+        (u,), residuals = bias.apply((self.predict(memory, p), target))
+        return self.pullback(memory, p, one((u,))), (memory, p, u, residuals)
 
-    def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
+    def gradient_vjp(self, bias: Block, residuals: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         """Cotangents of the weights, and of (p, target), from those of `gradient`'s result."""
-        memory, p, u, of_bias = kept
+        memory, p, u, of_bias = residuals
         gmemory, gp, gu = self.pullback_vjp(memory, p, u, cotangents)
         gpred, gtarget = bias.pullback(of_bias, [gu])
         if gpred is None:
@@ -203,8 +203,8 @@ class Structure(Variant, family="structure"):
         def forward(p: Tensor, target: Tensor, *memory: Tensor) -> tuple[Tensors, Any]:
             return self.gradient(bias, memory, p, target)
 
-        def vjp(kept: Any, *cotangents: Tensor) -> Tensors:
-            gmemory, ginputs = self.gradient_vjp(bias, kept, cotangents)
+        def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
+            gmemory, ginputs = self.gradient_vjp(bias, residuals, cotangents)
             return *ginputs, *gmemory
 
         def program(run: Run, p: Tensor, target: Tensor, *memory: Tensor) -> Tensors:
@@ -215,15 +215,15 @@ class Structure(Variant, family="structure"):
         return Block(f"structure.{self.kind}.gradient", forward, vjp, program)
 
 
-def _turned(p: Tensor, weight: Tensor) -> Tensor:
+def _transposed_product(p: Tensor, weight: Tensor) -> Tensor:
     return (weight.mT @ p.unsqueeze(-1)).squeeze(-1)
 
 
-def _turned_vjp(p: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _transposed_product_vjp(p: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return (weight @ g.unsqueeze(-1)).squeeze(-1), p.unsqueeze(-1) * g.unsqueeze(-2)
 
 
-_TURNED = formula_block("structure.read.transposed", _turned, _turned_vjp)
+_READ_TRANSPOSED = formula_block("structure.read.transposed", _transposed_product, _transposed_product_vjp)
 StructureKind = Structure
 
 
@@ -238,11 +238,11 @@ def starts(
     shapes = structure.shapes(d_phi, d_v) if structure.drawn and not is_traced() else {}
     if not 0 < heads * sum(map(math.prod, shapes.values())) * dtype.itemsize <= LARGEST:
         return structure.init(d_phi, d_v, heads=heads, dtype=dtype, device=device)
-    return dict(_kept(structure, d_phi, d_v, heads, dtype, device))
+    return dict(_cached_init(structure, d_phi, d_v, heads, dtype, device))
 
 
 @lru_cache(KEPT)
-def _kept(
+def _cached_init(
     structure: Structure, d_phi: int, d_v: int, heads: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
     with torch.inference_mode(False), torch.no_grad():  # autograd may save what is kept

@@ -89,8 +89,8 @@ class _Rows(NamedTuple):
     def of(cls, past: Trace, columns: dict[int, Tensor]) -> _Rows:
         bounds, nodes = spread(past, columns), enumerate(past.graph.nodes, 1)
         layers = [(n.weight, at, n.source) for at, n in nodes if isinstance(n, Linear) and bounds[at] is not None]
-        found = [None if bounds[at] is bounds[-1] else bounds[at] for _, at, _ in layers]
-        roots = [None if b is None else (b.sum(-1, keepdim=True) + ROOT).sqrt() for b in found]
+        slopes = [None if bounds[at] is bounds[-1] else bounds[at] for _, at, _ in layers]
+        roots = [None if b is None else (b.sum(-1, keepdim=True) + ROOT).sqrt() for b in slopes]
         inputs = [source(past.values, of) for _, _, of in layers]
         rows = [h if root is None else root * h for root, h in zip(roots, inputs, strict=True)]
         scales = [1 + ROOT if root is None else 1.0 for root in roots]
@@ -120,11 +120,11 @@ class _Rows(NamedTuple):
             shares = [gbounds[at] if at > INPUT else None for at in node.sources]
             if all(share is None for share in shares):
                 continue
-            given = tuple(a.new_zeros(()) if share is None else share for share in shares)
-            ginputs, ga = cast(Bounded, node.op).bound_vjp(self.past.slopes[index], a, given)
+            filled = tuple(a.new_zeros(()) if share is None else share for share in shares)
+            ginputs, ga = cast(Bounded, node.op).bound_vjp(self.past.slopes[index], a, filled)
             gbounds.add(index + 1, ga)
-            for at, own in zip(node.sources, ginputs, strict=True):
-                values.add(at, None if own is None else own.expand_as(source(self.past.values, at)))
+            for at, ginput in zip(node.sources, ginputs, strict=True):
+                values.add(at, None if ginput is None else ginput.expand_as(source(self.past.values, at)))
 
 
 class Lengths(NamedTuple):
@@ -133,7 +133,7 @@ class Lengths(NamedTuple):
 
     c: Tensor
     blocks: int
-    own: _Rows
+    tokens: _Rows
     earlier: _Rows | None
     grams: list[tuple[Tensor, Tensor]]
     near: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -142,46 +142,46 @@ class Lengths(NamedTuple):
     def of(cls, past: Trace, write: Tensor | None, keys: Tensor, blocks: int) -> Lengths:
         """From the tokens' trace; the rest as in `lengths`."""
         columns: dict[int, Tensor] = {}
-        own, earlier, grams, near = _Rows.of(past, columns), None, [], partial(_near, keys[..., -1] > 0, write)
+        tokens, earlier, grams, near = _Rows.of(past, columns), None, [], partial(_near, keys[..., -1] > 0, write)
         if keys.shape[1]:
             earlier = _Rows.of(trace(past.graph, past.weights, keys[..., :-1], whole=False), columns)
-            both = list(zip(own.rows, earlier.rows, strict=True))
+            both = list(zip(tokens.rows, earlier.rows, strict=True))
             grams = [(torch.bmm(row, row.mT), torch.bmm(other, row.mT)) for row, other in both]
             kinds = zip(*grams, strict=True)
-            sizes = [reduce(add, map(_scaled, map(torch.abs, kind), own.scales)) for kind in kinds]
+            sizes = [reduce(add, map(_scale, map(torch.abs, kind), tokens.scales)) for kind in kinds]
             pairs, others = near(*sizes)
             total = pairs.sum(-1) + others.sum(-2)
         else:
-            sums = [row.square().sum(-1) * scale for row, scale in zip(own.rows, own.scales, strict=True)]
+            sums = [row.square().sum(-1) * scale for row, scale in zip(tokens.rows, tokens.scales, strict=True)]
             total = reduce(add, sums)
-        return cls(1 / (blocks * (FLOOR + total)), blocks, own, earlier, grams, near)
+        return cls(1 / (blocks * (FLOOR + total)), blocks, tokens, earlier, grams, near)
 
     def vjp(
         self, g: Tensor, values: Cotangents | None = None, known: Sequence[Tensor | None] = ()
     ) -> tuple[list[Tensor], Tensor, Tensor | None]:
         """Cotangents of the weights, of p and of the keys, None without any, from that of c; with those of the trace's
         values, and added to those of the weights that are known."""
-        own, earlier, gcolumns = self.own, self.earlier, dict[int, Tensor]()
-        values = values or Cotangents(own.past.values)
+        tokens, earlier, gcolumns = self.tokens, self.earlier, dict[int, Tensor]()
+        values = values or Cotangents(tokens.past.values)
         gtotal = (-self.blocks * self.c.square() * g).unsqueeze(-1)
         if earlier is None:
             gkeys = None
-            grows = [2 * scale * gtotal * row for row, scale in zip(own.rows, own.scales, strict=True)]
+            grows = [2 * scale * gtotal * row for row, scale in zip(tokens.rows, tokens.scales, strict=True)]
         else:
             (pairs, others), grows, gearlier = self.grams[0], [], []
             both = self.near(gtotal.expand_as(pairs), gtotal.mT.expand_as(others))
-            for row, other, grams, scale in zip(own.rows, earlier.rows, self.grams, own.scales, strict=True):
-                gown, gother = (gram.sign() * _scaled(part, scale) for gram, part in zip(grams, both, strict=True))
+            for row, other, grams, scale in zip(tokens.rows, earlier.rows, self.grams, tokens.scales, strict=True):
+                gown, gother = (gram.sign() * _scale(part, scale) for gram, part in zip(grams, both, strict=True))
                 grows.append(torch.baddbmm(torch.bmm(gown + gown.mT, row), gother.mT, other))
                 gearlier.append(torch.bmm(gother, row))
             of_keys = Cotangents(earlier.past.values)
             earlier.vjp(gearlier, of_keys, gcolumns)
             known, gp = earlier.past.through(of_keys, known)
             gkeys = torch.nn.functional.pad(gp, (0, 1))
-        own.vjp(grows, values, gcolumns)
-        sums, gp = own.past.through(values, known)
+        tokens.vjp(grows, values, gcolumns)
+        sums, gp = tokens.past.through(values, known)
         for weight, into in gcolumns.items():
-            sums[weight] = torch.addcmul(sums[weight], own.past.weights[weight], into, value=2)
+            sums[weight] = torch.addcmul(sums[weight], tokens.past.weights[weight], into, value=2)
         return sums, gp, gkeys
 
 
@@ -193,36 +193,36 @@ def lengths(graph: Graph, blocks: int) -> Block:
     """
 
     def forward(p: Tensor, write: Tensor | None, keys: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
-        found = Lengths.of(trace(graph, weights, p, whole=False), write, keys, blocks)
-        return (found.c,), found
+        steps = Lengths.of(trace(graph, weights, p, whole=False), write, keys, blocks)
+        return (steps.c,), steps
 
-    def vjp(found: Any, g: Tensor) -> Tensors:
-        gweights, gp, gkeys = found.vjp(g)
+    def vjp(steps: Any, g: Tensor) -> Tensors:
+        gweights, gp, gkeys = steps.vjp(g)
         return gp, None, gkeys, *gweights
 
     return Block("structure.lengths", forward, vjp)
 
 
-def _scaled(part: Tensor, scale: float) -> Tensor:
+def _scale(part: Tensor, scale: float) -> Tensor:
     return part if scale == 1 else part * scale
 
 
-def _near(there: Tensor, write: Tensor | None, own: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
+def _near(there: Tensor, write: Tensor | None, pairs: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor]:
     """Of pairs of the C tokens with themselves `[N, C, C]` and of K keys with them `[N, K, C]` those that count, 0 for
     others: a token is weighed against itself and the last K that were written before it, of keys that are `there`."""
     (count, size), device = earlier.shape[1:], earlier.device
-    seen = torch.where(there.unsqueeze(2), earlier, 0.0)
+    others = torch.where(there.unsqueeze(2), earlier, 0.0)
     if write is None:
-        return own.tril() if size <= count + 1 else own.tril().triu(-count), seen.tril()
+        return pairs.tril() if size <= count + 1 else pairs.tril().triu(-count), others.tril()
     number = torch.arange(size, device=device)
     before = (write.long().cumsum(1) - write.long()).unsqueeze(1)  # writes ahead of each token
     itself, late = number[:, None] == number, number[:, None] > number
     near = late & write.unsqueeze(1) & (before.mT - before <= count)
-    own = torch.where(near | itself, own, 0.0)
-    return own, torch.where(before <= torch.arange(count, device=device)[:, None], seen, 0.0)
+    pairs = torch.where(near | itself, pairs, 0.0)
+    return pairs, torch.where(before <= torch.arange(count, device=device)[:, None], others, 0.0)
 
 
-def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
+def _last_keys(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
     count = keys.shape[1]
     if write is None and count <= p.shape[1]:
         return (torch.nn.functional.pad(p[:, p.shape[1] - count :], (0, 1), value=1.0),), (count, p.shape[1], None)
@@ -237,7 +237,7 @@ def _kept(keys: Tensor, p: Tensor, write: Tensor | None) -> tuple[Tensors, Any]:
     return (every.gather(1, index.unsqueeze(-1).expand(-1, -1, every.shape[-1])),), (count, p.shape[1], index)
 
 
-def _kept_vjp(residuals: Any, g: Tensor) -> Tensors:
+def _last_keys_vjp(residuals: Any, g: Tensor) -> Tensors:
     count, size, index = residuals
     if index is None and count <= size:
         return None, torch.nn.functional.pad(g[..., :-1], (0, 0, size - count, 0)), None
@@ -249,5 +249,5 @@ def _kept_vjp(residuals: Any, g: Tensor) -> Tensors:
     return every[:, :count], every[:, count:, :-1], None
 
 
-KEYS = Block("structure.keys", _kept, _kept_vjp)
+KEYS = Block("structure.keys", _last_keys, _last_keys_vjp)
 """(keys `[N, K, P + 1]`, p `[N, C, P]`, write `[N, C]` or None) -> the last K keys that were written."""

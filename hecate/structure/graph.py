@@ -152,12 +152,12 @@ class Normalise(NamedTuple):
     name: str = "norm"
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        return torch.mul(*self._centred(inputs[0]))
+        return torch.mul(*self._centre(inputs[0]))
 
     def slopes(self, y: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return y, self._centred(inputs[0])[1]
+        return y, self._centre(inputs[0])[1]
 
-    def _centred(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _centre(self, x: Tensor) -> tuple[Tensor, Tensor]:
         centred = x - x.mean(-1, keepdim=True)
         variance = centred.square().mean(-1, keepdim=True)
         scale = torch.where(variance == 0, 1.0, variance + self.eps).rsqrt()
@@ -240,8 +240,8 @@ def source(values: Sequence[Tensor], index: int) -> Tensor:
 def outers(total: Tensor | None, d: Tensor, h: Tensor | None) -> Tensor:
     """sum_c d_c h_c^T, added to a total: `[N, C, out], [N, C, in] -> [N, out, in]`; h is None for the constant."""
     if h is None:
-        own = d.sum(1, keepdim=True).mT
-        return own if total is None else total + own
+        column = d.sum(1, keepdim=True).mT
+        return column if total is None else total + column
     if d.shape[1] == 1:  # on a CPU twice as fast as a product of matrices of one row
         return d.mT * h if total is None else torch.addcmul(total, d.mT, h)
     return torch.bmm(d.mT, h) if total is None else torch.baddbmm(total, d.mT, h)
@@ -318,11 +318,11 @@ class Trace(NamedTuple):
                     up.add(index + 1, torch.bmm(c, self.weights[node.weight].mT))
                     gweights[node.weight] = outers(gweights[node.weight], g, c)
             elif g is not None and any(up[at] is not None for at in node.sources):
-                given = tuple(up.filled(at) for at in node.sources)
-                shares, share = node.op.vjp_vjp(self.slopes[index], g, given)
+                cotangents = tuple(up.filled(at) for at in node.sources)
+                shares, share = node.op.vjp_vjp(self.slopes[index], g, cotangents)
                 up.add(index + 1, share)
-                for at, own in zip(node.sources, shares, strict=True):
-                    values.add(at, own)
+                for at, gvalue in zip(node.sources, shares, strict=True):
+                    values.add(at, gvalue)
         return gweights, up.filled(len(self.graph.nodes)), values
 
     def through(self, flowing: Cotangents, known: Sequence[Tensor | None] = ()) -> tuple[list[Tensor], Tensor]:
@@ -335,7 +335,7 @@ class Trace(NamedTuple):
                 h = None if node.source == ONE else self.values[node.source]
                 sums[node.weight] = outers(sums[node.weight], g, h)
         pairs = zip(sums, self.weights, strict=True)
-        return [torch.zeros_like(w) if own is None else own for own, w in pairs], flowing.filled(INPUT)
+        return [torch.zeros_like(w) if total is None else total for total, w in pairs], flowing.filled(INPUT)
 
     def backpropagated(self, u: Tensor) -> tuple[list[Tensor], Tensor]:
         """Cotangents of the weights and of p from that of the prediction."""

@@ -60,8 +60,8 @@ class Layered(Structure):
             values = graphs.evaluate(graph, memory, p.unsqueeze(1))
             return (values[-1].squeeze(1),), (memory, values)
 
-        def vjp(kept: Any, g: Tensor) -> Tensors:
-            gmemory, gp = graphs.traced(graph, *kept).backpropagated(g.unsqueeze(1))
+        def vjp(residuals: Any, g: Tensor) -> Tensors:
+            gmemory, gp = graphs.traced(graph, *residuals).backpropagated(g.unsqueeze(1))
             return gp.squeeze(1), *gmemory
 
         return Block(f"structure.{self.kind}.predict", forward, vjp)
@@ -69,13 +69,13 @@ class Layered(Structure):
     def gradient(self, bias: Block, memory: Memory, p: Tensor, target: Tensor) -> tuple[Memory, Any]:
         if not self.factored:
             return super().gradient(bias, memory, p, target)
-        found = graphs.descent(self.graph(), bias, memory, p, target)
-        return _products(found.d, found.h), found
+        descent = graphs.descent(self.graph(), bias, memory, p, target)
+        return _products(descent.d, descent.h), descent
 
-    def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
+    def gradient_vjp(self, bias: Block, residuals: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         if not self.factored:
-            return super().gradient_vjp(bias, kept, cotangents)
-        gmemory, *ginputs = kept.vjp(bias, *_products_vjp(kept.d, kept.h, cotangents))
+            return super().gradient_vjp(bias, residuals, cotangents)
+        gmemory, *ginputs = residuals.vjp(bias, *_products_vjp(residuals.d, residuals.h, cotangents))
         return tuple(gmemory), tuple(ginputs)
 
 
@@ -177,8 +177,7 @@ class MLP(Layered):
     bias: bool = False
     last: float = Field(1.0, gt=0)
 
-    def conflicts(self) -> Conflicts:
-        yield from _one_width(self)
+    conflicts = _one_width
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         if self.residual and d_phi != d_v:
@@ -237,8 +236,7 @@ class GatedMLP(Layered):
     d_hidden: Size | None = Field(None, ge=1, description="hidden width; null: expansion times the larger width")
     activation: ActivationKind = SiLU()
 
-    def conflicts(self) -> Conflicts:
-        yield from _one_width(self)
+    conflicts = _one_width
 
     def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
         hidden = self.expansion * max(d_phi, d_v) if self.d_hidden is None else self.d_hidden
@@ -340,10 +338,10 @@ class Slots(Structure):
     def pullback_vjp(self, memory: Memory, p: Tensor, u: Tensor, cotangents: Memory) -> tuple[Memory, Tensor, Tensor]:
         unit, norm = _unit(memory)
         (c,) = cotangents
-        along, seen = (c * unit).sum(1), matvec(unit.mT, u)
-        b = matvec(c.mT, u) - along * seen
+        along, projection = (c * unit).sum(1), matvec(unit.mT, u)
+        b = matvec(c.mT, u) - along * projection
         weight = (p / norm.squeeze(1)).unsqueeze(1)
-        gunit = -weight * (c * seen.unsqueeze(1) + outer(u, along))
+        gunit = -weight * (c * projection.unsqueeze(1) + outer(u, along))
         gweight = _across(unit, gunit) / norm - weight * (b.unsqueeze(1) / norm) * unit
         return (gweight,), b / norm.squeeze(1), matvec(c - along.unsqueeze(1) * unit, weight[:, 0])
 
@@ -405,11 +403,11 @@ class TwoPass(Structure):
         u = one(bias.forward(matvec(values, a), target)[0])
         return (outer(error, w), outer(u, a)), (memory, p, target)
 
-    def gradient_vjp(self, bias: Block, kept: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
+    def gradient_vjp(self, bias: Block, residuals: Any, cotangents: Memory) -> tuple[Tensors, Tensors]:
         def of(memory: Memory, p: Tensor, target: Tensor) -> Memory:
             return self.gradient(bias, memory, p, target)[0]
 
-        gmemory, gp, gtarget = torch_vjp(of, kept, cotangents)
+        gmemory, gp, gtarget = torch_vjp(of, residuals, cotangents)
         return gmemory, (gp, gtarget)
 
     def gradient_block(self, bias: Block) -> Block:
@@ -419,10 +417,10 @@ class TwoPass(Structure):
     def cascade(self) -> Cascade | None:
         if not still_declared(self, "cascade", ("predict", "gradient", "gradient_vjp", "_code")):
             return None
-        link = formula_block("structure.two_pass.code", self._code, self._moved)
-        return Cascade(self.codes, link, self._told, self._told_vjp)
+        link = formula_block("structure.two_pass.code", self._code, self._code_vjp)
+        return Cascade(self.codes, link, self._code_gradient, self._code_gradient_vjp)
 
-    def _moved(self, z: Tensor, g: Tensor) -> Tensor:
+    def _code_vjp(self, z: Tensor, g: Tensor) -> Tensor:
         """J^T g, J the Jacobian of f at z."""
         if self.link == "identity":
             return g
@@ -432,11 +430,11 @@ class TwoPass(Structure):
         code, slope, length = self._parts(z)
         return slope * (g - code * (code * g).sum(-1, keepdim=True)) / length
 
-    def _told(self, z: Tensor, a: Tensor) -> Tensor:
+    def _code_gradient(self, z: Tensor, a: Tensor) -> Tensor:
         """u = J^T (f(z) - a)."""
-        return self._moved(z, self._code(z) - a)
+        return self._code_vjp(z, self._code(z) - a)
 
-    def _told_vjp(self, z: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def _code_gradient_vjp(self, z: Tensor, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """H g, H the Hessian of |f(z) - a|^2 / 2, and -J g.
 
         With d the change of a number along g, c = f(z), e = c - a: for softmax u = c (e - <c, e>) and

@@ -166,10 +166,10 @@ def test_a_step_from_a_state_draws_no_initial_weights(monkeypatch):
     drawn = []
     draw = MLP.init
     monkeypatch.setattr(MLP, "init", lambda *a, **b: drawn.append(1) or draw(*a, **b))
-    base._kept.cache_clear()  # what was drawn is kept
+    base._cached_init.cache_clear()  # what was drawn is kept
     _, state = memory_scan(case.config, case.q, case.k, case.v)
     assert len(drawn) == 1
-    base._kept.cache_clear()
+    base._cached_init.cache_clear()
     memory_step(case.config, case.q[:, 0], case.k[:, 0], case.v[:, 0], state=state)
     assert len(drawn) == 1
     reset = torch.tensor([[False, True]] * 2)

@@ -23,7 +23,7 @@ from tests.reference import papers_2026 as newer
 from tests.reference import papers_deep as deep
 
 T, MODEL, P, V = 17, 6, 4, 3
-SOLVED = corrections._solved
+SOLVED = corrections._solve_chunk
 NEW = (
     "gated_delta_2",
     "delta_product",
@@ -296,7 +296,7 @@ def factors(gating: Hypergradient, given: dict[str, Any], sizes: list[int]) -> t
 def test_a_chunk_of_osdn_is_its_tokens(own, by_token, monkeypatch):
     """Masks, resets and a rest of a chunk; whether bounds are met or not."""
     gating, length, stayed = Hypergradient(forget=0.9, **own), 150, []
-    monkeypatch.setattr(corrections, "_solved", lambda *given: stayed.append(SOLVED(*given)) or stayed[-1])
+    monkeypatch.setattr(corrections, "_solve_chunk", lambda *given: stayed.append(SOLVED(*given)) or stayed[-1])
     given = preconditioned(gating, length)
     leaves = [given["k"], *given["params"].values()]
     found = []

@@ -42,7 +42,7 @@ def test_the_calls_of_others(kind):
         pieces = [fla(part, past_key_values=cache, use_cache=True)[0] for part in X.split((5, 1, 6), 1)]
         assert off(torch.cat(pieces, 1), whole) < 1e-12 and cache.get_seq_length(1) == 12
         cache = DynamicCache(config=LlamaConfig(num_hidden_layers=2))
-        cache.layers[1:] = [type(fla._held(cache))()]
+        cache.layers[1:] = [type(fla._state_layer(cache))()]
         cache.activate_past_recording()
         output(X[:, :8], cache_params=cache)
         output(X[:, :3], cache_params=cache)
@@ -60,7 +60,7 @@ def test_the_calls_of_others(kind):
 @pytest.mark.parametrize("kind", MADE)
 def test_tokens_are_taken_back_from_the_middle_of_a_call(kind):
     layer, cache = AsLayer(MADE[kind]().eval(), returns="output"), DynamicCache()
-    layer._held(cache).activate_past_recording()
+    layer._state_layer(cache).activate_past_recording()
     with torch.no_grad():
         whole = layer(X)
         for part in X.split((5, 7), 1):
