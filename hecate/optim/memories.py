@@ -352,8 +352,8 @@ class DGD(MatrixOptimizer):
             if not (sample_grad - grad).norm() <= allowed:
                 raise ConfigError(
                     f"the {len(samples)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use "
-                    "this optimiser's own zero_grad, do not clip gradients by value nor average them over processes, and "
-                    "set rescaled='follow' if they are scaled or clipped by norm"
+                    "this optimiser's own zero_grad, do not clip gradients by value nor average them over processes, "
+                    "and set rescaled='follow' if they are scaled or clipped by norm"
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
