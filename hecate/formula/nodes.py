@@ -81,10 +81,7 @@ class Nodes:
 
     def same(self, op: str, *args: Any, axes: int = 0) -> Node:
         """The node of an operation and its arguments."""
-        found = self._made.get((op, *args))
-        if found is None:
-            found = self._made[op, *args] = Node(self, op, args, axes)
-        return found
+        return self._made.setdefault((op, *args), Node(self, op, args, axes))
 
     def input(self, name: str, axes: int = 0) -> Node:
         """An input by its name."""
@@ -93,10 +90,8 @@ class Nodes:
     def const(self, value: float, other: float | None = None) -> Node:
         """A number, and what it is in the other trace."""
         other = value if other is None else other
-        found = self._made.get(("const", repr(value), repr(other)))  # 0.0 and -0.0 are two, NaN is one
-        if found is None:
-            found = self._made["const", repr(value), repr(other)] = Node(self, "const", (value, other), 0)
-        return found
+        key = ("const", repr(value), repr(other))  # 0.0 and -0.0 are two, NaN is one
+        return self._made.setdefault(key, Node(self, "const", (value, other), 0))
 
 
 def call(op: str, *arguments: Number) -> Node:
