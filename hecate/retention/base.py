@@ -265,8 +265,8 @@ class Decay(Forgetting):
         if self.gate != "bounded" and self.lowest != -5.0:
             yield ("lowest",), f"{self.lowest:g} bounds what gate 'bounded' forgets, and gate is {self.gate!r}"
         starts, least = self.retain if isinstance(self.retain, tuple) else (self.default_retain,), math.exp(self.lowest)
-        told = self.retain != type(self).model_fields["retain"].default
-        if self.gate == "bounded" and told and min(starts) <= least:
+        chosen = self.retain != type(self).model_fields["retain"].default
+        if self.gate == "bounded" and chosen and min(starts) <= least:
             reason = f"is not above exp(lowest) = {least:g}, the least that gate 'bounded' keeps"
             yield ("retain",), f"{min(starts):g} {reason}; raise it, or lower lowest={self.lowest:g}"
 
@@ -425,8 +425,8 @@ class Sphere(Decaying):
 
     def block(self) -> Block:
         """X and its lengths are kept for the derivative."""
-        kept = still_declared(self, "block", self._formulas)
-        return Block(f"retention.{self.kind}", self._stepped, self._stepped_vjp) if kept else super().block()
+        declared = still_declared(self, "block", self._formulas)
+        return Block(f"retention.{self.kind}", self._stepped, self._stepped_vjp) if declared else super().block()
 
     def _stepped(self, memory: Tensor, direction: Tensor, retain: Tensor) -> tuple[tuple[Tensor], Any]:
         inner = self._dot(memory, direction) if self.form == "tangent" else None
@@ -445,8 +445,8 @@ class Sphere(Decaying):
             along = self._dot(memory, h)
             gmemory = torch.addcmul((keep - inner) * h, direction, along, value=-1)
             return gmemory, torch.addcmul(h, memory, along, value=-1), gretain
-        kept, live = of_memory
-        return torch.addcmul(keep * h, memory, torch.where(live, outward / kept, 0.0)), h, gretain
+        size, live = of_memory
+        return torch.addcmul(keep * h, memory, torch.where(live, outward / size, 0.0)), h, gretain
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return floored_root(self._dot(slots, slots), self.eps)

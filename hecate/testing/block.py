@@ -185,8 +185,8 @@ def check_streaming(model: Model, x: Tensor, *, tolerance: float | None = None) 
     with torch.no_grad():
         whole, _ = model(x, None)
         if not isinstance(whole, Tensor) or whole.shape[:2] != x.shape[:2]:
-            found = list(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
-            raise AssertionError(f"y of x {list(x.shape)} must be [B, T, ...] = {list(x.shape[:2])} first, got {found}")
+            shape = list(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+            raise AssertionError(f"y of x {list(x.shape)} must be [B, T, ...] = {list(x.shape[:2])} first, got {shape}")
         limit = torch.finfo(whole.dtype).eps ** (2 / 3) if tolerance is None else tolerance
         _compare("the same call, once more", model(x, None)[0], whole, limit)
         for cut in range(1, length):

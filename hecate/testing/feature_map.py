@@ -88,7 +88,7 @@ def _moved(params: Params, generator: torch.Generator) -> Params:
 
 
 def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
-    given, width = x.clone(), feature_map.output_dim(x.shape[-1])
+    before, width = x.clone(), feature_map.output_dim(x.shape[-1])
     features, residuals = feature_map.forward(x, params)
     expected = (*x.shape[:-1], width)
     require(features.shape == expected, f"{name}: features {list(features.shape)}, d_phi {width}")
@@ -97,7 +97,7 @@ def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tenso
     g = torch.ones_like(features)
     first, second = feature_map.vjp(residuals, g)[0], feature_map.vjp(residuals, g)[0]
     require(torch.equal(first, second), f"{name}: the VJP changes its residuals or its cotangent")
-    require(torch.equal(x, given), f"{name}: changes its input in place")
+    require(torch.equal(x, before), f"{name}: changes its input in place")
 
 
 def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -226,8 +226,8 @@ def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor
     """Half of the inputs say how features tell x back by a linear map and a constant, the others whether they do."""
     features = torch.cat([feature_map(x, params), torch.ones_like(x[..., :1])], -1)
     (known, other), (x, wanted) = (item.transpose(0, 1).chunk(2, 1) for item in (features, x))
-    told = other @ torch.linalg.lstsq(known, x).solution
-    alike = float((told * wanted).sum() / (told.norm() * wanted.norm()))
+    decoded = other @ torch.linalg.lstsq(known, x).solution
+    alike = float((decoded * wanted).sum() / (decoded.norm() * wanted.norm()))
     require(alike > 0.05, f"{name}: declared decodes, but nothing tells x back")
 
 
