@@ -336,14 +336,14 @@ def compare(
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
-        found = run.compare(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
+        results = run.compare(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
     except Interrupted:
         echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None
-    written = report.write(found, folder)
+    written = report.write(results, folder)
     with afterwards():
-        print_tables(report.tables(found))
-        for text in (*found.notes, *map(str, written)):
+        print_tables(report.tables(results))
+        for text in (*results.notes, *map(str, written)):
             echo(text)
 
 
@@ -383,10 +383,10 @@ def evaluate(
         named = [name.strip() for name in tasks.split(",")]
         wanted = parse_lengths(lengths) if lengths else None
         how: dict[str, Any] = {"data": data, "lengths": wanted, "samples": samples, "out": out}
-        found, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
+        results, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
         picture = "" if (folder / "scores.png").exists() else f"; no figure without matplotlib: {install_line('plot')}"
         with afterwards():
-            print_tables(found.tables())
+            print_tables(results.tables())
             echo(f"results: {folder}{picture}")
         return
     for name, value in (("samples", samples), ("out", out)):
@@ -502,9 +502,9 @@ def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
         from hecate.onnx import export_folder
     except ImportError as error:
         raise ConfigError(f"--to onnx: {error}") from None
-    found = export_folder(run, out, checkpoint, dtype)
+    exported = export_folder(run, out, checkpoint, dtype)
     with afterwards():
-        echo(f"{found.folder}: {found.step_nodes} nodes a token, within {found.error:.0e} of torch")
+        echo(f"{exported.folder}: {exported.step_nodes} nodes a token, within {exported.error:.0e} of torch")
 
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
@@ -512,10 +512,10 @@ def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
         from hecate.hf.saved import export_run
     except ImportError as error:
         raise ConfigError(f"--to hf: {error}") from None
-    found = export_run(run, out, checkpoint)
+    exported = export_run(run, out, checkpoint)
     with afterwards():
-        echo(str(found.folder))
-    if not found.has_tokenizer:
+        echo(str(exported.folder))
+    if not exported.has_tokenizer:
         echo("it has no tokenizer: the run was not trained on text", err=True)
 
 
@@ -540,10 +540,10 @@ def import_(
 
     if overrides and config is None:
         raise ConfigError("--set changes what --config names, which is left out; give both or neither")
-    found = None if config is None else load_experiment(config, overrides or [])
-    made = import_weights(source, out, found)
+    experiment = None if config is None else load_experiment(config, overrides or [])
+    folder = import_weights(source, out, experiment)
     with afterwards():
-        echo(str(made))
+        echo(str(folder))
 
 
 @_command(short="What a run's memories hold, attend to and forget.")
@@ -561,11 +561,11 @@ def report(
     """
     from hecate.microscope.report import report_run
 
-    found = report_run(run, tokens=tokens, out=out)
+    summary = report_run(run, tokens=tokens, out=out)
     with afterwards():
-        for path in found.figures:
+        for path in summary.figures:
             echo(str(path))
-        echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
+        echo(f"step {summary.step}, {summary.tokens} tokens; report: {summary.report}")
 
 
 _command(short="What memories remember, learn and follow, against peers.")(commands.gym)

@@ -78,9 +78,9 @@ class ConfigError(HecateError, ValueError):
                 problems += [Problem(path + inner.path, inner.message) for inner in cause.problems]
             else:
                 message = line["msg"][0].lower() + line["msg"][1:]
-                given = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
+                details = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
                 template = _SENTENCES.get(line["type"], "{message}, got {shown}")
-                problems.append(Problem(path, template.format(**line.get("ctx", {}) | given)))
+                problems.append(Problem(path, template.format(**line.get("ctx", {}) | details)))
         return cls(problems)
 
 

@@ -143,10 +143,10 @@ ROUNDING = 1e-12  # schedulers of torch end a little below 0
 class MatrixOptimizer(Optimizer):
     """An optimiser that sees each parameter as a matrix of rows.
 
-    A subclass says what state a parameter has (`entries`, or `fresh_state`) and what one step does to a list of
-    parameters of one device and dtype (`update`). It declares its options once: as fields of `Options`, which with a
-    `kind` is what a file configures too, and of `Extras`, which a file does not have. They are the arguments of its
-    constructor, by name but for `positional`.
+    A subclass says what state a parameter has (`held`, or `fresh_state`) and what one step does to a list of parameters
+    of one device and dtype (`update`). It declares its options once: as fields of `Options`, which with a `kind` is
+    what a file configures too, and of `Extras`, which a file does not have. They are the arguments of its constructor,
+    by name but for `positional`.
 
     State exists from construction, so that the checkpoint of a fresh optimiser is complete; it is float32 or better for
     half-precision parameters, through `load_state_dict` as well. All gradients are checked before anything is written,
@@ -176,7 +176,7 @@ class MatrixOptimizer(Optimizer):
         fused: bool | None = None
 
     positional: ClassVar[tuple[str, ...]] = ("lr",)
-    entries: ClassVar[tuple[str, ...]] = ()  # of state, like the parameter
+    held: ClassVar[tuple[str, ...]] = ()  # entries of state like the parameter
     structural: ClassVar[tuple[str, ...]] = ("state_dtype", "matrix")  # as in the checkpoint
     carried: ClassVar[tuple[str, ...]] = ()  # attributes that copies take along
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
@@ -228,8 +228,8 @@ class MatrixOptimizer(Optimizer):
     # What a subclass gives.
 
     def fresh_state(self, p: Tensor, group: Group) -> State:
-        """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `entries`."""
-        return {name: zeros_like_state(p, group) for name in self.entries}
+        """The state of a parameter before its first step, sharded as the parameter is: zeros for each of `held`."""
+        return {name: zeros_like_state(p, group) for name in self.held}
 
     @abstractmethod
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:

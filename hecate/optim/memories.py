@@ -72,7 +72,7 @@ class DeltaMomentum(MatrixOptimizer):
     class Extras(MatrixOptimizer.Extras):
         orthogonalize: Any = False
 
-    entries = (MOMENTUM,)
+    held = (MOMENTUM,)
     positional = ("lr", "momentum", "erase")
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {"beyond": ("form", ("hope",))}
 

@@ -162,7 +162,7 @@ class Muon(SpectralOptimizer):
     class Extras(SpectralOptimizer.Extras):
         weight_decay: NonNegative = 0.1
 
-    entries = (MOMENTUM,)
+    held = (MOMENTUM,)
     positional = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
     def check(self, group: Group) -> None:

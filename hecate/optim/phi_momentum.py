@@ -138,7 +138,7 @@ class PhiMomentum(PhiOptimizer):
         phi_params: Any = None
 
     _guarded: int | Tensor = 0
-    entries = (MOMENTUM,)
+    held = (MOMENTUM,)
     positional = ("lr", "momentum", "feature_map", "lift", "center")
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
