@@ -319,24 +319,32 @@ def compare(
     Examples: hecate compare quickstart --over memory=titans,gated_delta --over feature_map=elu,dpfp --seeds 3
     --out runs/which | hecate compare a.yaml b.yaml --flops 1e13 --lr 1e-3,3e-3,1e-2 --out runs/ab --jobs 2
     """
-    from hecate.compare import Budget, cells_of, report, run
+    from hecate.compare import Budget, cells_of
     from hecate.compare.cells import rates_of
-    from hecate.train.display import Interrupted, print_table, print_tables
     from hecate.train.run import fresh_folder
 
     folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
     again = "the same line again" if out else f"the same line with --out {folder}"
     cells, budget = cells_of(sources, over or [], overrides or []), Budget(steps, tokens, seconds, flops)
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
-    how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
+    how |= {"keep": keep, "jobs": jobs, "imports": ctx.find_root().params.get("imports") or []}
+    _run_cells(cells, folder, again, how, None if planned else {"positions": positions, "minutes": minutes})
+
+
+def _run_cells(cells: Any, folder: Path, again: str, how: dict[str, Any], more: dict[str, Any] | None) -> None:
+    """Runs cells as the arguments `how` and `more` of a comparison say, or plans that without `more`; prints results."""
+    from hecate.compare import report, run
+    from hecate.train.display import Interrupted, print_table, print_tables
+
+    say = partial(echo, err=True)
     try:
-        if planned:
-            table, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
+        if more is None:
+            table, hours = report.of_plan(run.plan(cells, folder, say=say, **how))
             print_table(*table)
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
-        results = run.compare(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
+        results = run.compare(cells, folder, say=say, **how, **more)
     except Interrupted:
         echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None
