@@ -332,7 +332,7 @@ def compare(
 
 
 def _run_cells(cells: Any, folder: Path, again: str, how: dict[str, Any], more: dict[str, Any] | None) -> None:
-    """Runs cells as the arguments `how` and `more` of a comparison say, or plans that without `more`; prints results."""
+    """Runs cells as `how` and `more` say and prints the results; without `more` plans that alone."""
     from hecate.compare import report, run
     from hecate.train.display import Interrupted, print_table, print_tables
 
