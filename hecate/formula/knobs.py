@@ -79,8 +79,7 @@ def printable(formula: T | str) -> T:
 def cached_formula(variant: Variant, make: Callable[[Any], T]) -> T | str:
     """The formula that is made of a variant, once, or why it could not be made."""
     # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
-    formula: T | str = _made_apart(make, tuple(_methods(variant)), repr(variant), variant)
-    return formula
+    return _made_apart(make, tuple(_methods(variant)), repr(variant), variant)
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
@@ -255,8 +254,7 @@ class Weights(NamedTuple):
         if gate.axes or gate.literal(0):
             return gate
         rows = gate.args[0] if gate.op == "column_total" else gate
-        summed: Node | None = rows.args[0] if rows.op == "total" else None
-        return summed
+        return rows.args[0] if rows.op == "total" else None
 
     @property
     def cellwise(self) -> bool:

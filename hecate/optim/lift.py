@@ -330,11 +330,11 @@ def _sentence(group: Group, largest: float, size: float) -> str:
 
 def _always(group: Group) -> bool:
     """True if phi of a number is a multiple of it, as the odd part of relu is."""
-    plain = FeatureMap.model_validate(group["feature_map"])
-    if not plain.traits().componentwise:
+    feature_map = map_of(group)
+    if not feature_map.traits().componentwise:
         return False
     x = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
-    y = (OddLift(inner=plain) if group["odd"] else plain)(x) / x
+    y = feature_map(x) / x
     return torch.allclose(y, y[:1])
 
 

@@ -123,8 +123,7 @@ class _Trait(Generic[Value]):
     def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> Value:
         if instance is None:
             raise AttributeError(f"{self.name} is a trait of an instance")
-        value: Value = getattr(instance.traits(), self.name)
-        return value
+        return getattr(instance.traits(), self.name)
 
 
 class FeatureMap(Variant, family="feature_map"):

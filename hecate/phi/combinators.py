@@ -388,7 +388,7 @@ def params_at(params: Params, index: int) -> Params:
 
 
 def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:
-    """The inverse of `own` for one group."""
+    """The inverse of `params_at` for one group."""
     return {f"{index}.{name}": item for name, item in items.items()}
 
 

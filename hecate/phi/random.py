@@ -105,8 +105,7 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
         q, r = torch.linalg.qr(gaussian)
     finally:
         torch.set_num_threads(threads)
-    signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
-    return signed
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
 def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool, norms: Norms = "chi") -> Tensor:

@@ -341,8 +341,7 @@ class MemoryConfig(Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
-        for path, reason in self._no_bound():
-            yield path, reason
+        yield from self._no_bound()
         formula = self.forms.retention
         if self.retention.additive and not isinstance(formula, str) and not formula.adds:
             sums = "the carried state times its retain gate, or 1 without, plus the direction"

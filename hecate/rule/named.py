@@ -456,5 +456,4 @@ def _with_equation(name: str) -> NamedRule:
     return _LITERATURE[name]()._replace(equation=_equations()[name])
 
 
-for _name in _LITERATURE:
-    RULES.data[_name] = partial(_with_equation, _name)
+RULES.data.update({name: partial(_with_equation, name) for name in _LITERATURE})

@@ -75,8 +75,7 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
             with full_precision(cotangents):
                 return replay(Tape(), program, inputs, cotangents, checkpoints)
 
-        outputs: Tensors = _Function.apply(forward, pullback, None if traced else [], *inputs)  # type: ignore[no-untyped-call]
-        return outputs
+        return _Function.apply(forward, pullback, None if traced else [], *inputs)  # type: ignore[no-untyped-call]
 
 
 class ByHand(NamedTuple):

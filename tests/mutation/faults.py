@@ -359,7 +359,7 @@ FAULTS = [
     *_of(
         "bias",
         "tests/bias tests/rule/test_knobs.py",
-        ("losses", "return pred.softmax(-1) - self._told(target)", "return pred.softmax(-1) + self._told(target)"),
+        ("losses", "return pred.softmax(-1) - self._distribution(target)", "return pred.softmax(-1) + self._distribution(target)"),
         ("losses", "return share * (tangent - (share * tangent).sum(-1, keepdim=True))", "return share * tangent"),
         ("losses", "return (target / self.temperature).softmax(-1)", "return (target * self.temperature).softmax(-1)"),
         ("losses", "(eps / radius).square() / radius, 0.0)", "eps / radius, 0.0)"),
