@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from hecate import commands, terminal
-from hecate.commands import command, importing
+from hecate.commands import command, extra, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
 
@@ -506,20 +506,16 @@ def export_(
 
 
 def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
-    try:
+    with extra("--to onnx: "):
         from hecate.onnx import export_folder
-    except ImportError as error:
-        raise ConfigError(f"--to onnx: {error}") from None
     exported = export_folder(run, out, checkpoint, dtype)
     with afterwards():
         echo(f"{exported.folder}: {exported.step_nodes} nodes a token, within {exported.error:.0e} of torch")
 
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
-    try:
+    with extra("--to hf: "):
         from hecate.hf.saved import export_run
-    except ImportError as error:
-        raise ConfigError(f"--to hf: {error}") from None
     exported = export_run(run, out, checkpoint)
     with afterwards():
         echo(str(exported.folder))

@@ -41,6 +41,15 @@ def importing(quiet: bool) -> Iterator[None]:
         waiting.cancel()
 
 
+@contextmanager
+def extra(what: str = "") -> Iterator[None]:
+    """Around imports of an extra: where it is missing the error is of the settings, WHAT ahead of it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what}{error}") from None
+
+
 class Command(TyperCommand):
     """A command after the user's imports; a warning is one line."""
 
@@ -446,10 +455,8 @@ def serve(
 
     Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users
     """
-    try:
+    with extra():
         from hecate.serve import server
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
     from hecate import states
     from hecate.checks import readable
     from hecate.serve import Memories, PrefixCache, Scheduler
@@ -491,12 +498,10 @@ def _exported(folder: Path) -> tuple[Any, Any]:
     from hecate.serve import Texts, plain_chat
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder has all of it
-    try:
+    with extra():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from hecate.hf import HecateForCausalLM
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
     try:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

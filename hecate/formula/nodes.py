@@ -162,10 +162,6 @@ class Over(NamedTuple):
         x = call("top", x) if self.axes & ALONG else x
         return call("column_top", x) if self.axes & DOWN else x
 
-    def mean(self, x: Node) -> Node:
-        """The sum over how many there are."""
-        return self.total(x) / size_of(x.nodes, self.axes)
-
     def softmax(self, x: Node) -> Node:
         """e^x over its sum."""
         shifted = exp(x - self.top(x))
@@ -348,7 +344,7 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
 
 ROWWISE: dict[str, Callable[..., Any]] = {
     "sum": lambda over, x, *_, **__: over.total(x), "amax": lambda over, x, *_, **__: over.top(x),
-    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.mean(x),
+    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.total(x) / size_of(x.nodes, over.axes),
     "any": lambda over, x, *_: over.top(_counted(x)) > 0, "all": lambda over, x, *_: over.top(-_counted(x)) < 0,
     "logsumexp": lambda over, x, *_, **__: over.top(x) + log(over.total(exp(x - over.top(x)))),
     "_softmax": lambda over, x, *_: over.softmax(x), "_log_softmax": lambda over, x, *_: over.log_softmax(x),

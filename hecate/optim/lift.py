@@ -460,16 +460,11 @@ class PhiOptimizer(MatrixOptimizer):
     @torch.no_grad()
     def _built(self, group: Group, like: Tensor) -> RowMap:
         exact = self.drawn(group, like.shape[-1])
-        how = {
-            "centre": group["center"],
-            "scale": group["input_scale"],
-            "by_number": by_number(group),
-            "call": self._call,
-        }
-        row_map = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
-        if row_map.lift == "pinv":
+        lift, centre, scale = group.get("lift", "none"), group["center"], group["input_scale"]
+        row_map = RowMap(map_of(group), exact, lift, centre, scale, by_number(group), call=self._call)
+        if lift == "pinv":
             row_map = self._decoded(group, row_map, like)
-        elif row_map.scale == "restored" and row_map.lift in ("identity", "vjp"):
+        elif scale == "restored" and lift in ("identity", "vjp"):
             row_map = self._gauged(group, row_map, like)
         return row_map.with_params(exact, like)
 
