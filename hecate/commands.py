@@ -463,7 +463,7 @@ def serve(
 
     key = os.environ.get(KEY) or None
     server.check_host(host, key)
-    model, texts = _exported(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
+    model, texts = _of_export(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
     mark = states.fingerprint(model)
     how: dict[str, Any] = {"parked_dtype": parked_dtype}
     room = prefix_mib << 20
@@ -493,7 +493,7 @@ def _of_run(folder: Path, checkpoint: str) -> tuple[Any, Any]:
     return trained.model, Texts(lambda text: tokenizer.encode([text])[0].tolist(), tokenizer.decode, plain_chat)
 
 
-def _exported(folder: Path) -> tuple[Any, Any]:
+def _of_export(folder: Path) -> tuple[Any, Any]:
     """The model of a folder of transformers and its texts, with the chat template of its tokenizer if it has one."""
     from hecate.serve import Texts, plain_chat
 

@@ -133,15 +133,15 @@ def export_onnx(
     if dtype == "float16":
         _round(model)
     with torch.no_grad(), _quiet():
-        _, state = model(_drawn(model, 2, 3))
+        _, state = model(_draw(model, 2, 3))
         tensors = states.leaves(state)
-        names = {way: [f"{way}.{_named(place)}" for place in tensors] for way in ("past", "present")}
+        names = {way: [f"{way}.{_name_of(place)}" for place in tensors] for way in ("past", "present")}
         sequence = _Sequence(model, state)
         if any(item.dim() < 1 or item.shape[0] != 2 for item in tensors.values()):
             raise ConfigError("the state has tensors that are not by rows, and a file of ONNX takes rows alone")
-        whole = _converted(sequence, (_drawn(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
-        inputs = (_drawn(model, 2, 1), [item.contiguous() for item in tensors.values()])
-        step = _converted(sequence, inputs, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
+        whole = _to_onnx(sequence, (_draw(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
+        inputs = (_draw(model, 2, 1), [item.contiguous() for item in tensors.values()])
+        step = _to_onnx(sequence, inputs, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
         if dtype == "float16":
             for proto in (whole, step):
                 _halve(proto)
@@ -195,7 +195,7 @@ def _title(model: nn.Module) -> str:
     return f"{type(model).__name__} of {rule_repr(rule)}, readout={rule.readout.kind}"
 
 
-def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
+def _draw(model: nn.Module, batch: int, length: int) -> Tensor:
     """Input of a model."""
     draws = torch.Generator().manual_seed(length)
     if isinstance(model, LanguageModel):
@@ -203,7 +203,7 @@ def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, model.d_model, generator=draws, dtype=torch.float32)  # type: ignore[call-overload]
 
 
-def _named(place: str) -> str:
+def _name_of(place: str) -> str:
     """`[0].memory.memory['weight']` as `0.memory.memory.weight`."""
     return place.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").strip(".")
 
@@ -221,7 +221,7 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _converted(
+def _to_onnx(
     sequence: _Sequence, arguments: tuple[Any, ...], inputs: list[str], outputs: list[str], *, open_length: bool
 ) -> Any:
     """A model of ONNX."""
@@ -252,7 +252,7 @@ def _converted(
 
 def _difference(sequence: _Sequence, whole: Any, step: Any, batch: int, length: int) -> float:
     """The largest difference from torch, of each output's largest number, of a sequence and of a token after it."""
-    x, more = _drawn(sequence.model, batch, length), _drawn(sequence.model, batch, 1)
+    x, more = _draw(sequence.model, batch, length), _draw(sequence.model, batch, 1)
     wanted = sequence(x)
     further = sequence(more, wanted[1:])
     first, second = map(_session, (whole, step))

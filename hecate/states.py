@@ -282,7 +282,7 @@ def save(state: Any, path: Path | str, model: str | None = None) -> None:
         CheckpointError: what is no state, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    tree = _described(state, "state", tensors, None)
+    tree = _description(state, "state", tensors, None)
     if not tensors:
         raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written to {path}")
     metadata = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
@@ -312,7 +312,7 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
     try:
         if metadata.get("format") != _FORMAT:
             raise ValueError("it is of another kind")
-        return _built(json.loads(metadata["tree"]), tensors, None)
+        return _state_of(json.loads(metadata["tree"]), tensors, None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a state that hecate.states.save wrote: {error}") from None
 
@@ -321,7 +321,7 @@ _Dtype = torch.dtype | Literal["floating point"] | None
 """Dtype of the tensors of a field; None: any but complex numbers."""
 
 
-def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
+def _description(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
     """A state as JSON, whose tensors go into a mapping; clones, since safetensors takes none that share memory."""
     if tree is None:
         return None
@@ -332,12 +332,12 @@ def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype)
         return {"tensor": path}
     if isinstance(tree, State):
         fields = zip(tree._fields, tree, strict=True)  # type: ignore[attr-defined, call-overload]
-        inner = {n: _described(x, f"{path}.{n}", tensors, _dtype_of(type(tree), n)) for n, x in fields}
+        inner = {n: _description(x, f"{path}.{n}", tensors, _dtype_of(type(tree), n)) for n, x in fields}
         return {"state": type(tree).__name__, "fields": inner}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: _described(item, f"{path}[{key!r}]", tensors, wanted) for key, item in tree.items()}}
+        return {"dict": {key: _description(item, f"{path}[{key!r}]", tensors, wanted) for key, item in tree.items()}}
     if type(tree) in (tuple, list):
-        items = [_described(item, f"{path}[{i}]", tensors, wanted) for i, item in enumerate(tree)]
+        items = [_description(item, f"{path}[{i}]", tensors, wanted) for i, item in enumerate(tree)]
         return {type(tree).__name__: items}
     raise CheckpointError(
         f"{path} is {shorten(tree)}, a {type(tree).__name__}; a state is made of tensors, None, tuples, lists, dicts "
@@ -345,7 +345,7 @@ def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype)
     )
 
 
-def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
+def _state_of(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
     """The state of a JSON description; ValueError, KeyError, TypeError or AttributeError where it is none."""
     if tree is None:
         return None
@@ -355,9 +355,9 @@ def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
             raise ValueError(f"{shorten(tree['tensor'])} {fault}")
         return tensor
     if "dict" in tree:
-        return {key: _built(item, tensors, wanted) for key, item in tree["dict"].items()}
+        return {key: _state_of(item, tensors, wanted) for key, item in tree["dict"].items()}
     if "list" in tree or "tuple" in tree:
-        items = [_built(item, tensors, wanted) for item in tree.get("list", tree.get("tuple"))]
+        items = [_state_of(item, tensors, wanted) for item in tree.get("list", tree.get("tuple"))]
         return items if "list" in tree else tuple(items)
     name, fields = tree["state"], tree["fields"]
     if name not in _KINDS:
@@ -365,7 +365,7 @@ def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
     kind: Any = _KINDS[name]
     if fields.keys() != set(kind._fields):
         raise ValueError(f"a {name} has the fields {', '.join(kind._fields)}, not {', '.join(fields)}")
-    return kind(**{field: _built(item, tensors, _dtype_of(kind, field)) for field, item in fields.items()})
+    return kind(**{field: _state_of(item, tensors, _dtype_of(kind, field)) for field, item in fields.items()})
 
 
 def _dtype_of(kind: type[State], field: str) -> _Dtype:

@@ -120,7 +120,7 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
     """The value of a JSON text whose objects have no key twice. `strict`, for files that anybody may have written: it
     has neither NaN nor infinity, no integer of more than 64 bits, and is nested at most `MAX_DEPTH` deep."""
     try:
-        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=int if strict else None)
+        value = json.loads(text, object_pairs_hook=_mapping_of, parse_constant=int if strict else None)
     except ConfigError:
         raise
     except RecursionError:
@@ -139,7 +139,7 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for key, value in pairs:
         if key in mapping:
@@ -148,7 +148,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
-def _unnamed(cls: Any, argument: Any) -> str:
+def _naming_hint(cls: Any, argument: Any) -> str:
     """Hint of what to write where a value was given without a field's name."""
     if isinstance(argument, str | Mapping):
         return f"; {cls.__name__}.model_validate reads a name or a mapping"
@@ -169,7 +169,7 @@ class _ConfigMeta(ModelMetaclass):
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
                 raise ConfigError(
-                    f"{cls.__name__} takes named fields only, got {shorten(args[0])}{_unnamed(cls, args[0])}"
+                    f"{cls.__name__} takes named fields only, got {shorten(args[0])}{_naming_hint(cls, args[0])}"
                 )
             if issubclass(cls, Variant) and cls.is_family():
                 return cls.model_validate(args[0] if args else fields)
@@ -241,10 +241,10 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def _hint(cls, key: str, known: list[str]) -> str:
         """Suggestion for an unknown field: one of the known ones, or a field of one of them."""
-        return meant(key, known) or did_you_mean(key, known, 0.7) or cls._held_by(key) or did_you_mean(key, known)
+        return meant(key, known) or did_you_mean(key, known, 0.7) or cls._holder_of(key) or did_you_mean(key, known)
 
     @classmethod
-    def _held_by(cls, key: str) -> str:
+    def _holder_of(cls, key: str) -> str:
         ours = (key, *MEANT.get(key, ()))
         for name, field in cls.model_fields.items():
             for item in (field.annotation, *get_args(field.annotation)):

@@ -89,26 +89,26 @@ class NewtonSchulz(Carrying):
         return math.inf if not self.rescale else 2.0
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-        return self._directed(grad, lr, momentum, *slots)[0]
+        return self._direction(grad, lr, momentum, *slots)[0]
 
     def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return self._directed_vjp(self._directed(*inputs)[1], *cotangents)
+        return self._direction_vjp(self._direction(*inputs)[1], *cotangents)
 
     def block(self) -> Block:
         """The iterations are kept for the derivative."""
         declared = still_declared(self, "block", self._formulas)
-        return Block(f"algorithm.{self.kind}", self._directed, self._directed_vjp) if declared else super().block()
+        return Block(f"algorithm.{self.kind}", self._direction, self._direction_vjp) if declared else super().block()
 
-    def _directed(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    def _direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         carried = torch.addcmul(grad, over(momentum, grad), slots[0])
         iteration = self._orthogonal(carried)
         return (-over(lr, grad) * iteration[0], carried), ((grad, lr, momentum, slots[0]), iteration)
 
-    def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+    def _direction_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         (grad, lr, momentum, slot), (orthogonal, iterates, length, moved) = residuals
         gdirection, gcarried = cotangents
         glr = -sum_to_gate(orthogonal * gdirection, lr)
-        g = self._pulled(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
+        g = self._orthogonal_vjp(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:
@@ -180,7 +180,7 @@ class NewtonSchulz(Carrying):
         # A token that finds S' = 0 would multiply cotangents by a^steps / eps, and the next one again.
         return torch.where(moved, x, 0.0).reshape(s.shape), iterates, length, moved
 
-    def _pulled(
+    def _orthogonal_vjp(
         self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, moved: Tensor, g: Tensor
     ) -> Tensor:
         """Cotangent of s from that of NS(s), added to what is known of it."""
@@ -403,11 +403,11 @@ class DeepMomentum(Carrying):
         return gu.squeeze(1), gp.squeeze(1), glr, gmomentum, gchange, gw
 
     def _start(self, grad: Tensor) -> Tensor:
-        return _drawn(self.width, grad.shape[-1]).to(grad)
+        return _draw(self.width, grad.shape[-1]).to(grad)
 
 
 @lru_cache(maxsize=16)
-def _drawn(rows: int, width: int) -> Tensor:
+def _draw(rows: int, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn((rows, width), generator=generator, dtype=torch.float64, device="cpu")
     return draw / math.sqrt(width)

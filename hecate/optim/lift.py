@@ -213,16 +213,16 @@ def learn_lift(state: State, features: Tensor, rows: Tensor, forget: float, ridg
     return torch.linalg.solve(gram + damping * torch.eye(len(gram)).to(gram), cross)
 
 
-def own_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
+def with_learned_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
     """The map with the learned parameters that this state holds."""
     learned = {name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)}
     return row_map.with_params({**row_map.params, "learned": learned}, like)
 
 
-def taught(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
+def learned_map(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
     """The map with what a state has learned, its lift from these rows as well; and their `features`."""
     if group["phi_lr"]:
-        row_map = own_phi(row_map, state, g)
+        row_map = with_learned_phi(row_map, state, g)
     features, residuals = row_map.features(g)
     if GRAM in state:
         decoder = learn_lift(state, features, row_map.target(g), group["forget"], group["ridge"])
@@ -451,24 +451,24 @@ class PhiOptimizer(MatrixOptimizer):
         width = like.shape[-1]
         key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
         if key not in self._maps:
-            self._maps[key] = self._built(group, like)
+            self._maps[key] = self._new_row_map(group, like)
         row_map = self._maps[key]
         if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
             row_map = row_map.with_params(self.drawn(group, width), like)
         return row_map
 
     @torch.no_grad()
-    def _built(self, group: Group, like: Tensor) -> RowMap:
+    def _new_row_map(self, group: Group, like: Tensor) -> RowMap:
         exact = self.drawn(group, like.shape[-1])
         lift, centre, scale = group.get("lift", "none"), group["center"], group["input_scale"]
         row_map = RowMap(map_of(group), exact, lift, centre, scale, by_number(group), call=self._call)
         if lift == "pinv":
-            row_map = self._decoded(group, row_map, like)
+            row_map = self._with_decoder(group, row_map, like)
         elif scale == "restored" and lift in ("identity", "vjp"):
-            row_map = self._gauged(group, row_map, like)
+            row_map = self._with_gain(group, row_map, like)
         return row_map.with_params(exact, like)
 
-    def _decoded(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
+    def _with_decoder(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
         """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
 
         In float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0 decodes
@@ -501,7 +501,7 @@ class PhiOptimizer(MatrixOptimizer):
             )
         return replace(row_map, decoder=decoder.to(like), error=error)
 
-    def _gauged(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
+    def _with_gain(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
         """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
 
         In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.

@@ -105,14 +105,14 @@ class DeltaMomentum(MatrixOptimizer):
         momenta = [state[MOMENTUM] for state in states]
         bulk = Bulk(group, momenta)
         grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
-        erased = [self._erased(group, m, g) for m, g in zip(momenta, grads, strict=True)]
+        erased = [self._erasure(group, m, g) for m, g in zip(momenta, grads, strict=True)]
         momenta = bulk.add(bulk.decay(momenta, bulk.number(group["momentum"])), grads)
         momenta = bulk.add(momenta, erased, -1)
         updates = [orthogonalised(m, group) for m in momenta]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
         put(group, states, MOMENTUM, momenta)
 
-    def _erased(self, group: Group, memory: Tensor, grad: Tensor) -> Tensor:
+    def _erasure(self, group: Group, memory: Tensor, grad: Tensor) -> Tensor:
         """The part of the momentum that the gradient erases."""
         m, g = (as_matrix(x, group["matrix"]) for x in (memory, grad))
         stable, rows = group["form"] == "stable", group["reading"] == "rows"

@@ -32,11 +32,11 @@ from hecate.optim.lift import (
     Scale,
     by_number,
     learn_phi,
+    learned_map,
     map_of,
     of_numbers,
     resolve,
     scaled,
-    taught,
 )
 from hecate.optim.muon import MOMENTUM, orthogonalised, settings
 from hecate.optim.tensors import (
@@ -303,7 +303,7 @@ class Rowwise:
 
     def _written(self, first: int, rows: Tensor) -> Tensor:
         state, mode = self.states[first], self.group["guard"]
-        row_map, written, residuals = taught(self.map_for(rows), state, rows, self.group)
+        row_map, written, residuals = learned_map(self.map_for(rows), state, rows, self.group)
         self.lifts[first] = lambda features: row_map.back(features, rows, residuals)
         if not self.in_phi:
             written = self.lifts[first](written)

@@ -357,7 +357,7 @@ class Forms(NamedTuple):
             error=formula is not None and formula.error,
             formula=formula,
             apart=formula is not None and formula.coordinatewise,
-            unprinted=_inactive(rule.structure)
+            unprinted=_act_without_kernel(rule.structure)
             if formula is not None
             else f"bias {bias.kind!r} as configured has no kernel: {printed}",
             linear=rule.structure.linear,
@@ -375,7 +375,7 @@ def acts_of(structure: Structure) -> set[Activation]:
     return {value for name in type(structure).model_fields if isinstance(value := getattr(structure, name), Activation)}
 
 
-def _inactive(structure: Structure) -> str | None:
+def _act_without_kernel(structure: Structure) -> str | None:
     for act in acts_of(structure):
         if isinstance(reason := activation_nodes(act), str):
             return f"activation {act.kind!r} of structure {structure.kind!r} has no kernel: {reason}"

@@ -96,7 +96,7 @@ def _matmul(a: Tensor, *second: Tensor, **named: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _add_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return beta * c + alpha * _matmul(a, b)
 
 
@@ -164,7 +164,7 @@ _OF: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 for _home, _form, _names in (
     (torch, _matmul, "matmul bmm mm mv"),
-    (torch, _added, "baddbmm addmm addmv"),
+    (torch, _add_product, "baddbmm addmm addmv"),
     (torch, _flat, "sigmoid tanh exp expm1 log log1p sin cos sinh cosh erf pow rsqrt"),
     (F, _flat, "silu softplus logsigmoid gelu mish elu"),
     (torch._C._nn, _flat, "silu"),

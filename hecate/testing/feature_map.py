@@ -35,10 +35,10 @@ def check_feature_map(
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
     for count in (heads, 1):
-        params = _moved(_check_init(name, feature_map, d, count), generator)
+        params = _move_learned(_check_init(name, feature_map, d, count), generator)
         x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
         if feature_map.needs_position:
-            params = _placed(params, len(x), positions)
+            params = _with_positions(params, len(x), positions)
             same = feature_map(x[:1].expand_as(x), params)
             spread = float((same - same[:1]).abs().max())
             require(spread > SIGNAL_FLOOR, f"{name}: declared needs_position, but no position matters")
@@ -50,11 +50,11 @@ def check_feature_map(
         check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
         _check_parameters_matter(name, feature_map, params, x)
         if feature_map.needs_position:
-            params = _placed(params, 256, positions)
+            params = _with_positions(params, 256, positions)
         _check_traits(name, feature_map, params, heads, d, generator)
 
 
-def _placed(params: Params, tokens: int, positions: int) -> Params:
+def _with_positions(params: Params, tokens: int, positions: int) -> Params:
     steps = torch.linspace(0, positions - 1, tokens).round().long()
     return {**params, "position": steps.unsqueeze(-1)}
 
@@ -82,7 +82,7 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
     return params
 
 
-def _moved(params: Params, generator: torch.Generator) -> Params:
+def _move_learned(params: Params, generator: torch.Generator) -> Params:
     draw = partial(torch.randn, generator=generator)
     return {**params, "learned": {k: t + 0.3 * draw(t.shape, dtype=t.dtype) for k, t in params["learned"].items()}}
 
