@@ -386,7 +386,7 @@ FAULTS = [
     *_of(
         "algorithm",
         "tests/rule/test_algorithms.py",
-        ("momenta", "p.diagonal(dim1=-2, dim2=-1).add_(a)", "found.diagonal(dim1=-2, dim2=-1).add_(b)"),
+        ("momenta", "p.diagonal(dim1=-2, dim2=-1).add_(a)", "p.diagonal(dim1=-2, dim2=-1).add_(b)"),
         ("momenta", ".baddbmm_(outer, gram, alpha=c)", ".baddbmm_(outer, gram, alpha=0)"),
         ("momenta", "return torch.bmm(a.mT, b) if a.shape[-2] > a.shape[-1] else torch.bmm(a, b.mT)", "return torch.bmm(a, b.mT)"),
         ("descent", "(square + self.eps**2).rsqrt(), 0.0)", "square.sqrt() + self.eps, 0.0)"),
