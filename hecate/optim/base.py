@@ -110,13 +110,11 @@ def allowed(field: FieldInfo) -> Allowed | None:
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
     """A constructor's: `params`, these fields by place, the others by name."""
-    parameters = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    params = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in dict.fromkeys([*positional, *fields]):
         how = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional else inspect.Parameter.KEYWORD_ONLY
-        parameters.append(
-            inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation)
-        )
-    return inspect.Signature(parameters)
+        params.append(inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation))
+    return inspect.Signature(params)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -377,9 +375,7 @@ class MatrixOptimizer(Optimizer):
         torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16 weights; here every
         entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
-        with self.register_load_state_dict_pre_hook(
-            lambda _, loaded: self.examine_state(loaded)
-        ):  # after the user's own
+        with self.register_load_state_dict_pre_hook(lambda _, state: self.examine_state(state)):  # after the user's own
             super().load_state_dict(state_dict)
 
     def examine_state(self, loaded: dict[str, Any]) -> None:

@@ -98,18 +98,14 @@ class SpectralOptimizer(MatrixOptimizer):
             group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
         super().check(group)
-        coefficients = group["ns_coefficients"]
-        numbers = (
-            [x for x in coefficients if isinstance(x, int | float)] if isinstance(coefficients, tuple | list) else []
-        )
-        if isinstance(coefficients, str):
-            expect_choice(coefficients, "ns_coefficients", tuple(POLYNOMIALS))
-            if (beyond := too_many_steps(coefficients, group["ns_steps"])) is not None:
+        option = group["ns_coefficients"]
+        numbers = [x for x in option if isinstance(x, int | float)] if isinstance(option, tuple | list) else []
+        if isinstance(option, str):
+            expect_choice(option, "ns_coefficients", tuple(POLYNOMIALS))
+            if (beyond := too_many_steps(option, group["ns_steps"])) is not None:
                 raise ConfigError(f"ns_steps: {beyond}")
-        elif len(numbers) != 3 or len(coefficients) != 3 or not all(map(math.isfinite, numbers)):
-            raise ConfigError(
-                f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {coefficients}"
-            )
+        elif len(numbers) != 3 or len(option) != 3 or not all(map(math.isfinite, numbers)):
+            raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {option}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
 
