@@ -40,13 +40,11 @@ class Activation(Variant, family="activation"):
 
     def slope(self, x: Tensor, y: Tensor) -> Tensor:
         """act'(x)."""
-        (slope,) = torch_vjp(self.value, (x,), torch.ones_like(x))
-        return slope
+        return torch_vjp(self.value, (x,), torch.ones_like(x))[0]
 
     def bend(self, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
         """act''(x)."""
-        (bend,) = torch_vjp(lambda x: self.slope(x, self.value(x)), (x,), torch.ones_like(x))
-        return bend
+        return torch_vjp(lambda x: self.slope(x, self.value(x)), (x,), torch.ones_like(x))[0]
 
     @model_serializer(mode="wrap")
     def _as_kind(self, handler: SerializerFunctionWrapHandler) -> Any:

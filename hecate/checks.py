@@ -54,10 +54,10 @@ def named(*fields: str, to: type | None = None) -> Callable[[Called], Called]:
         known, words = frozenset(words), [word for word in words if word not in ("self", "_cls")]
 
         @wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            if given and not known.issuperset(given):
-                raise _not_taken(name, words, given, fields)
-            return function(*args, **given)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            if keywords and not known.issuperset(keywords):
+                raise _not_taken(name, words, keywords, fields)
+            return function(*args, **keywords)
 
         return checked
 
@@ -74,9 +74,9 @@ def named(*fields: str, to: type | None = None) -> Callable[[Called], Called]:
     return decorated
 
 
-def _not_taken(name: str, known: Sequence[str], given: Iterable[str], fields: Sequence[str]) -> ArgumentError:
+def _not_taken(name: str, known: Sequence[str], keywords: Iterable[str], fields: Sequence[str]) -> ArgumentError:
     """The error for the first keyword that is not known, with what to write in its place."""
-    word = next(word for word in given if word not in known)
+    word = next(word for word in keywords if word not in known)
     ours = next((item for item in (word, *MEANT.get(word, ())) if item in fields and item not in known), None)
     hint = "" if ours is None else f" It is a field of config: config={{{ours!r}: ...}}."
     return ArgumentError(f"{name} takes no argument {word!r}{not_known(word, known, hint)}")
@@ -89,15 +89,15 @@ def outside_vocabulary(tokens: Tensor, size: int) -> ShapeError | None:
     return None if 0 <= least and most < size else ShapeError(message)
 
 
-def described(given: object) -> str:
+def described(argument: object) -> str:
     """Dtype and shape of a tensor, else what it is, for an error."""
-    if isinstance(given, Tensor):
-        return f"{given.dtype} {list(given.shape)}"
-    return "None" if given is None else f"{shorten(given)} ({type(given).__name__}), no tensor"
+    if isinstance(argument, Tensor):
+        return f"{argument.dtype} {list(argument.shape)}"
+    return "None" if argument is None else f"{shorten(argument)} ({type(argument).__name__}), no tensor"
 
 
 def expect(
-    given: object,
+    tensor: object,
     axes: str,
     *,
     name: str,
@@ -115,31 +115,31 @@ def expect(
         shape = f"{shape} = {list(sizes)}"
     if dtype is not None:
         shape = f"{str(dtype).removeprefix('torch.')} {shape}"
-    if not isinstance(given, Tensor):
-        raise ShapeError(f"{name} must be a tensor {shape}, got {described(given)}")
-    fits = given.dim() == len(axes.split()) if sizes is None else tuple(given.shape) == tuple(sizes)
-    if not fits or (dtype is not None and given.dtype != dtype):
-        raise ShapeError(f"{name} must be {shape}, got {list(given.shape) if dtype is None else described(given)}")
-    if dtype is None and not given.is_floating_point():
-        raise ShapeError(f"{name} must be floating point, got {given.dtype}")
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(f"{name} must be a tensor {shape}, got {described(tensor)}")
+    fits = tensor.dim() == len(axes.split()) if sizes is None else tuple(tensor.shape) == tuple(sizes)
+    if not fits or (dtype is not None and tensor.dtype != dtype):
+        raise ShapeError(f"{name} must be {shape}, got {list(tensor.shape) if dtype is None else described(tensor)}")
+    if dtype is None and not tensor.is_floating_point():
+        raise ShapeError(f"{name} must be floating point, got {tensor.dtype}")
     if like is not None:
-        expect_beside(given, like, name, other)
+        expect_beside(tensor, like, name, other)
 
 
 TURNED = "; T and H look swapped: tokens are [B, T, H, D], of [B, H, T, D] give x.transpose(1, 2)"
 
 
-def swapped(found: Sequence[int], wanted: Sequence[int]) -> str:
+def swapped(shape: Sequence[int], wanted: Sequence[int]) -> str:
     """Hint where [B, T, H] or [B, T] was wanted and [B, H, T] or [B, H] was found; else an empty text."""
-    fits = len(found) > 2 and len(wanted) > 2 and (found[0], found[2], found[1]) == tuple(wanted[:3])
+    fits = len(shape) > 2 and len(wanted) > 2 and (shape[0], shape[2], shape[1]) == tuple(wanted[:3])
     return TURNED if fits and wanted[1] != wanted[2] else ""
 
 
-def heads_for_tokens(found: Sequence[int], wanted: Sequence[int], k: Tensor) -> str:
+def heads_for_tokens(shape: Sequence[int], wanted: Sequence[int], k: Tensor) -> str:
     """Hint where a shape has as many heads as keys `[B, T, H, D]` have tokens; else an empty text."""
     length, heads = k.shape[1:3]
-    apart = [pair for pair in zip(found, wanted, strict=False) if pair[0] != pair[1]]
-    return TURNED if len(found) == len(wanted) and apart == [(length, heads)] else ""
+    apart = [pair for pair in zip(shape, wanted, strict=False) if pair[0] != pair[1]]
+    return TURNED if len(shape) == len(wanted) and apart == [(length, heads)] else ""
 
 
 def warn_if_turned(q: Tensor, gates: Sequence[object] | None, stacklevel: int = 4) -> None:
@@ -153,36 +153,36 @@ def warn_if_turned(q: Tensor, gates: Sequence[object] | None, stacklevel: int = 
         warnings.warn(f"{read}; a state, a mask or a gate [B, T, H] says that it is meant", LayoutWarning, stacklevel)
 
 
-def expect_beside(given: Tensor, like: Tensor, name: str, other: str = "k") -> None:
+def expect_beside(tensor: Tensor, like: Tensor, name: str, other: str = "k") -> None:
     """Refuses a tensor on another device."""
-    if given.device != like.device:
-        raise ShapeError(f"{name} is on {given.device}, {other} on {like.device}; move them together")
+    if tensor.device != like.device:
+        raise ShapeError(f"{name} is on {tensor.device}, {other} on {like.device}; move them together")
 
 
-def expect_count(given: object, name: str, least: int = 1) -> None:
+def expect_count(count: object, name: str, least: int = 1) -> None:
     """Refuses what is no integer of at least `least`."""
-    if type(given) is not int or given < least:
-        raise ConfigError(f"{name} must be an integer >= {least}, got {shorten(given)}")
+    if type(count) is not int or count < least:
+        raise ConfigError(f"{name} must be an integer >= {least}, got {shorten(count)}")
 
 
-def expect_number(given: object, name: str, low: float = 0.0, high: float = math.inf) -> None:
+def expect_number(number: object, name: str, low: float = 0.0, high: float = math.inf) -> None:
     """Refuses what is no finite number from `low` to `high`."""
-    if type(given) not in (int, float) or not low <= given <= high or given == math.inf:  # type: ignore[operator]
+    if type(number) not in (int, float) or not low <= number <= high or number == math.inf:  # type: ignore[operator]
         bounds = f"a finite number >= {low:g}" if high == math.inf else f"in [{low:g}, {high:g}]"
-        raise ConfigError(f"{name} must be {bounds}, got {shorten(given)}")
+        raise ConfigError(f"{name} must be {bounds}, got {shorten(number)}")
 
 
-def expect_choice(given: object, name: str, choices: Sequence[object]) -> None:
+def expect_choice(choice: object, name: str, choices: Sequence[object]) -> None:
     """Refuses what is none of the choices."""
-    if given not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(given)}")
+    if choice not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shorten(choice)}")
 
 
-def expect_ids(given: object, name: str) -> None:
+def expect_ids(ids: object, name: str) -> None:
     """Refuses what is no sequence of token ids."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        cure = "give its .tolist()" if hasattr(given, "tolist") else "a tokenizer's encode makes them"
-        raise ConfigError(f"{name} must be token ids such as [72, 105], got {shorten(given)}; {cure}")
+    if isinstance(ids, str) or not isinstance(ids, Sequence):
+        cure = "give its .tolist()" if hasattr(ids, "tolist") else "a tokenizer's encode makes them"
+        raise ConfigError(f"{name} must be token ids such as [72, 105], got {shorten(ids)}; {cure}")
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -> None:

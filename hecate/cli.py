@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from hecate import commands, terminal
-from hecate.commands import command, importing
+from hecate.commands import command, extra, importing
 from hecate.errors import MESSAGE, ConfigError, install_line, printable
 from hecate.terminal import afterwards, echo
 
@@ -319,31 +319,39 @@ def compare(
     Examples: hecate compare quickstart --over memory=titans,gated_delta --over feature_map=elu,dpfp --seeds 3
     --out runs/which | hecate compare a.yaml b.yaml --flops 1e13 --lr 1e-3,3e-3,1e-2 --out runs/ab --jobs 2
     """
-    from hecate.compare import Budget, cells_of, report, run
+    from hecate.compare import Budget, cells_of
     from hecate.compare.cells import rates_of
-    from hecate.train.display import Interrupted, print_table, print_tables
     from hecate.train.run import fresh_folder
 
     folder = out or fresh_folder("compare-" + "-".join(dict.fromkeys(Path(source).stem for source in sources))[:64])
     again = "the same line again" if out else f"the same line with --out {folder}"
     cells, budget = cells_of(sources, over or [], overrides or []), Budget(steps, tokens, seconds, flops)
     how: dict[str, Any] = {"budget": budget, "seeds": seeds, "lrs": rates_of(lr), "tuning": tuning, "part": part}
-    how |= {"jobs": jobs, "imports": ctx.find_root().params.get("imports") or [], "say": partial(echo, err=True)}
+    how |= {"keep": keep, "jobs": jobs, "imports": ctx.find_root().params.get("imports") or []}
+    _run_cells(cells, folder, again, how, None if planned else {"positions": positions, "minutes": minutes})
+
+
+def _run_cells(cells: Any, folder: Path, again: str, how: dict[str, Any], more: dict[str, Any] | None) -> None:
+    """Runs cells as `how` and `more` say and prints the results; without `more` plans that alone."""
+    from hecate.compare import report, run
+    from hecate.train.display import Interrupted, print_table, print_tables
+
+    say = partial(echo, err=True)
     try:
-        if planned:
-            table, hours = report.of_plan(run.plan(cells, folder, keep=keep, **how))
+        if more is None:
+            table, hours = report.of_plan(run.plan(cells, folder, say=say, **how))
             print_table(*table)
             echo(f"{hours:.2f} hours of training one after the other; evaluation comes on top")
             echo(f"what was measured is kept in {folder}: {again} goes on without --plan")
             return
-        found = run.compare(cells, folder, positions=positions, minutes=minutes, keep=keep, **how)
+        results = run.compare(cells, folder, say=say, **how, **more)
     except Interrupted:
         echo(f"stopped; what is done is kept in {folder}: {again} goes on", err=True)
         raise typer.Exit(3) from None
-    written = report.write(found, folder)
+    written = report.write(results, folder)
     with afterwards():
-        print_tables(report.tables(found))
-        for text in (*found.notes, *map(str, written)):
+        print_tables(report.tables(results))
+        for text in (*results.notes, *map(str, written)):
             echo(text)
 
 
@@ -383,10 +391,10 @@ def evaluate(
         named = [name.strip() for name in tasks.split(",")]
         wanted = parse_lengths(lengths) if lengths else None
         how: dict[str, Any] = {"data": data, "lengths": wanted, "samples": samples, "out": out}
-        found, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
+        results, folder = evaluate_run(run, named, checkpoint=checkpoint, **how)
         picture = "" if (folder / "scores.png").exists() else f"; no figure without matplotlib: {install_line('plot')}"
         with afterwards():
-            print_tables(found.tables())
+            print_tables(results.tables())
             echo(f"results: {folder}{picture}")
         return
     for name, value in (("samples", samples), ("out", out)):
@@ -498,24 +506,20 @@ def export_(
 
 
 def _export_onnx(run: Path, out: Path, checkpoint: str, dtype: Any) -> None:
-    try:
+    with extra("--to onnx: "):
         from hecate.onnx import export_folder
-    except ImportError as error:
-        raise ConfigError(f"--to onnx: {error}") from None
-    found = export_folder(run, out, checkpoint, dtype)
+    exported = export_folder(run, out, checkpoint, dtype)
     with afterwards():
-        echo(f"{found.folder}: {found.step_nodes} nodes a token, within {found.error:.0e} of torch")
+        echo(f"{exported.folder}: {exported.step_nodes} nodes a token, within {exported.error:.0e} of torch")
 
 
 def _export_hf(run: Path, out: Path, checkpoint: str) -> None:
-    try:
+    with extra("--to hf: "):
         from hecate.hf.saved import export_run
-    except ImportError as error:
-        raise ConfigError(f"--to hf: {error}") from None
-    found = export_run(run, out, checkpoint)
+    exported = export_run(run, out, checkpoint)
     with afterwards():
-        echo(str(found.folder))
-    if not found.has_tokenizer:
+        echo(str(exported.folder))
+    if not exported.has_tokenizer:
         echo("it has no tokenizer: the run was not trained on text", err=True)
 
 
@@ -540,10 +544,10 @@ def import_(
 
     if overrides and config is None:
         raise ConfigError("--set changes what --config names, which is left out; give both or neither")
-    found = None if config is None else load_experiment(config, overrides or [])
-    made = import_weights(source, out, found)
+    experiment = None if config is None else load_experiment(config, overrides or [])
+    folder = import_weights(source, out, experiment)
     with afterwards():
-        echo(str(made))
+        echo(str(folder))
 
 
 @_command(short="What a run's memories hold, attend to and forget.")
@@ -561,11 +565,11 @@ def report(
     """
     from hecate.microscope.report import report_run
 
-    found = report_run(run, tokens=tokens, out=out)
+    summary = report_run(run, tokens=tokens, out=out)
     with afterwards():
-        for path in found.figures:
+        for path in summary.figures:
             echo(str(path))
-        echo(f"step {found.step}, {found.tokens} tokens; report: {found.report}")
+        echo(f"step {summary.step}, {summary.tokens} tokens; report: {summary.report}")
 
 
 _command(short="What memories remember, learn and follow, against peers.")(commands.gym)

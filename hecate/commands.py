@@ -41,6 +41,15 @@ def importing(quiet: bool) -> Iterator[None]:
         waiting.cancel()
 
 
+@contextmanager
+def extra(what: str = "") -> Iterator[None]:
+    """Around imports of an extra: where it is missing the error is of the settings, WHAT ahead of it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{what}{error}") from None
+
+
 class Command(TyperCommand):
     """A command after the user's imports; a warning is one line."""
 
@@ -186,17 +195,17 @@ def doctor(
 
     Examples: hecate doctor | hecate doctor --warm titans delta
     """
-    from hecate.train import catalogue as found
+    from hecate.train import catalogue
     from hecate.train.display import print_table
 
     if not warm:
         if rules:
             raise ConfigError(f"doctor takes rules, such as {rules[0]!r}, with --warm; hecate list rules tells of them")
-        for table in (found.machine(), found.missing(), found.engines(), found.kernels()):
+        for table in (catalogue.machine(), catalogue.missing(), catalogue.engines(), catalogue.kernels()):
             if table[1]:
                 print_table(*table)
         return
-    for what, seconds in found.warm(rules or [], width):
+    for what, seconds in catalogue.warm(rules or [], width):
         echo(f"{what}, {seconds:.1f} s")
 
 
@@ -352,9 +361,9 @@ def _table(folder: Path) -> None:
         ratio = f"{text / tokens:.3f}" if tokens else ""
         rows.append((split, *(f"{n:,}" for n in (len(shards), documents, tokens, text)), ratio))
     print_table(("split", "shards", "documents", "tokens", "bytes of text", "bytes a token"), rows)
-    made = "bytes" if sidecar.tokenizer is None else f"tokenizer {sidecar.tokenizer[:12]}"
+    source = "bytes" if sidecar.tokenizer is None else f"tokenizer {sidecar.tokenizer[:12]}"
     end = "no token ends documents" if sidecar.end is None else f"token {sidecar.end} ends documents"
-    echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {made}; {end}")
+    echo(f"{sidecar.dtype}, vocabulary {sidecar.vocabulary:,}, {source}; {end}")
 
 
 def gym(
@@ -392,18 +401,18 @@ def gym(
     wanted = [name.strip() for name in tasks.split(",")] if tasks is not None else ()
     say = partial(echo, err=True)
     try:
-        found = run(named or (), wanted, seeds=seeds, out=out, reference=reference, quick=quick, say=say)
+        results = run(named or (), wanted, seeds=seeds, out=out, reference=reference, quick=quick, say=say)
     except KeyboardInterrupt:
         echo(f"stopped; what is done is kept in {out}: the same line again goes on", err=True)
         raise
     except Exception as error:
         if not (place := getattr(error, "__notes__", None)):
             raise
-        told = f"{type(error).__name__}: {shorten(str(error))}"
-        raise ConfigError(f"{place[0]} fails with {told}; hecate --debug gym shows where") from error
-    written = report.write(found, out)
+        reason = f"{type(error).__name__}: {shorten(str(error))}"
+        raise ConfigError(f"{place[0]} fails with {reason}; hecate --debug gym shows where") from error
+    written = report.write(results, out)
     with afterwards():
-        print_table(*report.table(found))
+        print_table(*report.table(results))
         for path in written:
             echo(str(path))
         if written[-1].suffix != ".svg":
@@ -446,29 +455,27 @@ def serve(
 
     Examples: hecate serve runs/quickstart | hecate serve model --port 8080 --memories users
     """
-    try:
+    with extra():
         from hecate.serve import server
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
     from hecate import states
     from hecate.checks import readable
     from hecate.serve import Memories, PrefixCache, Scheduler
 
     key = os.environ.get(KEY) or None
     server.check_host(host, key)
-    model, texts = _exported(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
+    model, texts = _of_export(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
     mark = states.fingerprint(model)
     how: dict[str, Any] = {"parked_dtype": parked_dtype}
     room = prefix_mib << 20
     shared: dict[str, Any] = {"model": mark, "exact": exact, **how}
     tree = PrefixCache.open(prefixes, room, **shared) if prefixes else PrefixCache(room, **shared)
-    kept = None if memories is None else Memories(memories, mark, **how)
-    scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=kept, exact=exact)
+    store = None if memories is None else Memories(memories, mark, **how)
+    scheduler = Scheduler(model, max_batch=max_batch, max_queue=max_queue, prefixes=tree, memories=store, exact=exact)
     name = name or folder.resolve().name
     echo(f"{name} at http://{host}:{port}, {readable(scheduler.state_bytes)} a state" + ("" if key else "; no key"))
     server.serve(server.application(scheduler, texts, name=name, key=key), host, port, key=key)
-    if kept is not None:
-        kept.close()
+    if store is not None:
+        store.close()
     if prefixes is not None:
         tree.save(prefixes)
 
@@ -486,17 +493,15 @@ def _of_run(folder: Path, checkpoint: str) -> tuple[Any, Any]:
     return trained.model, Texts(lambda text: tokenizer.encode([text])[0].tolist(), tokenizer.decode, plain_chat)
 
 
-def _exported(folder: Path) -> tuple[Any, Any]:
+def _of_export(folder: Path) -> tuple[Any, Any]:
     """The model of a folder of transformers and its texts, with the chat template of its tokenizer if it has one."""
     from hecate.serve import Texts, plain_chat
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a folder has all of it
-    try:
+    with extra():
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from hecate.hf import HecateForCausalLM
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
     try:
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:

@@ -78,9 +78,9 @@ class ConfigError(HecateError, ValueError):
                 problems += [Problem(path + inner.path, inner.message) for inner in cause.problems]
             else:
                 message = line["msg"][0].lower() + line["msg"][1:]
-                given = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
+                details = {"shown": shorten(line["input"]), "type": type(line["input"]).__name__, "message": message}
                 template = _SENTENCES.get(line["type"], "{message}, got {shown}")
-                problems.append(Problem(path, template.format(**line.get("ctx", {}) | given)))
+                problems.append(Problem(path, template.format(**line.get("ctx", {}) | details)))
         return cls(problems)
 
 
@@ -210,25 +210,21 @@ _SENTENCES = {
 
 
 # Names from elsewhere.
-_HEADS = ("heads", "num_heads")
 _WIDTH = ("d_model", "embed_dim", "hidden_size")
-_LAYERS = ("layers", "num_layers")
-_KEY = ("d_head", "d_key")
-_STATE = ("state",)
 
 MEANT: Mapping[str, tuple[str, ...]] = {
     # sizes
-    **dict.fromkeys(("n_heads", "num_heads", "n_head", "nhead", "num_attention_heads"), _HEADS),
+    **dict.fromkeys(("n_heads", "num_heads", "n_head", "nhead", "num_attention_heads"), ("heads", "num_heads")),
     **dict.fromkeys(("dim", "embed_dim", "hidden_size", "hidden_dim", "n_embd", "d_embed"), _WIDTH),
-    **dict.fromkeys(("n_layers", "num_layers", "n_layer", "depth", "num_hidden_layers"), _LAYERS),
-    **dict.fromkeys(("head_dim", "dim_head", "d_head", "key_dim", "head_k_dim"), _KEY),
+    **dict.fromkeys(("n_layers", "num_layers", "n_layer", "depth", "num_hidden_layers"), ("layers", "num_layers")),
+    **dict.fromkeys(("head_dim", "dim_head", "d_head", "key_dim", "head_k_dim"), ("d_head", "d_key")),
     **dict.fromkeys(("value_dim", "head_v_dim"), ("d_value",)),
     **dict.fromkeys(("num_features", "n_features", "nb_features"), ("d_phi", "num_features")),
     **dict.fromkeys(("chunk_size", "chunk_len"), ("chunk",)),
     # arguments
     **dict.fromkeys(("phi", "kernel", "kernel_fn", "feature_fn"), ("feature_map",)),
     **dict.fromkeys(("rule", "cfg", "memory_config"), ("config",)),
-    **dict.fromkeys(("past_key_values", "cache", "initial_state", "hidden_state", "memory_state"), _STATE),
+    **dict.fromkeys(("past_key_values", "cache", "initial_state", "hidden_state", "memory_state"), ("state",)),
     **dict.fromkeys(("input_ids", "ids"), ("tokens",)),
     **dict.fromkeys(("hidden_states", "inputs", "input"), ("x",)),
     **dict.fromkeys(("alpha", "forget", "forget_gate"), ("retain", "decay")),

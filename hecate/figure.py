@@ -77,11 +77,11 @@ def numbered(svg: str) -> str:
     return svg
 
 
-def write_images(path: Path, found: dict[str, bytes]) -> list[Path]:
+def write_images(path: Path, files: dict[str, bytes]) -> list[Path]:
     """Writes each beside the others under the path's name, whole or not at all. Raises OSError."""
     stem = path.name.removesuffix(".png").removesuffix(".svg")
-    paths = [path.with_name(f"{stem}.{ending}") for ending in found]
-    for place, image in zip(paths, found.values(), strict=True):
+    paths = [path.with_name(f"{stem}.{ending}") for ending in files]
+    for place, image in zip(paths, files.values(), strict=True):
         write_file(place, image)
     return paths
 
@@ -93,7 +93,7 @@ def in_the_dark(svg: str) -> str:
     for what, colour in sorted(set(re.findall(r"(fill|stroke): (#[0-9a-f]{6})", svg))):
         rules.append(f'[style*="{what}: {colour}"]{{{what}:{_dark(colour)}!important}}')
     style = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
-    return re.sub(r"(<svg [^>]*>)", lambda found: f"{found[1]}\n {style}", svg, count=1)
+    return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}\n {style}", svg, count=1)
 
 
 def _dark(colour: str) -> str:
@@ -145,8 +145,8 @@ def _name_curves(axes: Any) -> None:
     ends.sort(key=lambda end: end[0])
     heights = [end[0] for end in ends]
     gap = GAP * NAMES / 72 * axes.figure.dpi / axes.get_window_extent().height
-    above = accumulate(heights, lambda last, own: max(own, last + gap))
-    below = [*accumulate(heights[::-1], lambda last, own: min(own, last - gap))][::-1]
+    above = accumulate(heights, lambda last, height: max(height, last + gap))
+    below = [*accumulate(heights[::-1], lambda last, height: min(height, last - gap))][::-1]
     style = {"annotation_clip": False, "textcoords": "axes fraction", "xycoords": "axes fraction", "va": "center"}
     leader = {"arrowstyle": "-", "linewidth": 1.2, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 0}
     for (y, x, name, colour), up, down in zip(ends, above, below, strict=True):

@@ -229,10 +229,10 @@ def by_library() -> Iterator[None]:
     except (OSError, HecateError):
         raise
     except BaseException as error:  # which that of torch's DCP is
-        found = _behind(error)
-        if found is None:
+        fault = _behind(error)
+        if fault is None:
             raise
-        raise found from None
+        raise fault from None
 
 
 def _behind(error: BaseException) -> OSError | None:
@@ -264,10 +264,10 @@ def commit_of(folder: Path) -> str | None:
                 git = parent / _text(git).removeprefix("gitdir:").strip()
             elif not git.is_dir():
                 continue
-            found = _resolved(git)
+            commit = _resolved(git)
         except (OSError, ValueError):
             return None
-        return found if _COMMIT.fullmatch(found) else None
+        return commit if _COMMIT.fullmatch(commit) else None
     return None
 
 

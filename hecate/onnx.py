@@ -133,19 +133,19 @@ def export_onnx(
     if dtype == "float16":
         _round(model)
     with torch.no_grad(), _quiet():
-        _, state = model(_drawn(model, 2, 3))
-        held = states.leaves(state)
-        names = {way: [f"{way}.{_named(place)}" for place in held] for way in ("past", "present")}
-        own = _Sequence(model, state)
-        if any(item.dim() < 1 or item.shape[0] != 2 for item in held.values()):
+        _, state = model(_draw(model, 2, 3))
+        tensors = states.leaves(state)
+        names = {way: [f"{way}.{_name_of(place)}" for place in tensors] for way in ("past", "present")}
+        sequence = _Sequence(model, state)
+        if any(item.dim() < 1 or item.shape[0] != 2 for item in tensors.values()):
             raise ConfigError("the state has tensors that are not by rows, and a file of ONNX takes rows alone")
-        whole = _converted(own, (_drawn(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
-        given = (_drawn(model, 2, 1), [item.contiguous() for item in held.values()])
-        step = _converted(own, given, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
+        whole = _to_onnx(sequence, (_draw(model, 2, 6),), ["input"], ["output", *names["present"]], open_length=True)
+        inputs = (_draw(model, 2, 1), [item.contiguous() for item in tensors.values()])
+        step = _to_onnx(sequence, inputs, ["input", *names["past"]], ["output", *names["present"]], open_length=False)
         if dtype == "float16":
-            for made in (whole, step):
-                _halve(made)
-        error = _worst(_difference(own, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
+            for proto in (whole, step):
+                _halve(proto)
+        error = _worst(_difference(sequence, whole, step, batch, length) for batch, length in ((1, 1), (3, 11)))
     if not error <= TOLERANCE:
         raise ConfigError(
             f"{_title(model)}: ONNX Runtime gives other numbers than torch, by {error:.1e} of the largest, and "
@@ -171,18 +171,19 @@ def _round(model: nn.Module) -> None:
             weight.data = rounded
 
 
-def _halve(made: Any) -> None:
+def _halve(model: Any) -> None:
     """Matrices that are numbers of float16 in float16, each behind a cast; the converter may have computed others."""
     casts = []
-    for held in made.graph.initializer:
-        numbers = onnx.numpy_helper.to_array(held)
+    for weight in model.graph.initializer:
+        numbers = onnx.numpy_helper.to_array(weight)
         half = numbers.astype("float16") if numbers.dtype == "float32" and numbers.ndim > 1 else None
         if half is not None and (half == numbers).all():
-            casts.append(onnx.helper.make_node("Cast", [f"{held.name}.half"], [held.name], to=onnx.TensorProto.FLOAT))
-            held.CopyFrom(onnx.numpy_helper.from_array(half, f"{held.name}.half"))
-    nodes = [*casts, *made.graph.node]
-    del made.graph.node[:]
-    made.graph.node.extend(nodes)
+            source, target = f"{weight.name}.half", weight.name
+            casts.append(onnx.helper.make_node("Cast", [source], [target], to=onnx.TensorProto.FLOAT))
+            weight.CopyFrom(onnx.numpy_helper.from_array(half, source))
+    nodes = [*casts, *model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
 
 
 def _title(model: nn.Module) -> str:
@@ -194,7 +195,7 @@ def _title(model: nn.Module) -> str:
     return f"{type(model).__name__} of {rule_repr(rule)}, readout={rule.readout.kind}"
 
 
-def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
+def _draw(model: nn.Module, batch: int, length: int) -> Tensor:
     """Input of a model."""
     draws = torch.Generator().manual_seed(length)
     if isinstance(model, LanguageModel):
@@ -202,7 +203,7 @@ def _drawn(model: nn.Module, batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, model.d_model, generator=draws, dtype=torch.float32)  # type: ignore[call-overload]
 
 
-def _named(place: str) -> str:
+def _name_of(place: str) -> str:
     """`[0].memory.memory['weight']` as `0.memory.memory.weight`."""
     return place.replace("['", ".").replace("']", "").replace("[", ".").replace("]", "").strip(".")
 
@@ -220,46 +221,46 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _converted(
-    own: _Sequence, given: tuple[Any, ...], inputs: list[str], outputs: list[str], *, open_length: bool
+def _to_onnx(
+    sequence: _Sequence, arguments: tuple[Any, ...], inputs: list[str], outputs: list[str], *, open_length: bool
 ) -> Any:
     """A model of ONNX."""
     batch, length = torch.export.Dim("batch", min=1, max=1 << 16), torch.export.Dim("length", min=1, max=1 << 20)
-    past = given[1:]
+    past = arguments[1:]
     axes: dict[str, Any] = {"x": {0: batch, 1: length} if open_length else {0: batch}}
     if past:
         axes["past"] = [{0: batch} for _ in past[0]]
     try:
-        program = torch.export.export(own, given, dynamic_shapes=axes, strict=False)
+        program = torch.export.export(sequence, arguments, dynamic_shapes=axes, strict=False)
         program = program.run_decompositions({torch.ops.hecate.memory_scan.default: _operator})
-        found = torch.onnx.export(
+        converted = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=inputs, output_names=outputs, dynamic_shapes=axes
         )
     except HecateError:
         raise
     except Exception as error:  # torch's converter raises what it likes
         said = str(error.__cause__ or error).strip().splitlines()[0]
-        raise ConfigError(f"{_title(own.model)} does not convert to ONNX: {said}") from None
-    made = ir.to_proto(shorter(found.model))  # type: ignore[union-attr]
-    for node in made.graph.node:
+        raise ConfigError(f"{_title(sequence.model)} does not convert to ONNX: {said}") from None
+    proto = ir.to_proto(shorter(converted.model))  # type: ignore[union-attr]
+    for node in proto.graph.node:
         node.domain = "" if node.domain == _OWN else node.domain
-    del made.opset_import[:]
-    made.opset_import.append(onnx.helper.make_opsetid("", OPSET))
-    onnx.checker.check_model(made)
-    return made
+    del proto.opset_import[:]
+    proto.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    onnx.checker.check_model(proto)
+    return proto
 
 
-def _difference(own: _Sequence, whole: Any, step: Any, batch: int, length: int) -> float:
+def _difference(sequence: _Sequence, whole: Any, step: Any, batch: int, length: int) -> float:
     """The largest difference from torch, of each output's largest number, of a sequence and of a token after it."""
-    x, more = _drawn(own.model, batch, length), _drawn(own.model, batch, 1)
-    wanted = own(x)
-    further = own(more, wanted[1:])
+    x, more = _draw(sequence.model, batch, length), _draw(sequence.model, batch, 1)
+    wanted = sequence(x)
+    further = sequence(more, wanted[1:])
     first, second = map(_session, (whole, step))
-    found = first.run(None, {"input": x.numpy()})
+    outputs = first.run(None, {"input": x.numpy()})
     names = [item.name.replace("present.", "past.") for item in first.get_outputs()]
-    given = dict(zip(names, found, strict=True)) | {"input": more.numpy()}
-    after = second.run(None, {item.name: given[item.name] for item in second.get_inputs()})
-    pairs = zip((*wanted, *further), map(torch.from_numpy, (*found, *after)), strict=True)
+    feeds = dict(zip(names, outputs, strict=True)) | {"input": more.numpy()}
+    after = second.run(None, {item.name: feeds[item.name] for item in second.get_inputs()})
+    pairs = zip((*wanted, *further), map(torch.from_numpy, (*outputs, *after)), strict=True)
     return _worst(float(_relative(got, want)) for want, got in pairs if want.numel())
 
 
@@ -268,10 +269,10 @@ def _worst(errors: Iterable[float]) -> float:
     return float(torch.tensor([*errors], dtype=torch.float64).max())
 
 
-def _session(made: Any) -> Any:
+def _session(proto: Any) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors; what it tidies up is no news
-    return onnxruntime.InferenceSession(made.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _relative(got: Tensor, want: Tensor) -> Tensor:
@@ -294,17 +295,17 @@ def _operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     weight = carry.memory[0].unflatten(0, (batch, heads)).mT.contiguous()  # [B, H, P, V]
     v = tokens.v if "delta" in rule else tokens.v * tokens.lr.unsqueeze(-1)
     key = tokens.phi_k if tokens.phi_w is None else tokens.phi_w
-    given: list[Tensor | None] = [tokens.phi_q.flatten(2), key.flatten(2), v.flatten(2), weight]
-    given.append(tokens.retain.log().flatten(2) if "gated" in rule else None)
+    operands: list[Tensor | None] = [tokens.phi_q.flatten(2), key.flatten(2), v.flatten(2), weight]
+    operands.append(tokens.retain.log().flatten(2) if "gated" in rule else None)
     if "delta" in rule:
-        given.append(tokens.lr)
+        operands.append(tokens.lr)
     how = {"q_num_heads": heads, "kv_num_heads": heads, "update_rule": rule, "scale": 1.0}
     shapes = [(batch, length, heads * v.shape[-1]), weight.shape]
     y, last = torch.onnx.ops.symbolic_multi_out(
-        f"{_OWN}::LinearAttention", given, how, dtypes=[v.dtype, weight.dtype], shapes=shapes, version=1
+        f"{_OWN}::LinearAttention", operands, how, dtypes=[v.dtype, weight.dtype], shapes=shapes, version=1
     )
-    made = asked.result((y.unflatten(2, (heads, -1)), last.mT.flatten(0, 1).contiguous(), carry.position.clone()))
-    return scan_answers(*made)
+    outputs = asked.result((y.unflatten(2, (heads, -1)), last.mT.flatten(0, 1).contiguous(), carry.position.clone()))
+    return scan_answers(*outputs)
 
 
 def update_rule(config: MemoryConfig) -> str | None:
@@ -438,10 +439,10 @@ def _reshape(graph: Any) -> None:
         elif sizes.count(-1) < 2 and 0 not in sizes:
             shape = ir.node("Constant", [], {"value": ir.tensor(sizes, ir.DataType.INT64)})
             said = ir.node("Reshape", [x, shape.outputs[0]])
-            (made,) = said.outputs
-            made.shape, made.type = y.shape, y.type
-            ir.convenience.replace_nodes_and_values(graph, node, [node], [shape, said], [y], [made])
-            origins[made] = x
+            (output,) = said.outputs
+            output.shape, output.type = y.shape, y.type
+            ir.convenience.replace_nodes_and_values(graph, node, [node], [shape, said], [y], [output])
+            origins[output] = x
 
 
 def _says_shape(node: Any) -> bool:

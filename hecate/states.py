@@ -93,10 +93,10 @@ class State:
     @classmethod
     def load(cls, path: Path | str, device: torch.device | str = "cpu", model: str | None = None) -> Self:
         """As the function `load`, of this class alone."""
-        found = load(path, device, model)
-        if not isinstance(found, cls):
-            raise CheckpointError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}; load it as what it is")
-        return found
+        state = load(path, device, model)
+        if not isinstance(state, cls):
+            raise CheckpointError(f"{path} holds a {type(state).__name__}, not a {cls.__name__}; load it as what it is")
+        return state
 
 
 class _ParkedFields(NamedTuple):
@@ -139,8 +139,8 @@ def to(state: Tree, *where: torch.device | str | torch.dtype) -> Tree:
     dtypes = [item for item in where if isinstance(item, torch.dtype)]
     devices = [item for item in where if not isinstance(item, torch.dtype)]
     if not where or len(dtypes) > 1 or len(devices) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        given = ", ".join(map(shorten, where))
-        raise ConfigError(f"a state goes to a device, a floating point dtype or one of each, got ({given})")
+        arguments = ", ".join(map(shorten, where))
+        raise ConfigError(f"a state goes to a device, a floating point dtype or one of each, got ({arguments})")
     device = torch.device(devices[0]) if devices else None
 
     def moved(tree: Any, wide: bool) -> Any:
@@ -209,8 +209,8 @@ def rows(state: Tree, which: Rows) -> Tree:
     except (TypeError, ValueError, RuntimeError):
         index = torch.empty((), dtype=torch.float32)
     if index.dim() != 1 or index.dtype not in (torch.bool, torch.int64, torch.int32):
-        given = f"{index.dtype} {list(index.shape)}" if isinstance(which, Tensor) else shorten(which)
-        raise ShapeError(f"rows are whole numbers [N], a bool mask [B] or a slice, got {given}; one row is [i]")
+        shown = f"{index.dtype} {list(index.shape)}" if isinstance(which, Tensor) else shorten(which)
+        raise ShapeError(f"rows are whole numbers [N], a bool mask [B] or a slice, got {shown}; one row is [i]")
     if index.dtype == torch.bool:
         if len(index) != count:
             raise ShapeError(f"a mask of rows must be bool [{count}], one per sequence, got [{len(index)}]")
@@ -238,12 +238,12 @@ def stack(states: Iterable[Tree]) -> Tree:
     if not trees:
         raise ShapeError("there are no states to stack; give at least one")
     named = [leaves(tree, "state") for tree in trees]
-    for number, (tree, own) in enumerate(zip(trees, named, strict=True)):
+    for number, (tree, tensors) in enumerate(zip(trees, named, strict=True)):
         _batch(tree)
-        if missing := sorted(own.keys() ^ named[0].keys()):
-            has = (number if missing[0] in own else 0, 0 if missing[0] in own else number)
+        if missing := sorted(tensors.keys() ^ named[0].keys()):
+            has = (number if missing[0] in tensors else 0, 0 if missing[0] in tensors else number)
             raise ShapeError(f"state {has[0]} has {missing[0]}, state {has[1]} has none; were they made by one layer?")
-        for path, item in own.items():
+        for path, item in tensors.items():
             first = named[0][path]
             if item.dtype != first.dtype or item.shape[1:] != first.shape[1:] or item.dim() != first.dim():
                 raise ShapeError(
@@ -255,8 +255,8 @@ def stack(states: Iterable[Tree]) -> Tree:
                 raise ShapeError(f"{path} belongs to all rows, and is {both}; only states of equal ones can be stacked")
 
     def joined(path: Any, item: Any) -> Any:
-        every = [own["state" + pytree.keystr(path)] for own in named] if isinstance(item, Tensor) and item.dim() else []
-        return torch.cat(every) if every else item
+        place = "state" + pytree.keystr(path)
+        return torch.cat([flat[place] for flat in named]) if isinstance(item, Tensor) and item.dim() else item
 
     return pytree.tree_map_with_path(joined, trees[0])
 
@@ -264,12 +264,12 @@ def stack(states: Iterable[Tree]) -> Tree:
 def fingerprint(model: nn.Module) -> str:
     """SHA-256 of a model's config, where it has one, and of its parameters and buffers, as 64 hexadecimal digits: who
     has it has the model that a state is of. [STATE-MODEL-D1]"""
-    found = sha256(repr(getattr(model, "config", None)).encode())
+    digest = sha256(repr(getattr(model, "config", None)).encode())
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         whole = tensor.detach().cpu().contiguous().reshape(-1)
-        found.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
-    return found.hexdigest()
+        digest.update(whole.view(torch.uint8).numpy().data if whole.numel() else b"")
+    return digest.hexdigest()
 
 
 def save(state: Any, path: Path | str, model: str | None = None) -> None:
@@ -282,11 +282,11 @@ def save(state: Any, path: Path | str, model: str | None = None) -> None:
         CheckpointError: what is no state, or cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    tree = _described(state, "state", tensors, None)
+    tree = _description(state, "state", tensors, None)
     if not tensors:
         raise CheckpointError(f"a {type(state).__name__} without a tensor is no state; nothing was written to {path}")
-    told = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
-    content = serialized(tensors, metadata=told)
+    metadata = {"format": _FORMAT, "tree": json.dumps(tree)} | ({} if model is None else {"model": model})
+    content = serialized(tensors, metadata=metadata)
     try:
         write_file(Path(path), content)
     except OSError as error:
@@ -302,17 +302,17 @@ def load(path: Path | str, device: torch.device | str = "cpu", model: str | None
     """
     try:
         with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
-            if model is not None and told.get("model") != model:
-                whose = "another model's" if told.get("model") else "of a model that it does not tell"
+            metadata = file.metadata() or {}
+            if model is not None and metadata.get("model") != model:
+                whose = "another model's" if metadata.get("model") else "of a model that it does not tell"
                 raise CheckpointError(f"state {path} is {whose}; begin a new one, or open it with the model it is of")
             tensors = {name: file.get_tensor(name).to(device, copy=True) for name in file.keys()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read state {path}: {error}; name a file that states.save has written") from None
     try:
-        if told.get("format") != _FORMAT:
+        if metadata.get("format") != _FORMAT:
             raise ValueError("it is of another kind")
-        return _built(json.loads(told["tree"]), tensors, None)
+        return _state_of(json.loads(metadata["tree"]), tensors, None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a state that hecate.states.save wrote: {error}") from None
 
@@ -321,7 +321,7 @@ _Dtype = torch.dtype | Literal["floating point"] | None
 """Dtype of the tensors of a field; None: any but complex numbers."""
 
 
-def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
+def _description(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype) -> Any:
     """A state as JSON, whose tensors go into a mapping; clones, since safetensors takes none that share memory."""
     if tree is None:
         return None
@@ -332,12 +332,12 @@ def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype)
         return {"tensor": path}
     if isinstance(tree, State):
         fields = zip(tree._fields, tree, strict=True)  # type: ignore[attr-defined, call-overload]
-        inner = {n: _described(x, f"{path}.{n}", tensors, _dtype_of(type(tree), n)) for n, x in fields}
+        inner = {n: _description(x, f"{path}.{n}", tensors, _dtype_of(type(tree), n)) for n, x in fields}
         return {"state": type(tree).__name__, "fields": inner}
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
-        return {"dict": {key: _described(item, f"{path}[{key!r}]", tensors, wanted) for key, item in tree.items()}}
+        return {"dict": {key: _description(item, f"{path}[{key!r}]", tensors, wanted) for key, item in tree.items()}}
     if type(tree) in (tuple, list):
-        items = [_described(item, f"{path}[{i}]", tensors, wanted) for i, item in enumerate(tree)]
+        items = [_description(item, f"{path}[{i}]", tensors, wanted) for i, item in enumerate(tree)]
         return {type(tree).__name__: items}
     raise CheckpointError(
         f"{path} is {shorten(tree)}, a {type(tree).__name__}; a state is made of tensors, None, tuples, lists, dicts "
@@ -345,19 +345,19 @@ def _described(tree: Any, path: str, tensors: dict[str, Tensor], wanted: _Dtype)
     )
 
 
-def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
+def _state_of(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
     """The state of a JSON description; ValueError, KeyError, TypeError or AttributeError where it is none."""
     if tree is None:
         return None
     if "tensor" in tree:
-        found = tensors[tree["tensor"]]
-        if fault := _misfit(found, wanted):
+        tensor = tensors[tree["tensor"]]
+        if fault := _misfit(tensor, wanted):
             raise ValueError(f"{shorten(tree['tensor'])} {fault}")
-        return found
+        return tensor
     if "dict" in tree:
-        return {key: _built(item, tensors, wanted) for key, item in tree["dict"].items()}
+        return {key: _state_of(item, tensors, wanted) for key, item in tree["dict"].items()}
     if "list" in tree or "tuple" in tree:
-        items = [_built(item, tensors, wanted) for item in tree.get("list", tree.get("tuple"))]
+        items = [_state_of(item, tensors, wanted) for item in tree.get("list", tree.get("tuple"))]
         return items if "list" in tree else tuple(items)
     name, fields = tree["state"], tree["fields"]
     if name not in _KINDS:
@@ -365,7 +365,7 @@ def _built(tree: Any, tensors: Mapping[str, Tensor], wanted: _Dtype) -> Any:
     kind: Any = _KINDS[name]
     if fields.keys() != set(kind._fields):
         raise ValueError(f"a {name} has the fields {', '.join(kind._fields)}, not {', '.join(fields)}")
-    return kind(**{field: _built(item, tensors, _dtype_of(kind, field)) for field, item in fields.items()})
+    return kind(**{field: _state_of(item, tensors, _dtype_of(kind, field)) for field, item in fields.items()})
 
 
 def _dtype_of(kind: type[State], field: str) -> _Dtype:
@@ -383,8 +383,8 @@ def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
 
 def leaves(state: Any, root: str = "") -> dict[str, Tensor]:
     """Tensors of a state by their place below `root`."""
-    found: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
-    return {root + pytree.keystr(path): leaf for path, leaf in found if isinstance(leaf, Tensor)}
+    pairs: list[tuple[Any, Any]] = pytree.tree_flatten_with_path(state)[0]
+    return {root + pytree.keystr(path): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
 
 
 def _batch(state: Any) -> int:

@@ -119,9 +119,9 @@ def quiet_interrupts() -> None:
         if not issubclass(kind, KeyboardInterrupt):
             on_error(kind, error, trace)
 
-    def of_ignored(found: sys.UnraisableHookArgs) -> None:
-        if not issubclass(found.exc_type, KeyboardInterrupt):
-            on_ignored(found)
+    def of_ignored(event: sys.UnraisableHookArgs) -> None:
+        if not issubclass(event.exc_type, KeyboardInterrupt):
+            on_ignored(event)
 
     sys.excepthook, sys.unraisablehook = of_error, of_ignored
 
@@ -144,12 +144,12 @@ def report(error: BaseException) -> int:
         return UNREAD
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    echo(f"error: {told(error)}", err=True)
+    echo(f"error: {message_of(error)}", err=True)
     refused = isinstance(error, HecateError | OSError | MemoryError | UnicodeError | RecursionError)
     return REFUSED if refused and not isinstance(error, NonFiniteError) else FAILED
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """A failure as a message."""
     said = "; ".join([str(error), *getattr(error, "__notes__", ())])
     kind, text = type(error).__name__, printable(" ".join(said.split()), MESSAGE // 4)

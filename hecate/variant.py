@@ -120,7 +120,7 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
     """The value of a JSON text whose objects have no key twice. `strict`, for files that anybody may have written: it
     has neither NaN nor infinity, no integer of more than 64 bits, and is nested at most `MAX_DEPTH` deep."""
     try:
-        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=int if strict else None)
+        value = json.loads(text, object_pairs_hook=_mapping_of, parse_constant=int if strict else None)
     except ConfigError:
         raise
     except RecursionError:
@@ -139,18 +139,18 @@ def read_json(text: str | bytes | bytearray, *, strict: bool = False) -> Any:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _mapping_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ConfigError("given twice in one JSON object; keep one", (key,))
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
-def _unnamed(cls: Any, given: Any) -> str:
+def _naming_hint(cls: Any, argument: Any) -> str:
     """Hint of what to write where a value was given without a field's name."""
-    if isinstance(given, str | Mapping):
+    if isinstance(argument, str | Mapping):
         return f"; {cls.__name__}.model_validate reads a name or a mapping"
     fields = [name for name in cls.model_fields if name != "kind"]
     return f"; write {fields[0]}=..." if fields else "; it has no fields"
@@ -169,7 +169,7 @@ class _ConfigMeta(ModelMetaclass):
         def __call__(cls, *args: Any, **fields: Any) -> Any:
             if args and (fields or len(args) > 1 or not (issubclass(cls, Variant) and cls.is_family())):
                 raise ConfigError(
-                    f"{cls.__name__} takes named fields only, got {shorten(args[0])}{_unnamed(cls, args[0])}"
+                    f"{cls.__name__} takes named fields only, got {shorten(args[0])}{_naming_hint(cls, args[0])}"
                 )
             if issubclass(cls, Variant) and cls.is_family():
                 return cls.model_validate(args[0] if args else fields)
@@ -241,20 +241,20 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     @classmethod
     def _hint(cls, key: str, known: list[str]) -> str:
         """Suggestion for an unknown field: one of the known ones, or a field of one of them."""
-        return meant(key, known) or did_you_mean(key, known, 0.7) or cls._held_by(key) or did_you_mean(key, known)
+        return meant(key, known) or did_you_mean(key, known, 0.7) or cls._holder_of(key) or did_you_mean(key, known)
 
     @classmethod
-    def _held_by(cls, key: str) -> str:
+    def _holder_of(cls, key: str) -> str:
         ours = (key, *MEANT.get(key, ()))
         for name, field in cls.model_fields.items():
             for item in (field.annotation, *get_args(field.annotation)):
                 if not (isinstance(item, type) and issubclass(item, Config)):
                     continue
-                held = {"": item} if not issubclass(item, Variant) else item.variants()
-                own = getattr(field.default, "kind", "")
-                for kind in sorted(held, key=lambda kind: (kind != own, kind not in ours)):
+                classes = {"": item} if not issubclass(item, Variant) else item.variants()
+                default = getattr(field.default, "kind", "")
+                for kind in sorted(classes, key=lambda kind: (kind != default, kind not in ours)):
                     for word in ours:
-                        if word in held[kind].model_fields:
+                        if word in classes[kind].model_fields:
                             start = f"'kind': {kind!r}, " if kind else ""
                             return f" It is a field of {name}: {name}={{{start}{word!r}: ...}}."
         return ""
@@ -301,14 +301,14 @@ class Config(BaseModel, metaclass=_ConfigMeta):
 
     def brief(self) -> dict[str, Any]:
         """The fields that are not at their default, as plain values: what a mapping needs to be read as this."""
-        found = {}
+        changes = {}
         for name, field in type(self).model_fields.items():
             value = vars(self).get(name)
             usual = field.get_default(call_default_factory=True)
             of_itself = name not in self.model_fields_set if name in self.follows else value == usual
             if not of_itself:
-                found[name] = briefly(value)
-        return found
+                changes[name] = briefly(value)
+        return changes
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.brief().items())})"
@@ -335,18 +335,18 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> Schema:
         """As pydantic's, with what docstrings say of each property."""
         schema = handler(core)
-        for name, found in handler.resolve_ref_schema(schema).get("properties", {}).items():
-            found.setdefault("description", about_field(cls, name))
+        for name, entry in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            entry.setdefault("description", about_field(cls, name))
         return schema
 
     def __hash__(self) -> int:
-        found: int | None = getattr(self, "_hash", None)
-        if found is None:
+        digest: int | None = getattr(self, "_hash", None)
+        if digest is None:
             name = f"{type(self).__module__}.{type(self).__qualname__}"
             fields = (getattr(self, field, None) for field in type(self).model_fields)
-            found = content_hash((name, *fields))
-            object.__setattr__(self, "_hash", found)
-        return found
+            digest = content_hash((name, *fields))
+            object.__setattr__(self, "_hash", digest)
+        return digest
 
     def validated(self) -> Self:
         """The same value, checked once per object: closes the hole of `model_construct`."""
@@ -407,8 +407,8 @@ class Variant(Config):
         if family:
             cls._family, cls._family_type, cls._registry = family, cls, {}
         for name, formulas in cls._follows.items():  # in the order of the mapping: one may follow from another
-            own = vars(cls)
-            if name not in own and not own.keys().isdisjoint(formulas):
+            namespace = vars(cls)
+            if name not in namespace and not namespace.keys().isdisjoint(formulas):
                 setattr(cls, name, cls._of_family(name))
 
     @classmethod
@@ -477,18 +477,18 @@ class Variant(Config):
             return type(value).model_validate(value)
         fields = {"kind": value} if isinstance(value, str) else value
         if not isinstance(fields, Mapping):
-            given = f"{shorten(value)} ({type(value).__name__})"
+            shown = f"{shorten(value)} ({type(value).__name__})"
             if callable(value):
-                given += f"; a function or module of your own becomes one as a class with a kind, see {cls.__name__}"
+                shown += f"; a function or module of your own becomes one as a class with a kind, see {cls.__name__}"
             name = f"an {cls._family}" if cls._family[:1] in "aeiou" else f"a {cls._family}"
-            raise ConfigError(f"must be {name} kind, a mapping with a 'kind', or an instance, got {given}")
+            raise ConfigError(f"must be {name} kind, a mapping with a 'kind', or an instance, got {shown}")
         known, kind = cls.variants(), fields.get("kind")
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")
         if not isinstance(kind, str) or kind not in known:
             near = did_you_mean(kind, known)
-            own = "" if near else " One of your own needs its module imported, with --import MODULE on the command line"
-            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}{not_known(kind, known, near)}{own}")
+            tip = "" if near else " One of your own needs its module imported, with --import MODULE on the command line"
+            raise ConfigError(f"unknown {cls._family} kind {shorten(kind)}{not_known(kind, known, near)}{tip}")
         return known[kind].model_validate(dict(fields))
 
     @classmethod
@@ -590,6 +590,6 @@ def import_variants(package: str, *families: type[Variant]) -> list[str]:
     for item in pkgutil.iter_modules(home["__path__"], f"{package}."):
         import_module(item.name)
     known = [cls for family in families for cls in family.variants().values()]
-    found = {cls.__name__: cls for cls in known if cls.__module__.startswith(f"{package}.")}
-    home.update(found)
-    return sorted(found)
+    classes = {cls.__name__: cls for cls in known if cls.__module__.startswith(f"{package}.")}
+    home.update(classes)
+    return sorted(classes)

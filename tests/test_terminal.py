@@ -19,7 +19,7 @@ from hecate import cli, errors, terminal
 from hecate.cli import main
 from hecate.data.tokenizer import Bytes, FileTokenizer
 from hecate.errors import CheckpointError, ConfigError, DataError, printable, shorten
-from hecate.terminal import OutputError, StandardError, afterwards, echo, told
+from hecate.terminal import OutputError, StandardError, afterwards, echo, message_of
 from hecate.train.display import Display, print_table
 from tests.test_cli import TINY
 
@@ -190,10 +190,12 @@ def test_an_interrupt_is_no_message(capsys, monkeypatch):
 
     monkeypatch.setattr(found, "catalogue", raising(KeyboardInterrupt()))
     assert called(capsys, "list") == (130, "", "")
-    assert told(torch.OutOfMemoryError("CUDA out of memory")).startswith("there is not enough memory for this (CUDA")
+    assert message_of(torch.OutOfMemoryError("CUDA out of memory")).startswith(
+        "there is not enough memory for this (CUDA"
+    )
     noted = RuntimeError("boom")
     noted.add_note("contender x")
-    assert told(noted).startswith("RuntimeError: boom; contender x; nothing here expects this")
+    assert message_of(noted).startswith("RuntimeError: boom; contender x; nothing here expects this")
 
 
 INTERRUPTED = """

@@ -267,11 +267,11 @@ class Implicit(Descent):
 
     def gradient(self, loss: InnerLoss, token: Token, context: State) -> tuple[State, State]:
         (grad,) = loss.gradient(token.phi_k, token.v)
-        block = _shortened(loss.curvature or 0.0, loss.diagonal)
+        block = _shortening(loss.curvature or 0.0, loss.diagonal)
         return loss.run(block, grad, token.lr, token.phi_k), context
 
 
-def _shortened(curvature: float, diagonal: bool) -> Block:
+def _shortening(curvature: float, diagonal: bool) -> Block:
     """G / (1 + lr c |phi|^2), coordinate by coordinate if diagonal."""
 
     def squares(phi: Tensor) -> Tensor:

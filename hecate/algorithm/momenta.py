@@ -33,8 +33,8 @@ POLYNOMIALS: dict[str, tuple[Coefficients, ...]] = {
 
 def polynomials(name: str, steps: int) -> tuple[Coefficients, ...]:
     """The coefficients of each of so many steps: one polynomial for all, or the first of a schedule."""
-    own = POLYNOMIALS[name]
-    return own * steps if len(own) == 1 else own[:steps]
+    schedule = POLYNOMIALS[name]
+    return schedule * steps if len(schedule) == 1 else schedule[:steps]
 
 
 def too_many_steps(name: str, steps: int) -> str | None:
@@ -89,26 +89,26 @@ class NewtonSchulz(Carrying):
         return math.inf if not self.rescale else 2.0
 
     def direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[Tensor, ...]:
-        return self._directed(grad, lr, momentum, *slots)[0]
+        return self._direction(grad, lr, momentum, *slots)[0]
 
     def direction_vjp(self, inputs: tuple[Tensor, ...], *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return self._directed_vjp(self._directed(*inputs)[1], *cotangents)
+        return self._direction_vjp(self._direction(*inputs)[1], *cotangents)
 
     def block(self) -> Block:
         """The iterations are kept for the derivative."""
-        kept = still_declared(self, "block", self._formulas)
-        return Block(f"algorithm.{self.kind}", self._directed, self._directed_vjp) if kept else super().block()
+        declared = still_declared(self, "block", self._formulas)
+        return Block(f"algorithm.{self.kind}", self._direction, self._direction_vjp) if declared else super().block()
 
-    def _directed(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+    def _direction(self, grad: Tensor, lr: Tensor, momentum: Tensor, *slots: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         carried = torch.addcmul(grad, over(momentum, grad), slots[0])
-        made = self._orthogonal(carried)
-        return (-over(lr, grad) * made[0], carried), ((grad, lr, momentum, slots[0]), made)
+        iteration = self._orthogonal(carried)
+        return (-over(lr, grad) * iteration[0], carried), ((grad, lr, momentum, slots[0]), iteration)
 
-    def _directed_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        (grad, lr, momentum, slot), (found, iterates, length, moved) = residuals
+    def _direction_vjp(self, residuals: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        (grad, lr, momentum, slot), (orthogonal, iterates, length, moved) = residuals
         gdirection, gcarried = cotangents
-        glr = -sum_to_gate(found * gdirection, lr)
-        g = self._pulled(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
+        glr = -sum_to_gate(orthogonal * gdirection, lr)
+        g = self._orthogonal_vjp(gcarried, iterates, length, moved, -over(lr, grad) * gdirection)
         return g, glr, sum_to_gate(slot * g, momentum), over(momentum, grad) * g
 
     def gram_form(self) -> GramForm | None:
@@ -129,30 +129,30 @@ class NewtonSchulz(Carrying):
             moved = square > 0
             square = square + self.eps**2
             x, q = gram / square, torch.empty(0)
-            made: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+            iterations: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
             for step, coefficients in enumerate(steps):
                 p = _polynomial(x, coefficients)
                 before, q = (q, torch.bmm(p, q)) if step else (None, p)
                 half = torch.bmm(p, x) if step + 1 < len(steps) else None
-                made.append((x, p, before, half))
+                iterations.append((x, p, before, half))
                 x = x if half is None else torch.bmm(half, p)
             scale = torch.full_like(square, 1 / math.sqrt(rows)) if self.rescale else square.rsqrt()
-            return (torch.where(moved, scale * q, 0.0),), (made, q, square, scale, moved)
+            return (torch.where(moved, scale * q, 0.0),), (iterations, q, square, scale, moved)
 
-        def vjp(kept: Any, g: Tensor) -> tuple[Tensor]:
-            made, found, square, scale, moved = kept
+        def vjp(residuals: Any, g: Tensor) -> tuple[Tensor]:
+            iterations, gain, square, scale, moved = residuals
             g = torch.where(moved, g, 0.0)
             gx, gq = None, scale * g
-            for (x, p, q, half), coefficients in zip(reversed(made), reversed(steps), strict=True):
+            for (x, p, q, half), coefficients in zip(reversed(iterations), reversed(steps), strict=True):
                 gp, gq = (gq, None) if q is None else (torch.bmm(gq, q.mT), torch.bmm(p.mT, gq))
                 ghalf = None if gx is None else torch.bmm(gx, p.mT)
                 if ghalf is not None:
                     gp = torch.baddbmm(gp, half.mT, gx).baddbmm_(ghalf, x.mT)
                 gx = _polynomial_vjp(x, gp, coefficients)
                 gx = gx if ghalf is None else gx.baddbmm_(p.mT, ghalf)
-            gsquare = -(gx * made[0][0]).sum((-2, -1), keepdim=True) / square
+            gsquare = -(gx * iterations[0][0]).sum((-2, -1), keepdim=True) / square
             if not self.rescale:
-                gsquare = gsquare - 0.5 * scale / square * (g * found).sum((-2, -1), keepdim=True)
+                gsquare = gsquare - 0.5 * scale / square * (g * gain).sum((-2, -1), keepdim=True)
             eye = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
             return (gx / square + gsquare * eye,)
 
@@ -167,20 +167,20 @@ class NewtonSchulz(Carrying):
         moved = square > 0
         square = square + self.eps**2
         length = square.sqrt()
-        found, gram = rows / length, gram / square
+        x, gram = rows / length, gram / square
         iterates: list[tuple[Tensor, ...]] = []
         for step, coefficients in enumerate(self._steps):
-            gram = _inner(found, found) if step else gram
+            gram = _inner(x, x) if step else gram
             through = _polynomial(gram, coefficients)
-            iterates.append((found, gram, through))
-            found = _through(through, found)
-        iterates.append((found,))
+            iterates.append((x, gram, through))
+            x = _through(through, x)
+        iterates.append((x,))
         if self.rescale:
-            found = found * (length / math.sqrt(min(found.shape[-2:])))
+            x = x * (length / math.sqrt(min(x.shape[-2:])))
         # A token that finds S' = 0 would multiply cotangents by a^steps / eps, and the next one again.
-        return torch.where(moved, found, 0.0).reshape(s.shape), iterates, length, moved
+        return torch.where(moved, x, 0.0).reshape(s.shape), iterates, length, moved
 
-    def _pulled(
+    def _orthogonal_vjp(
         self, known: Tensor, iterates: list[tuple[Tensor, ...]], length: Tensor, moved: Tensor, g: Tensor
     ) -> Tensor:
         """Cotangent of s from that of NS(s), added to what is known of it."""
@@ -201,9 +201,9 @@ class NewtonSchulz(Carrying):
 def _polynomial(x: Tensor, coefficients: Coefficients) -> Tensor:
     """a I + b X + c X^2."""
     a, b, c = coefficients
-    found = torch.baddbmm(x, x, x, beta=b, alpha=c) if c else b * x
-    found.diagonal(dim1=-2, dim2=-1).add_(a)
-    return found
+    p = torch.baddbmm(x, x, x, beta=b, alpha=c) if c else b * x
+    p.diagonal(dim1=-2, dim2=-1).add_(a)
+    return p
 
 
 def _polynomial_vjp(x: Tensor, g: Tensor, coefficients: Coefficients) -> Tensor:
@@ -219,10 +219,10 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 def _through(p: Tensor, x: Tensor, q: Tensor | None = None, y: Tensor | None = None) -> Tensor:
     """P X, and Q Y added to it, of wide matrices, or X P and Y Q of tall ones; P and Q are symmetric."""
     tall = x.shape[-2] > x.shape[-1]
-    found = torch.bmm(x, p) if tall else torch.bmm(p, x)
+    product = torch.bmm(x, p) if tall else torch.bmm(p, x)
     if q is None or y is None:
-        return found
-    return found.baddbmm_(y, q) if tall else found.baddbmm_(q, y)
+        return product
+    return product.baddbmm_(y, q) if tall else product.baddbmm_(q, y)
 
 
 class DeltaMomentum(Carrying):
@@ -359,14 +359,14 @@ class DeepMomentum(Carrying):
         w_new = start + new
         new_z = bmm(p, w_new.mT)
         step = torch.tanh(column * new_z)
-        kept = u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along
-        return (lr * step, out, new, out), (*kept, back, w_new, new_z, step)
+        inputs = u, p, lr, keep, change, w_out, w_in
+        network = z, hidden, (square, met), error, sizes, rate, pushed, second, along
+        return (lr * step, out, new, out), (inputs, network, (back, w_new, new_z, step))
 
-    def _factored_vjp(self, kept: Any, gleft: Tensor, gright: Tensor, gnew: Tensor, gout: Tensor) -> Tensors:
-        u, p, lr, keep, change, w_out, w_in, z, hidden, (square, met), error, sizes, rate, pushed, second, along = kept[
-            :16
-        ]
-        back, w_new, new_z, step = kept[16:]
+    def _factored_vjp(self, residuals: Any, gleft: Tensor, gright: Tensor, gnew: Tensor, gout: Tensor) -> Tensors:
+        inputs, network, (back, w_new, new_z, step) = residuals
+        u, p, lr, keep, change, w_out, w_in = inputs
+        z, hidden, (square, met), error, sizes, rate, pushed, second, along = network
         bmm, add, plus = torch.bmm, torch.baddbmm, torch.addcmul
         glr = _along(gleft, step)
         pulled = _TANH_BACK(lr * gleft, step)
@@ -403,11 +403,11 @@ class DeepMomentum(Carrying):
         return gu.squeeze(1), gp.squeeze(1), glr, gmomentum, gchange, gw
 
     def _start(self, grad: Tensor) -> Tensor:
-        return _drawn(self.width, grad.shape[-1]).to(grad)
+        return _draw(self.width, grad.shape[-1]).to(grad)
 
 
 @lru_cache(maxsize=16)
-def _drawn(rows: int, width: int) -> Tensor:
+def _draw(rows: int, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn((rows, width), generator=generator, dtype=torch.float64, device="cpu")
     return draw / math.sqrt(width)

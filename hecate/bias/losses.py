@@ -125,19 +125,19 @@ class KL(Bias):
             yield ("temperature",), f"{self.temperature:g} {no_effect}; leave it at 1 or set target='softmax'"
 
     def loss(self, pred: Tensor, target: Tensor) -> Tensor:
-        t = self._told(target)
+        t = self._distribution(target)
         return pred.logsumexp(-1) - (pred * t).sum(-1) - torch.special.entr(t).sum(-1)
 
     def grad(self, pred: Tensor, target: Tensor) -> Tensor:
-        return pred.softmax(-1) - self._told(target)
+        return pred.softmax(-1) - self._distribution(target)
 
     def grad_vjp(self, pred: Tensor, target: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         gpred = _softmax_jvp(pred.softmax(-1), g)
         if self.target == "distribution":
             return gpred, -g
-        return gpred, -_softmax_jvp(self._told(target), g) / self.temperature
+        return gpred, -_softmax_jvp(self._distribution(target), g) / self.temperature
 
-    def _told(self, target: Tensor) -> Tensor:
+    def _distribution(self, target: Tensor) -> Tensor:
         if self.target == "distribution":
             return target
         return (target / self.temperature).softmax(-1)

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,27 +61,25 @@ def bias_formula(bias: Bias) -> Formula:
 
 def formula_of(bias: Bias) -> Formula | str:
     """The formula of a bias, or why it has none."""
-    found: Formula | str = kept(bias, _of_bias)
-    return found
+    return cached_formula(bias, _of_bias)
 
 
 def activation_nodes(activation: Activation) -> tuple[Node, Node, Node] | str:
     """act(x), act'(x) and act''(x) as nodes of x, or why there are none."""
-    found: tuple[Node, Node, Node] | str = kept(activation, _of_activation)
-    return found
+    return cached_formula(activation, _of_activation)
 
 
-def printable(found: T | str) -> T:
+def printable(formula: T | str) -> T:
     """A formula. Raises Unprintable with the reason where there is none."""
-    if isinstance(found, str):
-        raise Unprintable(found)
-    return found
+    if isinstance(formula, str):
+        raise Unprintable(formula)
+    return formula
 
 
-def kept(variant: Variant, make: Callable[[Any], Any]) -> Any:
+def cached_formula(variant: Variant, make: Callable[[Any], T]) -> T | str:
     """The formula that is made of a variant, once, or why it could not be made."""
     # Equal variants of two classes are two, and so are those whose methods were replaced, and 1 and 1.0.
-    return _made(make, tuple(_methods(variant)), repr(variant), variant)
+    return _made_apart(make, tuple(_methods(variant)), repr(variant), variant)
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
@@ -94,12 +93,12 @@ def _methods(variant: Variant) -> Iterator[Any]:
 
 
 @lru_cache(KEPT)
-def _made(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
+def _made_apart(make: Callable[[Any], Any], methods: tuple[Any, ...], text: str, variant: Variant) -> Any:
     with ThreadPoolExecutor(1) as apart:  # which knows nothing of what transforms, compiles or differentiates here
-        return apart.submit(tried, make, variant).result()
+        return apart.submit(formula_or_reason, make, variant).result()
 
 
-def tried(make: Callable[[Any], Any], variant: Variant) -> Any:
+def formula_or_reason(make: Callable[[Any], T], variant: Variant) -> T | str:
     """The formula that is made of a variant, or why it could not be made."""
     try:
         return make(variant)
@@ -112,8 +111,8 @@ def tried(make: Callable[[Any], Any], variant: Variant) -> Any:
 def _of_bias(bias: Bias) -> Formula:
     nodes = Nodes()
     p, v = nodes.input("p", ALONG), nodes.input("v", ALONG)
-    (u,) = nodes_of(bias, lambda own: own.grad, dict.fromkeys("pv", ALONG), nodes)
-    gp, gv = nodes_of(bias, lambda own: own.grad_vjp, dict.fromkeys("pvg", ALONG), nodes)
+    (u,) = nodes_of(bias, attrgetter("grad"), dict.fromkeys("pv", ALONG), nodes)
+    gp, gv = nodes_of(bias, attrgetter("grad_vjp"), dict.fromkeys("pvg", ALONG), nodes)
     known = {} if u.op in ("in", "const") else {u: "u"}
     psi, pull = printed("psi", "pv", [u]), printed("pull", "pvug", [gp, gv], known)
     whole = psi.operations | pull.operations
@@ -125,11 +124,11 @@ def _of_bias(bias: Bias) -> Formula:
 
 
 def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
-    def orders(own: Any) -> Callable[..., Any]:
+    def orders(variant: Any) -> Callable[..., Any]:
         def function(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            y = own.value(x)
-            slope = own.slope(x, y)
-            return y, slope, own.bend(x, y, slope)
+            y = variant.value(x)
+            slope = variant.slope(x, y)
+            return y, slope, variant.bend(x, y, slope)
 
         return function
 
@@ -145,22 +144,21 @@ def _of_activation(activation: Activation) -> tuple[Node, Node, Node]:
 def map_formula(feature_map: FeatureMap, *, centred: bool = False, pulled: bool = False) -> Text | str:
     """`phi(x, c)` of a componentwise map without parameters, or why there is none: phi(x) - phi(0) where it is
     `centred`, J^T of what it would be, J the derivative of phi at x, where it is `pulled`."""
-    found: Text | str = kept(feature_map, _MAPS[centred, pulled])
-    return found
+    return cached_formula(feature_map, _MAPS[centred, pulled])
 
 
 def _of_map(feature_map: FeatureMap, centred: bool, pulled: bool) -> Text:
     if not feature_map.traits().componentwise:
         raise Unprintable("it makes features of rows, not of single numbers")
 
-    def features(own: Any) -> Callable[..., Any]:
-        zero = own.forward(torch.zeros(1, dtype=torch.float64), _NOTHING)[0].item() if centred else 0.0
+    def features(variant: Any) -> Callable[..., Any]:
+        zero = variant.forward(torch.zeros(1, dtype=torch.float64), _NOTHING)[0].item() if centred else 0.0
 
         def function(x: Tensor) -> Tensor:
-            y, residuals = own.forward(x, _NOTHING)
+            y, residuals = variant.forward(x, _NOTHING)
             if zero:  # and exactly nothing of nothing, however it rounds
                 y = torch.where(x != 0, y - zero, 0.0)
-            return own.vjp(residuals, y)[0] if pulled else y
+            return variant.vjp(residuals, y)[0] if pulled else y
 
         return function
 
@@ -196,8 +194,7 @@ class AlgorithmFormula(NamedTuple):
 
 def algorithm_formula(algorithm: Algorithm) -> AlgorithmFormula | str:
     """The formula of an algorithm that steps every number of a weight by its own gradient, or why it has none."""
-    found: AlgorithmFormula | str = kept(algorithm, _of_algorithm)
-    return found
+    return cached_formula(algorithm, _of_algorithm)
 
 
 def algorithm_texts(algorithm: Algorithm) -> list[Text]:
@@ -218,16 +215,23 @@ def _of_algorithm(algorithm: Algorithm) -> AlgorithmFormula:
     inputs = {"G": CELLS, "lr": 0, "m": 0, **{f"s{at}": CELLS for at in slots}}
     cotangents = {"g": CELLS, **{f"h{at}": CELLS for at in slots}}
 
-    def pulled(own: Any) -> Callable[..., Any]:
-        return lambda *given: own.direction_vjp(given[: len(inputs)], *given[len(inputs) :])
+    def pulled(variant: Any) -> Callable[..., Any]:
+        return lambda *tensors: variant.direction_vjp(tensors[: len(inputs)], *tensors[len(inputs) :])
 
-    results = nodes_of(algorithm, lambda own: own.direction, inputs, nodes, axes=2)
-    back = nodes_of(algorithm, pulled, {**inputs, **cotangents}, nodes, axes=2)
-    back = [nodes.const(0.0) if node is None else node for node in back]
+    results = nodes_of(algorithm, attrgetter("direction"), inputs, nodes, axes=2)
+    back = _cotangents(algorithm, pulled, {**inputs, **cotangents}, nodes)
     if printed("f", (), [*results, back[0], *back[3:]]).operations & MIXED:
         raise Unprintable("a number of its step needs others of the weight")
     read, pulled_from = (tuple(nodes.input(*item) for item in axes.items()) for axes in (inputs, cotangents))
-    return AlgorithmFormula(read, pulled_from, tuple(results), tuple(back))
+    return AlgorithmFormula(read, pulled_from, tuple(results), back)
+
+
+def _cotangents(
+    variant: Variant, pullback: Callable[[Any], Any], inputs: Mapping[str, int], nodes: Nodes
+) -> tuple[Node, ...]:
+    """The cotangents of weights, 0 where there is none."""
+    cotangents = nodes_of(variant, pullback, inputs, nodes, axes=2)
+    return tuple([nodes.const(0.0) if node is None else node for node in cotangents])
 
 
 # Retentions.
@@ -250,8 +254,7 @@ class Weights(NamedTuple):
         if gate.axes or gate.literal(0):
             return gate
         rows = gate.args[0] if gate.op == "column_total" else gate
-        summed: Node | None = rows.args[0] if rows.op == "total" else None
-        return summed
+        return rows.args[0] if rows.op == "total" else None
 
     @property
     def cellwise(self) -> bool:
@@ -296,8 +299,7 @@ class RetentionFormula(NamedTuple):
 
 def retention_formula(retention: Retention) -> RetentionFormula | str:
     """The formula of a retention, or why it has none."""
-    found: RetentionFormula | str = kept(retention, _of_retention)
-    return found
+    return cached_formula(retention, _of_retention)
 
 
 def retention_texts(retention: Retention) -> list[Text]:
@@ -310,29 +312,18 @@ def retention_texts(retention: Retention) -> list[Text]:
 
 
 def _of_retention(retention: Retention) -> RetentionFormula:
-    def step(own: Any) -> Callable[..., Any]:
-        return own.step
-
-    def pulled(own: Any) -> Callable[..., Any]:
-        return own.step_vjp
-
     state = {"X": CELLS, "D": CELLS}
-    single = _weights(retention, step, pulled, {**state, "r": 0})
-    cells = tried(lambda own: _weights(own, step, pulled, {**state, "r": CELLS}), retention)
-    link = None
-    if retention.dual:
-        link = _weights(retention, lambda own: own.weights, lambda own: own.weights_vjp, {"A": CELLS})
-    centred = nodes_of(retention, lambda own: own.centred, {"D": CELLS, "r": 0}, single.out.nodes, axes=2)
+    single = _weights("step", {**state, "r": 0}, retention)
+    cells = formula_or_reason(partial(_weights, "step", {**state, "r": CELLS}), retention)
+    link = _weights("weights", {"A": CELLS}, retention) if retention.dual else None
+    centred = nodes_of(retention, attrgetter("centred"), {"D": CELLS, "r": 0}, single.out.nodes, axes=2)
     return RetentionFormula(single, cells, link, single.out in _sums(single.out.nodes, centred[0]))
 
 
-def _weights(
-    retention: Retention, method: Callable[[Any], Any], vjp: Callable[[Any], Any], inputs: Mapping[str, int]
-) -> Weights:
+def _weights(method: str, inputs: Mapping[str, int], retention: Retention) -> Weights:
     nodes = Nodes()
-    (out,) = nodes_of(retention, method, inputs, nodes, axes=2)
-    found = nodes_of(retention, vjp, {**inputs, "g": CELLS}, nodes, axes=2)
-    back = tuple([nodes.const(0.0) if node is None else node for node in found])
+    (out,) = nodes_of(retention, attrgetter(method), inputs, nodes, axes=2)
+    back = _cotangents(retention, attrgetter(f"{method}_vjp"), {**inputs, "g": CELLS}, nodes)
     operations = printed("f", (), [out]).operations
     if any(node.op == "in" and node.args[0] not in {*inputs, "g"} for node in (out, *back)):
         raise Unprintable("it is no weight")
@@ -342,4 +333,4 @@ def _weights(
 def _sums(nodes: Nodes, direction: Node) -> list[Node]:
     """r X and X, plus a direction."""
     x, r = nodes.input("X", CELLS), nodes.input("r")
-    return [a + b for own in (r * x, x * r, x) for a, b in ((own, direction), (direction, own))]
+    return [a + b for term in (r * x, x * r, x) for a, b in ((term, direction), (direction, term))]

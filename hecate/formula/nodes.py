@@ -81,10 +81,7 @@ class Nodes:
 
     def same(self, op: str, *args: Any, axes: int = 0) -> Node:
         """The node of an operation and its arguments."""
-        found = self._made.get((op, *args))
-        if found is None:
-            found = self._made[op, *args] = Node(self, op, args, axes)
-        return found
+        return self._made.setdefault((op, *args), Node(self, op, args, axes))
 
     def input(self, name: str, axes: int = 0) -> Node:
         """An input by its name."""
@@ -93,10 +90,8 @@ class Nodes:
     def const(self, value: float, other: float | None = None) -> Node:
         """A number, and what it is in the other trace."""
         other = value if other is None else other
-        found = self._made.get(("const", repr(value), repr(other)))  # 0.0 and -0.0 are two, NaN is one
-        if found is None:
-            found = self._made["const", repr(value), repr(other)] = Node(self, "const", (value, other), 0)
-        return found
+        key = ("const", repr(value), repr(other))  # 0.0 and -0.0 are two, NaN is one
+        return self._made.setdefault(key, Node(self, "const", (value, other), 0))
 
 
 def call(op: str, *arguments: Number) -> Node:
@@ -166,10 +161,6 @@ class Over(NamedTuple):
         """The largest number."""
         x = call("top", x) if self.axes & ALONG else x
         return call("column_top", x) if self.axes & DOWN else x
-
-    def mean(self, x: Node) -> Node:
-        """The sum over how many there are."""
-        return self.total(x) / size_of(x.nodes, self.axes)
 
     def softmax(self, x: Node) -> Node:
         """e^x over its sum."""
@@ -353,7 +344,7 @@ COMPONENTWISE: dict[str, Callable[..., Any]] = {
 
 ROWWISE: dict[str, Callable[..., Any]] = {
     "sum": lambda over, x, *_, **__: over.total(x), "amax": lambda over, x, *_, **__: over.top(x),
-    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.mean(x),
+    "linalg_vector_norm": Over.norm, "mean": lambda over, x, *_, **__: over.total(x) / size_of(x.nodes, over.axes),
     "any": lambda over, x, *_: over.top(_counted(x)) > 0, "all": lambda over, x, *_: over.top(-_counted(x)) < 0,
     "logsumexp": lambda over, x, *_, **__: over.top(x) + log(over.total(exp(x - over.top(x)))),
     "_softmax": lambda over, x, *_: over.softmax(x), "_log_softmax": lambda over, x, *_: over.log_softmax(x),

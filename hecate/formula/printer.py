@@ -55,7 +55,7 @@ class _Whole(Node):
 
 
 class Trace(TorchDispatchMode):
-    """Records operations on inputs. `told` are the constants of a trace of the moved variant in their order, `wider`
+    """Records operations on inputs. `other` are the constants of a trace of the moved variant in their order, `wider`
     those of a trace of wider rows."""
 
     @classmethod
@@ -63,11 +63,11 @@ class Trace(TorchDispatchMode):
         return False  # else torch wraps the method, and imports all of dynamo when it is first called
 
     def __init__(
-        self, nodes: Nodes, like: Tensor, told: Sequence[float] | None = None, wider: Sequence[float] | None = None
+        self, nodes: Nodes, like: Tensor, other: Sequence[float] | None = None, wider: Sequence[float] | None = None
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         (self.rows, *self.sizes), self.dtype = like.shape, like.dtype
-        self.nodes, self.told, self.wider = nodes, told, wider
+        self.nodes, self.other, self.wider = nodes, other, wider
         self.local: set[int] = set()  # constants that the formula makes, none that may change behind its back
         self.known: dict[int, Node] = {}
         self.alive: list[Tensor] = []  # an id is that of a tensor as long as it lives
@@ -88,11 +88,11 @@ class Trace(TorchDispatchMode):
     def node(self, item: Any, name: str) -> Any:
         """The node of a tensor or a number; other arguments as they are."""
         if isinstance(item, Tensor):
-            found = self.known.get(id(item))
-            if isinstance(found, _Whole):
-                raise Unprintable(f"aten.{found.op} goes over more than a row of values")
-            if found is not None:
-                return found
+            node = self.known.get(id(item))
+            if isinstance(node, _Whole):
+                raise Unprintable(f"aten.{node.op} goes over more than a row of values")
+            if node is not None:
+                return node
             if item.numel() == 1 and id(item) in self.local:
                 return self._constant(float(item))
             raise Unprintable(f"it has a tensor of its own, {tuple(item.shape)}, in aten.{name}")
@@ -102,67 +102,67 @@ class Trace(TorchDispatchMode):
     def _constant(self, value: float) -> Node:
         at, value = len(self.constants), float(value)
         self.constants.append(value)
-        other = value if self.wider is None else self.wider[at] if at < len(self.wider) else math.nan
-        if other in (value, _rounded(value)) or (math.isnan(other) and math.isnan(value)):
-            return self.nodes.const(value, None if self.told is None else self.told[at])
-        wide = _counts(WIDER[len(self.sizes)])
-        for (axes, size), more in zip(_counts(self.sizes).items(), wide.values(), strict=True):
-            if (value, other) == (size, more):
+        wide = value if self.wider is None else self.wider[at] if at < len(self.wider) else math.nan
+        if wide in (value, _rounded(value)) or (math.isnan(wide) and math.isnan(value)):
+            return self.nodes.const(value, None if self.other is None else self.other[at])
+        counts = _counts(WIDER[len(self.sizes)])
+        for (axes, size), more in zip(_counts(self.sizes).items(), counts.values(), strict=True):
+            if (value, wide) == (size, more):
                 return size_of(self.nodes, axes)
-            if (value, other) == (1 / size, 1 / more):
+            if (value, wide) == (1 / size, 1 / more):
                 return 1 / size_of(self.nodes, axes)
         what = "follows from how many there are, or from the dtype"
         raise Unprintable(f"a number of it, {value:g} for {_by(self.sizes)} values in {self.dtype}, {what}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        given = [item for part in (*args, *kwargs.values()) for item in (part if isinstance(part, list) else [part])]
-        traced = any(isinstance(item, Tensor) and id(item) in self.known for item in given)
+        operands = [item for part in (*args, *kwargs.values()) for item in (part if isinstance(part, list) else [part])]
+        traced = any(isinstance(item, Tensor) and id(item) in self.known for item in operands)
         if traced and name in ON_HOST:
             raise Unprintable(HOST)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise Unprintable(f"aten.{name} draws random numbers")
         out = func(*args, **kwargs)
         if name in CONSTANTS or name in ("full_like", "full"):
-            made: Any = self._constant(CONSTANTS[name] if name in CONSTANTS else float(args[1]))
+            nodes: Any = self._constant(CONSTANTS[name] if name in CONSTANTS else float(args[1]))
         elif not traced:  # of constants alone
-            own = [item for item in (out if isinstance(out, tuple | list) else [out]) if isinstance(item, Tensor)]
-            if not any(isinstance(item, Tensor) and id(item) not in self.local for item in given):
-                self.local |= set(map(id, own))
-            self.alive += own
+            constants = [item for item in (out if isinstance(out, tuple | list) else [out]) if isinstance(item, Tensor)]
+            if not any(isinstance(item, Tensor) and id(item) not in self.local for item in operands):
+                self.local |= set(map(id, constants))
+            self.alive += constants
             return out
         else:
-            made = self._made(name, args, kwargs, out)
+            nodes = self._results(name, args, kwargs, out)
         self.operations.append(name)
         if name in ALIASES and name != "clone":
             self.shared |= {id(args[0]), id(out)}
-        pairs: list[Any] = list(zip(out, made, strict=True)) if isinstance(out, tuple) else [(out, made)]
+        pairs: list[Any] = list(zip(out, nodes, strict=True)) if isinstance(out, tuple) else [(out, nodes)]
         for tensor, node in pairs:
             self._fits(name, tensor, node, counted=name == "sum" and args[0].dtype == torch.bool)
             self.name(tensor, node)
         return out
 
-    def _made(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+    def _results(self, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         """Nodes of an operation's results."""
         if name in ALIASES:
-            made = self.node(args[0], name)
+            node = self.node(args[0], name)
             asked = out.is_floating_point() and not args[0].is_floating_point()
-            return where(made, 1, 0) if asked else made
+            return where(node, 1, 0) if asked else node
         plain = name.removesuffix("_")
         if plain in COMPONENTWISE:
             if plain != name and id(args[0]) in self.shared:
                 raise Unprintable(f"aten.{name} writes into what has another name")
-            operation, given = COMPONENTWISE[plain], [self.node(item, name) for item in args]
+            operation, operands = COMPONENTWISE[plain], [self.node(item, name) for item in args]
         elif name in ROWWISE:
             if (over := self._over(name, args, kwargs)) is None:
                 return _Whole(self.nodes, name, (), axes=ALONG)
             operation = partial(ROWWISE[name], over)
-            given = [self.node(x, name) if isinstance(x, Tensor) else x for x in args]
+            operands = [self.node(x, name) if isinstance(x, Tensor) else x for x in args]
         else:
             raise Unprintable(f"aten.{name} has no kernel form")
         named = {key: self.node(item, name) for key, item in kwargs.items() if key not in _IGNORED}
         try:
-            return operation(*given, **named)
+            return operation(*operands, **named)
         except (NotImplementedError, TypeError):
             raise Unprintable(f"aten.{name} as called has no kernel form") from None
 
@@ -209,19 +209,19 @@ def _by(sizes: Sequence[int]) -> str:
 
 
 def traced(
-    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *told: Sequence[float] | None,
+    function: Callable[..., Any], inputs: Mapping[str, int], nodes: Nodes, *constants: Sequence[float] | None,
     sizes: tuple[int, ...] = SIZES[1],
 ) -> tuple[list[Node], Trace]:  # fmt: skip
     """Nodes of what a function of tensors returns; `inputs` are the axes of each. Rows of other sizes are more, and in
     float32."""
     rows, dtype = (ROWS, torch.float64) if sizes in SIZES.values() else (MORE, torch.float32)
     numbers = torch.linspace(0.1, 1.1, rows * math.prod(sizes), dtype=dtype).view(rows, *sizes)
-    given = [(numbers if axes else numbers.flatten(1)[:, 0]).clone() for axes in inputs.values()]
-    with torch.enable_grad(), Trace(nodes, numbers, *told) as mode:
-        for name, tensor in zip(inputs, given, strict=True):
+    tensors = [(numbers if axes else numbers.flatten(1)[:, 0]).clone() for axes in inputs.values()]
+    with torch.enable_grad(), Trace(nodes, numbers, *constants) as mode:
+        for name, tensor in zip(inputs, tensors, strict=True):
             mode.name(tensor, nodes.input(name, inputs[name]))
             mode.shared.add(id(tensor))
-        out = function(*given)
+        out = function(*tensors)
         results = out if isinstance(out, tuple | list) else (out,)
         return [mode.node(item, "the result") for item in results], mode
 
@@ -243,26 +243,26 @@ def nodes_of(
     of weights of two axes."""
     sizes = SIZES[axes]
     _, wide = traced(method(variant), inputs, Nodes(), sizes=WIDER[axes])
-    other, told = moved(variant), None
+    other, constants = moved(variant), None
     if other is not None:
         with suppress(Unprintable):  # as it is, it has a text
             _, trace = traced(method(other), inputs, Nodes(), sizes=sizes)
-            told = trace.constants if trace.way == wide.way else None
-    results, trace = traced(method(variant), inputs, nodes, told, wide.constants, sizes=sizes)
-    more = {own: traced(method(variant), inputs, Nodes(), sizes=own)[1] for own in OTHERS[axes]}
-    if any(own.way != trace.way for own in (wide, *more.values())):
+            constants = trace.constants if trace.way == wide.way else None
+    results, trace = traced(method(variant), inputs, nodes, constants, wide.constants, sizes=sizes)
+    traces = {shape: traced(method(variant), inputs, Nodes(), sizes=shape)[1] for shape in OTHERS[axes]}
+    if any(each.way != trace.way for each in (wide, *traces.values())):
         raise Unprintable("it takes another way for rows of another width or dtype")
-    for own_sizes, own in more.items():
-        for value, at_wider, found in zip(trace.constants, wide.constants, own.constants, strict=True):
+    for shape, each in traces.items():
+        for value, at_wider, number in zip(trace.constants, wide.constants, each.constants, strict=True):
             if math.isnan(value):
                 continue
             known = value
             if _rounded(value) != _rounded(at_wider):
                 along = next(at for at, size in _counts(sizes).items() if value in (size, 1 / size))
-                known = _counts(own_sizes)[along] ** (1 if value > 1 else -1)
-            if _rounded(found) != _rounded(known):
+                known = _counts(shape)[along] ** (1 if value > 1 else -1)
+            if _rounded(number) != _rounded(known):
                 raise Unprintable(
-                    f"a number of it, {found:g} for {_by(own_sizes)} values, follows from the width in its own way"
+                    f"a number of it, {number:g} for {_by(shape)} values, follows from the width in its own way"
                 )
     return results
 
@@ -274,7 +274,7 @@ def _rounded(value: float) -> float:
 def moved(variant: Variant) -> Variant | None:
     """The variant with each of its float fields, and those of variants in its fields, moved a little where it bears
     that; None if none does."""
-    found = None
+    copy = None
     for at, name in enumerate(type(variant).model_fields):
         value = getattr(variant, name)
         other: Variant | float | None = None
@@ -284,8 +284,8 @@ def moved(variant: Variant) -> Variant | None:
             other = value * (1 - 0.0137 / (at + 3))
         if other is not None:
             with suppress(ConfigError):  # the number of a field that has to be what it is stays in the text
-                found = (found or variant).model_copy(update={name: other})
-    return found
+                copy = (copy or variant).model_copy(update={name: other})
+    return copy
 
 
 def printed(
@@ -315,12 +315,12 @@ def printed(
         else:
             operations.add(node.op)
             depth[node] = 1 + max(depth.get(item, 0) for item in node.args)
-            own = said(node, text, names)
+            expression = said(node, text, names)
             if count > 1 or depth[node] > DEPTH:
                 text[node], depth[node] = f"t{len(lines)}", 0
-                lines.append(f"    {text[node]} = {own}")
+                lines.append(f"    {text[node]} = {expression}")
             else:
-                text[node] = own if node.op in NAMES else f"({own})"
+                text[node] = expression if node.op in NAMES else f"({expression})"
     back = ", ".join(text[node] for node in results)
     source = "\n".join([f"def {name}({', '.join(inputs)}, c):", *lines, f"    return {back}", ""])
     return Text(name, source, tuple(numbers), frozenset(operations))
@@ -358,5 +358,5 @@ def literal(value: float) -> str:
     """A number."""
     if math.isnan(value):
         return "NAN"
-    found = repr(abs(value)) if math.isfinite(value) else "INF"
-    return f"(-{found})" if math.copysign(1, value) < 0 else found
+    digits = repr(abs(value)) if math.isfinite(value) else "INF"
+    return f"(-{digits})" if math.copysign(1, value) < 0 else digits

@@ -89,18 +89,18 @@ def allowed(field: FieldInfo) -> Allowed | None:
     limits: list[Any] = list(field.metadata)
     waiting: list[Any] = [field.annotation]
     while waiting:
-        found = waiting.pop(0)
-        if get_origin(found) in (Union, UnionType):
-            waiting += get_args(found)
-        elif get_origin(found) is Annotated:
-            waiting.append(get_args(found)[0])
-            limits += [limit for given in get_args(found)[1:] for limit in given.metadata]
-        elif get_origin(found) is Literal:
-            words += get_args(found)
-        elif found is bool or found is type(None):
-            words += (True, False) if found is bool else (None,)
-        elif found in (int, float):
-            kind = found
+        annotation = waiting.pop(0)
+        if get_origin(annotation) in (Union, UnionType):
+            waiting += get_args(annotation)
+        elif get_origin(annotation) is Annotated:
+            waiting.append(get_args(annotation)[0])
+            limits += [limit for note in get_args(annotation)[1:] for limit in note.metadata]
+        elif get_origin(annotation) is Literal:
+            words += get_args(annotation)
+        elif annotation is bool or annotation is type(None):
+            words += (True, False) if annotation is bool else (None,)
+        elif annotation in (int, float):
+            kind = annotation
         else:
             return None
     low = max((getattr(x, end) for x in limits for end in ("ge", "gt") if hasattr(x, end)), default=0)
@@ -110,11 +110,11 @@ def allowed(field: FieldInfo) -> Allowed | None:
 
 def signature_of(fields: dict[str, FieldInfo], positional: tuple[str, ...]) -> inspect.Signature:
     """A constructor's: `params`, these fields by place, the others by name."""
-    made = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    params = [inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     for name in dict.fromkeys([*positional, *fields]):
         how = inspect.Parameter.POSITIONAL_OR_KEYWORD if name in positional else inspect.Parameter.KEYWORD_ONLY
-        made.append(inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation))
-    return inspect.Signature(made)
+        params.append(inspect.Parameter(name, how, default=fields[name].default, annotation=fields[name].annotation))
+    return inspect.Signature(params)
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -181,15 +181,15 @@ class MatrixOptimizer(Optimizer):
     allowed: ClassVar[Mapping[str, Allowed]]
     numbers: ClassVar[Mapping[str, float]]  # and what they are at most
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         fields = {**cls.Options.model_fields, **cls.Extras.model_fields}
         fields.pop("kind")
         cls.allowed = {name: limits for name, field in fields.items() if (limits := allowed(field))}
         cls.numbers = {name: a.high for name, a in cls.allowed.items() if a.kind is float and None not in a.words}
         setattr(cls, "__signature__", signature_of(fields, cls.positional))  # noqa: B010 - unknown to mypy
-        if own := vars(cls).get("Options"):
-            own.factory, own.__doc__, own.__name__ = cls, cls.__doc__, cls.__name__
+        if config := vars(cls).get("Options"):
+            config.factory, config.__doc__, config.__name__ = cls, cls.__doc__, cls.__name__
 
     def __init__(self, params: ParamsT, *args: Any, **named: Any) -> None:
         signature: inspect.Signature = getattr(type(self), "__signature__")  # noqa: B009
@@ -207,21 +207,21 @@ class MatrixOptimizer(Optimizer):
         super().__init__(params, self.prepared({k: v for k, v in bound.arguments.items() if k != "params"}))
         for name, (option, values) in self.only_with.items():
             # Not in `check`: a group that lacks the other option may have inherited this one from the constructor.
-            given, default = self.defaults[name], bound.signature.parameters[name].default
+            setting, default = self.defaults[name], bound.signature.parameters[name].default
             acts = any(group[option] in values for group in self.param_groups)
-            if (isinstance(given, Tensor) or given != default) and not acts:
+            if (isinstance(setting, Tensor) or setting != default) and not acts:
                 raise ConfigError(
-                    f"{name}={given} acts with {option} {' or '.join(map(repr, values))} alone, "
+                    f"{name}={setting} acts with {option} {' or '.join(map(repr, values))} alone, "
                     f"which no group has; leave {name} out or set {option}"
                 )
 
-    def prepared(self, given: Group) -> Group:
+    def prepared(self, options: Group) -> Group:
         """The defaults of groups, from the arguments of the constructor."""
         for name in ("capturable", "fused"):
-            if given.pop(name):
+            if options.pop(name):
                 cure = "this optimiser has no kernel for it; leave it out, foreach is the fast path"
                 raise ConfigError(f"{name}=True is not offered: {cure}")
-        return given
+        return options
 
     # What a subclass gives.
 
@@ -331,8 +331,8 @@ class MatrixOptimizer(Optimizer):
         values = [view(p) for p in params]
         self.update(group, values, grads, viewed)
         if whole:
-            for p, value, state, found in zip(params, values, states, viewed, strict=True):
-                for entry, new in ((p, value), *((state[key], found[key]) for key in state)):
+            for p, value, state, entries in zip(params, values, states, viewed, strict=True):
+                for entry, new in ((p, value), *((state[key], entries[key]) for key in state)):
                     if is_sharded(entry):  # what is not was changed in place
                         overwrite(entry, new)
 
@@ -353,11 +353,11 @@ class MatrixOptimizer(Optimizer):
                 if is_sharded(p) and group["differentiable"]:
                     raise ConfigError(f"differentiable=True takes whole parameters, {name_of(group, p)} is not")
             self.check(group)
-            made = {p: self.fresh_state(p, group) if p.numel() else {} for p in group["params"]}
+            states = {p: self.fresh_state(p, group) if p.numel() else {} for p in group["params"]}
         except BaseException:
             self.param_groups.pop()
             raise
-        for p, state in made.items():
+        for p, state in states.items():
             self.state[p] = state
 
     def agree(self, group: Group, other: Group) -> None:
@@ -375,19 +375,19 @@ class MatrixOptimizer(Optimizer):
         torch casts state to its parameter's dtype, which rounds a float32 momentum of bfloat16 weights; here every
         entry keeps the dtype of a fresh state. [OPT-BASE-I2]
         """
-        with self.register_load_state_dict_pre_hook(lambda _, given: self.examine_state(given)):  # after the user's own
+        with self.register_load_state_dict_pre_hook(lambda _, state: self.examine_state(state)):  # after the user's own
             super().load_state_dict(state_dict)
 
-    def examine_state(self, given: dict[str, Any]) -> None:
+    def examine_state(self, loaded: dict[str, Any]) -> None:
         """Holds a state dict against this optimiser's own; leaves what it saves for `__setstate__`."""
-        groups, saved_groups = self.param_groups, given["param_groups"]
+        groups, saved_groups = self.param_groups, loaded["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved_groups]:
             return  # torch says so
         saved: dict[Tensor, State] = {}
         for group, other in zip(groups, saved_groups, strict=True):
             self.agree(group, other)
             for p, index in zip(group["params"], other["params"], strict=True):
-                entries = given["state"].get(index, {})  # torch leaves out what has no state
+                entries = loaded["state"].get(index, {})  # torch leaves out what has no state
                 saved[p] = _matching(name_of(group, p), self.state[p], entries)
         self._saved = saved
 
@@ -402,20 +402,20 @@ class MatrixOptimizer(Optimizer):
                 group.setdefault(key, value)
 
 
-def _matching(name: str, own: State, other: State) -> State:
+def _matching(name: str, fresh: State, saved: State) -> State:
     """A copy of a checkpoint's state, on the devices and in the dtypes of this one."""
-    if own.keys() != other.keys():
+    if fresh.keys() != saved.keys():
         raise ConfigError(
-            f"the checkpoint's state of {name} holds {sorted(other)}, this optimiser needs "
-            f"{sorted(own)}; construct it as it was when the checkpoint was written"
+            f"the checkpoint's state of {name} holds {sorted(saved)}, this optimiser needs "
+            f"{sorted(fresh)}; construct it as it was when the checkpoint was written"
         )
-    for key, value in own.items():
-        if value.shape != other[key].shape:
+    for key, value in fresh.items():
+        if value.shape != saved[key].shape:
             raise ShapeError(
                 f"state {key!r} of {name} is {list(value.shape)} here and "
-                f"{list(other[key].shape)} in the checkpoint; load it into the same model"
+                f"{list(saved[key].shape)} in the checkpoint; load it into the same model"
             )
-    return {key: other[key].detach().to(value.device, value.dtype, copy=True) for key, value in own.items()}
+    return {key: saved[key].detach().to(value.device, value.dtype, copy=True) for key, value in fresh.items()}
 
 
 def put(group: Group, states: list[State], key: str, values: list[Tensor]) -> None:

@@ -73,13 +73,13 @@ class Leveled(torch.optim.Optimizer):
         self._windows: dict[Tensor, Tensor] = {}
         # Whether it makes state in its first step, not when it is built.
         self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)
-        own = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
-        for name in own.keys() & self.inner.defaults.keys():
+        settings = {"period": period, "reduce": reduce, "elapsed": 0, "commits": 0}
+        for name in settings.keys() & self.inner.defaults.keys():
             raise ConfigError(
                 f"{type(self.inner).__name__} has a {name!r} of its own, which that of a level would overwrite; wrap "
                 "an optimiser without one"
             )
-        super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **own})
+        super().__init__(list(self.inner.param_groups), {**self.inner.defaults, **settings})
         self.state = self.inner.state
 
     @torch.no_grad()
@@ -130,9 +130,9 @@ class Leveled(torch.optim.Optimizer):
 
         def take(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             windows.update(windows_of(state, self.param_groups))
-            own = ("window", "has_window")
-            kept = {i: {k: v for k, v in each.items() if k not in own} for i, each in state["state"].items()}
-            bare = {i: each for i, each in kept.items() if each}
+            extras = ("window", "has_window")
+            states = {i: {k: v for k, v in each.items() if k not in extras} for i, each in state["state"].items()}
+            bare = {i: each for i, each in states.items() if each}
             if isinstance(self.inner, MatrixOptimizer):
                 self.inner.examine_state({**state, "state": bare})
             elif type(self.inner).__module__.startswith("torch.optim"):
@@ -179,13 +179,13 @@ class Leveled(torch.optim.Optimizer):
     @contextmanager
     def _lent(self, groups: list[Group]) -> Iterator[None]:
         """The wrapped optimiser sees these groups and no other, and what becomes of their `.grad` is undone."""
-        own = [(p, p.grad) for group in groups for p in group["params"]]
+        grads = [(p, p.grad) for group in groups for p in group["params"]]
         self.inner.state, self.inner.param_groups = self.state, groups
         try:
             yield
         finally:
             self.inner.param_groups = list(self.param_groups)
-            for p, grad in own:
+            for p, grad in grads:
                 p.grad = grad
 
     def _collect(self, group: Group) -> bool:
@@ -249,10 +249,10 @@ def level_groups(
             some = ", ".join(names[:4]) + (", ..." if names[4:] else "")
             hint = did_you_mean(pattern, names)
             raise ConfigError(f"the pattern {pattern!r} decides no parameter's level.{hint} Names are {some}.")
-    found: dict[int, list[Tensor]] = {}
+    levels: dict[int, list[Tensor]] = {}
     for (_, parameter), decided in zip(named, patterns, strict=True):
-        found.setdefault(default if decided is None else periods[decided], []).append(parameter)
-    return [{"params": found[period], "period": period} for period in sorted(found)]
+        levels.setdefault(default if decided is None else periods[decided], []).append(parameter)
+    return [{"params": levels[period], "period": period} for period in sorted(levels)]
 
 
 def check_level(group: Group) -> None:
@@ -272,10 +272,10 @@ def add_windows(optimizer: Any, state: dict[str, Any]) -> None:
     slow = {p for group in optimizer.param_groups if group["period"] > 1 for p in group["params"]}
     for index, p in _indexed(state["param_groups"], optimizer.param_groups):
         window = optimizer._windows.get(p)
-        own = {"has_window": torch.tensor(window is not None)}
+        entries = {"has_window": torch.tensor(window is not None)}
         if window is not None or p in slow:
-            own["window"] = torch.zeros_like(p, dtype=state_dtype(p, "full")) if window is None else window
-        state["state"][index] = state["state"].get(index, {}) | own
+            entries["window"] = torch.zeros_like(p, dtype=state_dtype(p, "full")) if window is None else window
+        state["state"][index] = state["state"].get(index, {}) | entries
 
 
 def windows_of(state: dict[str, Any], groups: list[Group]) -> dict[Tensor, Tensor]:

@@ -111,22 +111,20 @@ class RowMap:
         """Target of P phi~(g): g, or g scaled."""
         return g if self.scale == "restored" else scaled(g, self.scale)
 
-    def back(self, held: Tensor, g: Tensor, residuals: Any) -> Tensor:
+    def back(self, features: Tensor, g: Tensor, residuals: Any) -> Tensor:
         """P held `[n, columns]`; the Jacobian of `vjp` is that at g."""
         if self.lift in ("identity", "vjp"):
-            lifted = held if self.lift == "identity" else self.feature_map.vjp(residuals, held)[0]
+            lifted = features if self.lift == "identity" else self.feature_map.vjp(residuals, features)[0]
             return lifted if self.gain == 1 else lifted / self.gain
         if self.lift == "prefix":
             first = self.feature_map.traits().linear_at or 0
-            return held[..., first : first + g.shape[-1]]
+            return features[..., first : first + g.shape[-1]]
         if self.call is None:
-            if self.decoder is None:
-                raise ConfigError(f"lift {self.lift!r} needs a decoder")
-            return held @ self.decoder
-        lifted = self.call(held, g)
+            return features @ self.decoder  # type: ignore[operator]
+        lifted = self.call(features, g)
         if lifted.shape != g.shape:
             raise ShapeError(
-                f"the lift must return {list(g.shape)} from features {list(held.shape)}, got {list(lifted.shape)}"
+                f"the lift must return {list(g.shape)} from features {list(features.shape)}, got {list(lifted.shape)}"
             )
         return lifted
 
@@ -141,8 +139,8 @@ class RowMap:
         if any(self.params.values()):
             return None
         centred = self.centre and self.feature_map.parity != "odd"
-        found = map_formula(self.feature_map, centred=centred, pulled=self.lift == "vjp")
-        return found if isinstance(found, Text) else None
+        printed = map_formula(self.feature_map, centred=centred, pulled=self.lift == "vjp")
+        return printed if isinstance(printed, Text) else None
 
     def lengths(self, width: int) -> tuple[float, float]:
         """By how many of its lengths a row of this width is divided, and updates multiplied; 0 where by none."""
@@ -208,23 +206,23 @@ def learn_lift(state: State, features: Tensor, rows: Tensor, forget: float, ridg
     """
     gram, cross = state[GRAM], state[CROSS]
     features, rows = features.to(gram.dtype), rows.to(gram.dtype)
-    kept = torch.where((features != 0).any(), forget, 1.0)
-    gram.mul_(kept).add_(features.mT @ features)
-    cross.mul_(kept).add_(features.mT @ rows)
+    decay = torch.where((features != 0).any(), forget, 1.0)
+    gram.mul_(decay).add_(features.mT @ features)
+    cross.mul_(decay).add_(features.mT @ rows)
     damping = ridge * gram.diagonal().sum() / len(gram) + torch.finfo(gram.dtype).tiny
     return torch.linalg.solve(gram + damping * torch.eye(len(gram)).to(gram), cross)
 
 
-def own_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
+def with_learned_phi(row_map: RowMap, state: State, like: Tensor) -> RowMap:
     """The map with the learned parameters that this state holds."""
     learned = {name.removeprefix(PHI): value for name, value in state.items() if name.startswith(PHI)}
     return row_map.with_params({**row_map.params, "learned": learned}, like)
 
 
-def taught(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
+def learned_map(row_map: RowMap, state: State, g: Tensor, group: Group) -> tuple[RowMap, Tensor, Any]:
     """The map with what a state has learned, its lift from these rows as well; and their `features`."""
     if group["phi_lr"]:
-        row_map = own_phi(row_map, state, g)
+        row_map = with_learned_phi(row_map, state, g)
     features, residuals = row_map.features(g)
     if GRAM in state:
         decoder = learn_lift(state, features, row_map.target(g), group["forget"], group["ridge"])
@@ -242,8 +240,8 @@ def learn_phi(row_map: RowMap, state: State, g: Tensor, lr: float) -> None:
     power = torch.where(power > 0, power, 1)
 
     def loss(learned: dict[str, Tensor]) -> Tensor:
-        told = row_map.with_params({**row_map.params, "learned": learned}, g)(g)
-        return (told / size - target).square().sum() / (2 * power)
+        lifted = row_map.with_params({**row_map.params, "learned": learned}, g)(g)
+        return (lifted / size - target).square().sum() / (2 * power)
 
     grads = torch.func.grad(loss)(row_map.params["learned"])
     for name, grad in grads.items():
@@ -262,7 +260,7 @@ does less than the rounding of most gradients."""
 class Bent(NamedTuple):
     """Rows of a parameter as phi gets them, what the update ought to be a multiple of, and the update."""
 
-    seen: Tensor
+    inputs: Tensor
     target: Tensor
     update: Tensor
 
@@ -270,12 +268,14 @@ class Bent(NamedTuple):
 def bend(rows: Iterable[Bent]) -> Tensor:
     """`[2]` in float64: by how much updates differ from one multiple of their targets, relative to them, and the root
     mean square of what phi gets. Updates of no length tell nothing, by infinity."""
-    seen, x, u = (torch.cat([part.detach().double().flatten() for part in parts]) for parts in zip(*rows, strict=True))
+    inputs, x, u = (
+        torch.cat([part.detach().double().flatten() for part in parts]) for parts in zip(*rows, strict=True)
+    )
     power, length = x.square().sum(), u.square().sum()
     multiple = (x * u).sum() / torch.where(power > 0, power, 1.0)
     rest = (u - multiple * x).square().sum() / torch.where(length > 0, length, 1.0)
-    told = (power > 0) & (length > 0)
-    return torch.stack([torch.where(told, rest.sqrt(), torch.inf), seen.square().mean().sqrt()])
+    telling = (power > 0) & (length > 0)
+    return torch.stack([torch.where(telling, rest.sqrt(), torch.inf), inputs.square().mean().sqrt()])
 
 
 class Watch:
@@ -294,8 +294,8 @@ class Watch:
         key = (like.device, like.dtype)
         steps = self._steps[key] = self._steps.get(key, 0) + 1
         if steps <= STEPS:
-            found = bend(rows())
-            self._largest[key] = torch.maximum(found, self._largest.get(key, found))
+            measures = bend(rows())
+            self._largest[key] = torch.maximum(measures, self._largest.get(key, measures))
         if steps == STEPS:
             put_off(self._largest[key], partial(self._hear, key))
         if steps < STEPS:
@@ -314,7 +314,7 @@ class Watch:
 
 def _sentence(group: Group, largest: float, size: float) -> str:
     kind, scale, lift = group["feature_map"]["kind"], group["input_scale"], group.get("lift")
-    seen = {"none": "gradients of", "restored": "gradients, brought to rows of length 1, of"}.get(scale, "rows of")
+    rows = {"none": "gradients of", "restored": "gradients, brought to rows of length 1, of"}.get(scale, "rows of")
     how = f"{'odd-lifted ' if group['odd'] else ''}{kind!r}{f' with lift {lift!r}' if lift else ''}"
     what = "this is SGD with momentum"
     if scale in ("rms", "unit"):
@@ -324,17 +324,17 @@ def _sentence(group: Group, largest: float, size: float) -> str:
     cure = "take input_scale='rms' for phi to act" if lift in ("identity", None) else "take another lift or feature_map"
     if scale == "rms" or _always(group):
         cure = "take another feature_map"
-    told = f"phi sees {seen} {size:.1g}, where {how} is linear to {largest:.0e}: {what}"
-    return f"{told}; {cure}, or identity, which costs less"
+    sentence = f"phi sees {rows} {size:.1g}, where {how} is linear to {largest:.0e}: {what}"
+    return f"{sentence}; {cure}, or identity, which costs less"
 
 
 def _always(group: Group) -> bool:
     """True if phi of a number is a multiple of it, as the odd part of relu is."""
-    plain = FeatureMap.model_validate(group["feature_map"])
-    if not plain.traits().componentwise:
+    feature_map = map_of(group)
+    if not feature_map.traits().componentwise:
         return False
     x = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64)
-    y = (OddLift(inner=plain) if group["odd"] else plain)(x) / x
+    y = feature_map(x) / x
     return torch.allclose(y, y[:1])
 
 
@@ -350,9 +350,9 @@ class PhiOptimizer(MatrixOptimizer):
     # By a group's first parameter; None where nothing is left to say.
     _watches: dict[Tensor, Watch | None] | None = None
 
-    def prepared(self, given: Group) -> Group:
+    def prepared(self, options: Group) -> Group:
         """Keeps what a checkpoint cannot: a lift that is a function, given parameters of phi."""
-        self._given: dict[int, Params] = dict(given.pop("phi_params") or {})
+        self._given: dict[int, Params] = dict(options.pop("phi_params") or {})
         for width, params in self._given.items():
             if type(width) is not int or set(params) != {"learned", "frozen"}:
                 raise ConfigError(
@@ -360,12 +360,12 @@ class PhiOptimizer(MatrixOptimizer):
                     f"them, got {shorten(width)}: {shorten(params)}"
                 )
         self._maps: dict[tuple[Any, ...], RowMap] = {}
-        self._call: Call | None = given.get("lift") if callable(given.get("lift")) else None
+        self._call: Call | None = options.get("lift") if callable(options.get("lift")) else None
         if self._call is not None:
-            given["lift"] = "callable"
-        if isinstance(seed := given["seed"], torch.Generator):
-            given["seed"] = int(torch.randint(1 << 62, (), generator=seed))
-        return super().prepared(given)
+            options["lift"] = "callable"
+        if isinstance(seed := options["seed"], torch.Generator):
+            options["seed"] = int(torch.randint(1 << 62, (), generator=seed))
+        return super().prepared(options)
 
     def learning(self, group: Group, like: Tensor) -> State:
         """State of a lift and phi that learn; draws and calibrates now, not in a step."""
@@ -418,11 +418,11 @@ class PhiOptimizer(MatrixOptimizer):
         first = group["params"][0]  # `Leveled` steps some of the groups, so that their places say nothing
         if first not in self._watches:
             self._watches[first] = Watch() if self.may_be_linear(group) else None
-        found = self._watches[first]
-        if found is None:
+        watch = self._watches[first]
+        if watch is None:
             return
         rows = rows_of()
-        if found.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
+        if watch.over(group, rows[0], lambda: [self.bent(group, x) for x in rows]):
             self._watches[first] = None
 
     def may_be_linear(self, group: Group) -> bool:
@@ -444,53 +444,48 @@ class PhiOptimizer(MatrixOptimizer):
 
     def decode_errors(self) -> dict[int, float]:
         """By row width: what share of a Gaussian row the lift `pinv` misses."""
-        return {key[1]: made.error for key, made in self._maps.items() if made.error is not None}
+        return {key[1]: row_map.error for key, row_map in self._maps.items() if row_map.error is not None}
 
     def row_map(self, group: Group, like: Tensor) -> RowMap:
         """The map of rows as wide as those of `like`, in its dtype and on its device."""
         width = like.shape[-1]
         key = (str([group.get(name) for name in MADE_OF]), width, like.dtype, like.device)
         if key not in self._maps:
-            self._maps[key] = self._built(group, like)
-        found = self._maps[key]
+            self._maps[key] = self._new_row_map(group, like)
+        row_map = self._maps[key]
         if group["differentiable"]:  # parameters that autograd follows, phi(0) with them
-            found = found.with_params(self.drawn(group, width), like)
-        return found
+            row_map = row_map.with_params(self.drawn(group, width), like)
+        return row_map
 
     @torch.no_grad()
-    def _built(self, group: Group, like: Tensor) -> RowMap:
+    def _new_row_map(self, group: Group, like: Tensor) -> RowMap:
         exact = self.drawn(group, like.shape[-1])
-        how = {
-            "centre": group["center"],
-            "scale": group["input_scale"],
-            "by_number": by_number(group),
-            "call": self._call,
-        }
-        made = RowMap(map_of(group), exact, group.get("lift", "none"), **how)
-        if made.lift == "pinv":
-            made = self._decoded(group, made, like)
-        elif made.scale == "restored" and made.lift in ("identity", "vjp"):
-            made = self._gauged(group, made, like)
-        return made.with_params(exact, like)
+        lift, centre, scale = group.get("lift", "none"), group["center"], group["input_scale"]
+        row_map = RowMap(map_of(group), exact, lift, centre, scale, by_number(group), call=self._call)
+        if lift == "pinv":
+            row_map = self._with_decoder(group, row_map, like)
+        elif scale == "restored" and lift in ("identity", "vjp"):
+            row_map = self._with_gain(group, row_map, like)
+        return row_map.with_params(exact, like)
 
-    def _decoded(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
+    def _with_decoder(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
         """pinv: P = argmin E|phi~(x) P - x|^2 + ridge |P|^2 over seeded Gaussian rows x, and its error.
 
         In float64. The error, sqrt(E|phi~(x) P - x|^2 / E|x|^2), is taken on rows that the fit has not seen: 0 decodes
         exactly, 1 tells nothing. [OPT-LIFT-D3]
         """
-        width, d_phi = like.shape[-1], made.feature_map.output_dim(like.shape[-1])
+        width, d_phi = like.shape[-1], row_map.feature_map.output_dim(like.shape[-1])
         count = max(256, 4 * d_phi)
         rows = gaussian(2 * count, width, group["seed"])
-        exact = made.with_params(made.params, rows)
+        exact = row_map.with_params(row_map.params, rows)
         features, rows = exact.features(rows)[0], exact.target(rows)
-        fit, seen = features[:count], rows[:count]
+        fit, targets = features[:count], rows[:count]
         gram = fit.T @ fit / count + group["ridge"] * torch.eye(d_phi, dtype=torch.float64)
-        decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ seen / count)
+        decoder = torch.linalg.pinv(gram, hermitian=True) @ (fit.T @ targets / count)
         error = float((features[count:] @ decoder - rows[count:]).norm() / rows[count:].norm())
-        missed = f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {made.feature_map.kind!r}"
+        missed = f"lift 'pinv' misses {error:.2f} of a Gaussian row of {width} through {row_map.feature_map.kind!r}"
         if error > group["max_decode_error"]:
-            advice = "input_scale='restored', " if made.scale == "none" else ""
+            advice = "input_scale='restored', " if row_map.scale == "none" else ""
             raise ConfigError(
                 f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
                 "wider bandwidth, or lift='vjp'"
@@ -504,24 +499,24 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{(slack / error) ** 2:.2g}; use more features, a wider bandwidth, less momentum or a lower lr",
                 StabilityWarning,
             )
-        return replace(made, decoder=decoder.to(like), error=error)
+        return replace(row_map, decoder=decoder.to(like), error=error)
 
-    def _gauged(self, group: Group, made: RowMap, like: Tensor) -> RowMap:
+    def _with_gain(self, group: Group, row_map: RowMap, like: Tensor) -> RowMap:
         """The map with updates as long as 32 seeded Gaussian rows; warns where they do not descend.
 
         In the dtype of `like`, whose rounding may be all that is left. A constant map has no updates: its gain is 1.
         """
         width = like.shape[-1]
         rows = gaussian(32, width, group["seed"]).to(like.dtype)
-        updates, rows = made.with_params(made.params, rows)(rows).double(), rows.double()
+        updates, rows = row_map.with_params(row_map.params, rows)(rows).double(), rows.double()
         power = float(updates.norm() * rows.norm())
         cosine = float((updates * rows).sum() / power) if power > 0 else 0.0
         if cosine < LEAST_COSINE:
             warn(
-                f"updates of Gaussian rows of {width} by {made.feature_map.kind!r} and lift {made.lift!r} have the "
-                f"cosine {cosine:.3f} with them, so that no step descends; use lift='pinv' or another feature_map"
+                f"updates of Gaussian rows of {width} by {row_map.feature_map.kind!r} and lift {row_map.lift!r} have "
+                f"the cosine {cosine:.3f} with them, so that no step descends; use lift='pinv' or another feature_map"
             )
-        return replace(made, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
+        return replace(row_map, gain=float(updates.norm() / rows.norm()) if power > 0 else 1.0)
 
     def drawn(self, group: Group, width: int) -> Params:
         """phi's parameters for rows of a width, in float64 on the CPU: the same on every device; or those given."""
@@ -534,13 +529,13 @@ class PhiOptimizer(MatrixOptimizer):
 def _at_unit_scale(feature_map: FeatureMap) -> FeatureMap:
     """With the `unit_scale` of every field that is left out: defaults of maps are for keys of unit length, while the
     entries of rows of gradients are scaled to that size."""
-    own: dict[str, Any] = {n: x for n, x in feature_map.unit_scale.items() if n not in feature_map.model_fields_set}
+    scales: dict[str, Any] = {n: x for n, x in feature_map.unit_scale.items() if n not in feature_map.model_fields_set}
     for name, value in feature_map:
         if isinstance(value, FeatureMap):
-            own[name] = _at_unit_scale(value)
-        elif isinstance(value, list | tuple) and any(isinstance(each, FeatureMap) for each in value):
-            own[name] = type(value)(map(_at_unit_scale, value))
-    return feature_map.model_copy(update=own) if own else feature_map
+            scales[name] = _at_unit_scale(value)
+        elif isinstance(value, list | tuple) and any(isinstance(entry, FeatureMap) for entry in value):
+            scales[name] = type(value)(map(_at_unit_scale, value))
+    return feature_map.model_copy(update=scales) if scales else feature_map
 
 
 def map_of(group: Group) -> FeatureMap:

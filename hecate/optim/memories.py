@@ -28,7 +28,7 @@ from hecate.optim.base import (
     put,
     warn,
 )
-from hecate.optim.muon import HELD, orthogonalised, settings
+from hecate.optim.muon import MOMENTUM, orthogonalised, settings
 from hecate.optim.tensors import Bulk, as_matrix, by_group, grouped, largest, outline, state_dtype, tamed, together
 from hecate.tape.bridge import can_inspect
 
@@ -72,7 +72,7 @@ class DeltaMomentum(MatrixOptimizer):
     class Extras(MatrixOptimizer.Extras):
         orthogonalize: Any = False
 
-    held = (HELD,)
+    held = (MOMENTUM,)
     positional = ("lr", "momentum", "erase")
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {"beyond": ("form", ("hope",))}
 
@@ -102,19 +102,19 @@ class DeltaMomentum(MatrixOptimizer):
                 warn(message, StabilityWarning)
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        held = [state[HELD] for state in states]
-        bulk = Bulk(group, held)
-        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
-        erased = [self._erased(group, m, g) for m, g in zip(held, grads, strict=True)]
-        held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), grads)
-        held = bulk.add(held, erased, -1)
-        updates = [orthogonalised(m, group) for m in held]
+        momenta = [state[MOMENTUM] for state in states]
+        bulk = Bulk(group, momenta)
+        grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
+        erased = [self._erasure(group, m, g) for m, g in zip(momenta, grads, strict=True)]
+        momenta = bulk.add(bulk.decay(momenta, bulk.number(group["momentum"])), grads)
+        momenta = bulk.add(momenta, erased, -1)
+        updates = [orthogonalised(m, group) for m in momenta]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
-        put(group, states, HELD, held)
+        put(group, states, MOMENTUM, momenta)
 
-    def _erased(self, group: Group, held: Tensor, grad: Tensor) -> Tensor:
+    def _erasure(self, group: Group, memory: Tensor, grad: Tensor) -> Tensor:
         """The part of the momentum that the gradient erases."""
-        m, g = (as_matrix(x, group["matrix"]) for x in (held, grad))
+        m, g = (as_matrix(x, group["matrix"]) for x in (memory, grad))
         stable, rows = group["form"] == "stable", group["reading"] == "rows"
         g, size = tamed(g, -1 if rows else (-2, -1), g.dtype)
         weight = _erase(group) * size * size
@@ -122,7 +122,7 @@ class DeltaMomentum(MatrixOptimizer):
         if group["reading"] == "scalar":
             momentum = torch.as_tensor(group["momentum"]).to(square)
             factor = weight * square
-            return ((torch.minimum(factor, momentum) if stable else factor) * m).reshape(held.shape)
+            return ((torch.minimum(factor, momentum) if stable else factor) * m).reshape(memory.shape)
         if stable:
             weight = weight.clamp(max=torch.finfo(g.dtype).max ** 0.75)  # the quotient is at its limit
             weight = weight / (1 + weight * square)
@@ -132,7 +132,7 @@ class DeltaMomentum(MatrixOptimizer):
             out = m @ (weight * (g.mT @ g))
         else:
             out = (weight * (m @ g.mT)) @ g
-        return out.reshape(held.shape)
+        return out.reshape(memory.shape)
 
 
 def _erase(group: Group) -> Any:
@@ -209,35 +209,34 @@ class DeepMomentum(MatrixOptimizer):
         network, shared, keys = self._network(group), group["shared"], (CHANGE, OUT)
 
         def answered(members: list[int]) -> Sequence[Tensor]:
-            given, owners = [rows[i] for i in members], [[states[i]] for i in members]
+            batch, owners = [rows[i] for i in members], [[states[i]] for i in members]
             if shared:
                 every = [self.state[p] for p in group["params"] if p.numel()]
                 owners = [[state for state in every if _alike(state[OUT], states[members[0]][OUT])]]
-            joined = torch.cat(given)[None] if shared else torch.stack(given)
-            held = [torch.stack([states[i][key] for i in members[: len(owners)]]) for key in keys]
-            answers, *held = _answers(network, group, joined, held)
-            for key, values in zip(keys, held, strict=True):
+            joined = torch.cat(batch)[None] if shared else torch.stack(batch)
+            layers = [torch.stack([states[i][key] for i in members[: len(owners)]]) for key in keys]
+            answers, *layers = _answers(network, group, joined, layers)
+            for key, values in zip(keys, layers, strict=True):
                 for owner, value in zip(owners, values, strict=True):
                     put(group, owner, key, [value] * len(owner))
-            return answers[0].split([len(x) for x in given]) if shared else answers.unbind()
+            return answers[0].split([len(x) for x in batch]) if shared else answers.unbind()
 
-        found = by_group(grouped(x.shape[-1] for x in rows) if shared else together(rows, group), answered)
-        updates = [-orthogonalised(u.reshape(p.shape), group) for u, p in zip(found, params, strict=True)]
+        outputs = by_group(grouped(x.shape[-1] for x in rows) if shared else together(rows, group), answered)
+        updates = [-orthogonalised(u.reshape(p.shape), group) for u, p in zip(outputs, params, strict=True)]
         bulk.move(params, updates, bulk.number(group["lr"]), group["weight_decay"])
 
     def _network(self, group: Group) -> Network:
-        names = ("width", "rate", "objective")
-        return Network(**{name: group[name] for name in names})
+        return Network(**{name: group[name] for name in ("width", "rate", "objective")})
 
 
-def _answers(network: Algorithm, group: Group, rows: Tensor, held: list[Tensor]) -> tuple[Tensor, ...]:
+def _answers(network: Algorithm, group: Group, rows: Tensor, layers: list[Tensor]) -> tuple[Tensor, ...]:
     """Answers of networks `[n, ...]` to rows `[n, r, c]` that train them, and the networks after it."""
     scale = _length(rows) if group["input_scale"] == "rms" else rows.new_ones(1, 1, 1)
     one = rows.new_ones(len(rows))
-    step, *held = network.direction(rows / scale, one, one * group["momentum"], *held)
+    step, *layers = network.direction(rows / scale, one, one * group["momentum"], *layers)
     options = group["orthogonalize"]
     forgets = options and not options["rescale"]  # lengths, but for those below its eps
-    return step if forgets else scale * step, *held
+    return step if forgets else scale * step, *layers
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
@@ -295,10 +294,10 @@ class DGD(MatrixOptimizer):
         unattached: Literal["refuse", "sgd"] = "refuse"
         rescaled: Literal["refuse", "follow"] = "refuse"
 
-    def prepared(self, given: Group) -> Group:
+    def prepared(self, options: Group) -> Group:
         self._seen: dict[Tensor, list[Samples]] = {}
         self._scales: dict[Tensor, Tensor | float] = {}
-        return super().prepared(given)
+        return super().prepared(options)
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Takes samples from every Linear in `module` whose weight is here, until removed."""
@@ -316,8 +315,8 @@ class DGD(MatrixOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, and the samples they came from."""
         super().zero_grad(set_to_none)
-        for seen in self._seen.values():
-            seen.clear()
+        for samples in self._seen.values():
+            samples.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.setdefault("_seen", {})  # a copy is attached to nothing
@@ -342,19 +341,19 @@ class DGD(MatrixOptimizer):
                         "set unattached='sgd' for parameters that are no weight of a Linear"
                     )
                 continue
-            seen = self._seen[p]
-            found = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in seen), torch.zeros_like(p))
-            self._scales[p] = _multiple(grad, found) if group["rescaled"] == "follow" else 1.0
-            found = self._scales[p] * found
-            if not can_inspect(grad, found):
+            samples = self._seen[p]
+            sample_grad = sum((s.grads.mT.to(p) @ s.inputs.to(p) for s in samples), torch.zeros_like(p))
+            self._scales[p] = _multiple(grad, sample_grad) if group["rescaled"] == "follow" else 1.0
+            sample_grad = self._scales[p] * sample_grad
+            if not can_inspect(grad, sample_grad):
                 continue
-            coarsest = max((torch.finfo(s.grads.dtype).eps for s in seen), default=0.0)
+            coarsest = max((torch.finfo(s.grads.dtype).eps for s in samples), default=0.0)
             allowed = max(coarsest, torch.finfo(p.dtype).eps) ** 0.5 * grad.norm()
-            if not (found - grad).norm() <= allowed:
+            if not (sample_grad - grad).norm() <= allowed:
                 raise ConfigError(
-                    f"the {len(seen)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use this "
-                    "optimiser's own zero_grad, do not clip gradients by value nor average them over processes, and "
-                    "set rescaled='follow' if they are scaled or clipped by norm"
+                    f"the {len(samples)} passes seen by DGD do not make up the gradient of {name_of(group, p)}; use "
+                    "this optimiser's own zero_grad, do not clip gradients by value nor average them over processes, "
+                    "and set rescaled='follow' if they are scaled or clipped by norm"
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
@@ -367,11 +366,11 @@ class DGD(MatrixOptimizer):
 
     def _direction(self, group: Group, p: Tensor, lr: Any) -> Tensor:
         """sum_t c_t (w x_t + g_t) x_t^T over the samples, or its mean."""
-        dtype, seen = state_dtype(p, group["state_dtype"]), self._seen[p]
+        dtype, samples = state_dtype(p, group["state_dtype"]), self._seen[p]
         w = p.to(dtype)
-        x = torch.cat([s.inputs for s in seen]).to(dtype)
+        x = torch.cat([s.inputs for s in samples]).to(dtype)
         g = torch.cat([len(s.grads) * s.grads if group["reduction"] == "mean" else s.grads
-                       for s in seen]).to(dtype)  # fmt: skip
+                       for s in samples]).to(dtype)  # fmt: skip
         g = self._scales.get(p, 1.0) * (-g if group["maximize"] else g)
         c = lr / (1 + lr * (x * x).sum(-1, keepdim=True))
         if group["batch"] == "mean":
@@ -385,17 +384,17 @@ class DGD(MatrixOptimizer):
         return w - moved
 
 
-def _multiple(grad: Tensor, found: Tensor) -> Tensor:
-    """s of the s found that is nearest to grad; 1 if nothing was found."""
-    power = found.square().sum()
-    return torch.where(power > 0, (found * grad).sum() / torch.where(power > 0, power, 1), 1)
+def _multiple(grad: Tensor, sample_grad: Tensor) -> Tensor:
+    """s of the s sample_grad that is nearest to grad; 1 if that is zero."""
+    power = sample_grad.square().sum()
+    return torch.where(power > 0, (sample_grad * grad).sum() / torch.where(power > 0, power, 1), 1)
 
 
-def _watch(seen: list[Samples], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _watch(samples: list[Samples], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that adds inputs and, in the backward pass, gradients of outputs."""
     if isinstance(output, Tensor) and output.requires_grad:
         inputs = args[0].detach()
-        output.register_hook(lambda grad: seen.append(Samples(_rows(inputs), _rows(grad.detach()))))
+        output.register_hook(lambda grad: samples.append(Samples(_rows(inputs), _rows(grad.detach()))))
 
 
 def _rows(x: Tensor) -> Tensor:

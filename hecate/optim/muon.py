@@ -29,7 +29,7 @@ from hecate.optim.base import (
 )
 from hecate.optim.tensors import Bulk, as_matrix, by_group, tamed, together
 
-HELD = "momentum"
+MOMENTUM = "momentum"
 FAST, SLOW, UPDATE, WINDOW, SQUARE, STEP = "fast", "slow", "slow_update", "slow_window", "square", "step"
 
 
@@ -53,17 +53,17 @@ def newton_schulz(matrix: Tensor, steps: tuple[Coefficients, ...], eps: float, d
     return (x.mT if tall else x).to(matrix.dtype)
 
 
-def settings(given: bool | Mapping[str, Any] | Algorithm | None) -> dict[str, Any] | None:
+def settings(option: bool | Mapping[str, Any] | Algorithm | None) -> dict[str, Any] | None:
     """An option `orthogonalize` as plain values: None, or the fields of `NewtonSchulz`."""
-    if given is None or given is False:
+    if option is None or option is False:
         return None
-    if not (given is True or isinstance(given, Mapping | Algorithm)):
-        raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {given!r}")
-    made = NewtonSchulz(**({} if given is True else dict(given)))
+    if not (option is True or isinstance(option, Mapping | Algorithm)):
+        raise ConfigError(f"orthogonalize must be a bool or fields of NewtonSchulz, got {option!r}")
+    algorithm = NewtonSchulz(**({} if option is True else dict(option)))
     for name in ("lr", "momentum"):
-        if getattr(made, name) != NewtonSchulz.model_fields[name].default:
-            raise ConfigError(f"orthogonalize has no {name}, got {getattr(made, name)}; set the optimiser's own")
-    return made.model_dump()
+        if getattr(algorithm, name) != NewtonSchulz.model_fields[name].default:
+            raise ConfigError(f"orthogonalize has no {name}, got {getattr(algorithm, name)}; set the optimiser's own")
+    return algorithm.model_dump()
 
 
 def orthogonalised(u: Tensor, group: Group) -> Tensor:
@@ -72,11 +72,11 @@ def orthogonalised(u: Tensor, group: Group) -> Tensor:
     if not options:
         return u
     matrix = as_matrix(u, group["matrix"])
-    found = newton_schulz(matrix, polynomials(options["polynomial"], options["steps"]), options["eps"])
+    orthogonal = newton_schulz(matrix, polynomials(options["polynomial"], options["steps"]), options["eps"])
     if options["rescale"]:
         small, size = tamed(matrix, (-2, -1), matrix.dtype)
-        found = found * (size * (small.norm() / math.sqrt(min(matrix.shape))))
-    return found.reshape(u.shape)
+        orthogonal = orthogonal * (size * (small.norm() / math.sqrt(min(matrix.shape))))
+    return orthogonal.reshape(u.shape)
 
 
 class SpectralOptimizer(MatrixOptimizer):
@@ -98,14 +98,14 @@ class SpectralOptimizer(MatrixOptimizer):
             group["ns_dtype"] = str(group["ns_dtype"]).removeprefix("torch.")
         group["adjust_lr_fn"] = group["adjust_lr_fn"] or "original"
         super().check(group)
-        given = group["ns_coefficients"]
-        numbers = [x for x in given if isinstance(x, int | float)] if isinstance(given, tuple | list) else []
-        if isinstance(given, str):
-            expect_choice(given, "ns_coefficients", tuple(POLYNOMIALS))
-            if (beyond := too_many_steps(given, group["ns_steps"])) is not None:
+        option = group["ns_coefficients"]
+        numbers = [x for x in option if isinstance(x, int | float)] if isinstance(option, tuple | list) else []
+        if isinstance(option, str):
+            expect_choice(option, "ns_coefficients", tuple(POLYNOMIALS))
+            if (beyond := too_many_steps(option, group["ns_steps"])) is not None:
                 raise ConfigError(f"ns_steps: {beyond}")
-        elif len(numbers) != 3 or len(given) != 3 or not all(map(math.isfinite, numbers)):
-            raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {given}")
+        elif len(numbers) != 3 or len(option) != 3 or not all(map(math.isfinite, numbers)):
+            raise ConfigError(f"ns_coefficients must be three numbers or one of {list(POLYNOMIALS)}, got {option}")
         if not group["eps"]:
             raise ConfigError("eps must be above 0: a zero matrix is divided by it")
 
@@ -113,9 +113,9 @@ class SpectralOptimizer(MatrixOptimizer):
 def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
     """NS of each update's matrix by a group's `ns_coefficients`, `ns_steps`, `eps` and `ns_dtype`."""
     matrices = [as_matrix(u, group["matrix"]) for u in updates]
-    given = group["ns_coefficients"]
+    coefficients = group["ns_coefficients"]
     count = group["ns_steps"]
-    steps = polynomials(given, count) if isinstance(given, str) else (tuple(given),) * count
+    steps = polynomials(coefficients, count) if isinstance(coefficients, str) else (tuple(coefficients),) * count
     dtype = getattr(torch, group["ns_dtype"]) if group["ns_dtype"] else None
     arguments = steps, group["eps"], dtype
 
@@ -124,8 +124,8 @@ def muon_steps(updates: list[Tensor], group: Group) -> list[Tensor]:
             return [newton_schulz(matrices[members[0]], *arguments)]
         return newton_schulz(torch.stack([matrices[i] for i in members]), *arguments)
 
-    found = by_group(together(matrices, group), joined)
-    return [x.reshape(u.shape) for x, u in zip(found, updates, strict=True)]
+    orthogonal = by_group(together(matrices, group), joined)
+    return [x.reshape(u.shape) for x, u in zip(orthogonal, updates, strict=True)]
 
 
 def ratio(u: Tensor, group: Group) -> float:
@@ -158,7 +158,7 @@ class Muon(SpectralOptimizer):
     class Extras(SpectralOptimizer.Extras):
         weight_decay: NonNegative = 0.1
 
-    held = (HELD,)
+    held = (MOMENTUM,)
     positional = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
     def check(self, group: Group) -> None:
@@ -171,16 +171,16 @@ class Muon(SpectralOptimizer):
                 )
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        held = [state[HELD] for state in states]
-        bulk = Bulk(group, held)
+        momenta = [state[MOMENTUM] for state in states]
+        bulk = Bulk(group, momenta)
         lr, momentum = bulk.number(group["lr"]), bulk.number(group["momentum"])
-        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
-        held = ahead = bulk.lerp(held, grads, 1 - momentum)
+        grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
+        momenta = ahead = bulk.lerp(momenta, grads, 1 - momentum)
         if group["nesterov"]:
-            ahead = [g.lerp(m, momentum) for g, m in zip(grads, held, strict=True)]
+            ahead = [g.lerp(m, momentum) for g, m in zip(grads, momenta, strict=True)]
         ratios = [ratio(u, group) for u in ahead]
         bulk.move(params, muon_steps(ahead, group), lr, group["weight_decay"], ratios=ratios)
-        put(group, states, HELD, held)
+        put(group, states, MOMENTUM, momenta)
 
 
 class M3(SpectralOptimizer):
@@ -241,10 +241,10 @@ class M3(SpectralOptimizer):
         lr, slow = bulk.number(group["lr"]), bulk.number(group["slow"])
         grads = [g.to(state[FAST].dtype) for g, state in zip(grads, states, strict=True)]
         put(group, states, STEP, [state[STEP] + 1 for state in states])
-        if kept := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
+        if squared := [(g, state) for g, state in zip(grads, states, strict=True) if SQUARE in state]:
             # With infinity an average would be NaN from then on.
-            squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in kept]
-            self._write(group, bulk, [state for _, state in kept], SQUARE, squares, group["retain"])
+            squares = [(g * g).clamp(max=torch.finfo(g.dtype).max) for g, _ in squared]
+            self._write(group, bulk, [state for _, state in squared], SQUARE, squares, group["retain"])
         if group["slow_from"] == "close":
             self._slow(group, bulk, grads, states)
         self._write(group, bulk, states, FAST, grads, group["momentum"])
@@ -287,16 +287,16 @@ class M3(SpectralOptimizer):
     def _outputs(self, group: Group, states: list[State], key: str, counts: list[int]) -> list[Tensor]:
         """Terms of an average in the updates, after its `counts`-th write."""
         rate = group["momentum" if key == FAST else "slow_momentum"]
-        found = [state[key] for state in states]
+        outputs = [state[key] for state in states]
         for i, (state, count) in enumerate(zip(states, counts, strict=True)):
-            if _as_vector(found[i], group):
-                found[i] = found[i] / (1 if group["accumulate"] == "sum" or rate == 1 else 1 - rate**count)
+            if _as_vector(outputs[i], group):
+                outputs[i] = outputs[i] / (1 if group["accumulate"] == "sum" or rate == 1 else 1 - rate**count)
             elif group["second_moment"] == "before":
-                found[i] = found[i] / self._root(group, state)
-        matrices = [i for i, x in enumerate(found) if not _as_vector(x, group)]
-        for i, u in zip(matrices, muon_steps([found[i] for i in matrices], group), strict=True):
-            found[i] = u
-        return found
+                outputs[i] = outputs[i] / self._root(group, state)
+        matrices = [i for i, x in enumerate(outputs) if not _as_vector(x, group)]
+        for i, u in zip(matrices, muon_steps([outputs[i] for i in matrices], group), strict=True):
+            outputs[i] = u
+        return outputs
 
     def _root(self, group: Group, state: State) -> Tensor:
         """sqrt(v) + eps, v corrected for its start at 0."""

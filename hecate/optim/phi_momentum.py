@@ -32,13 +32,13 @@ from hecate.optim.lift import (
     Scale,
     by_number,
     learn_phi,
+    learned_map,
     map_of,
     of_numbers,
     resolve,
     scaled,
-    taught,
 )
-from hecate.optim.muon import HELD, orthogonalised, settings
+from hecate.optim.muon import MOMENTUM, orthogonalised, settings
 from hecate.optim.tensors import (
     Bulk,
     Pieces,
@@ -138,7 +138,7 @@ class PhiMomentum(PhiOptimizer):
         phi_params: Any = None
 
     _guarded: int | Tensor = 0
-    held = (HELD,)
+    held = (MOMENTUM,)
     positional = ("lr", "momentum", "feature_map", "lift", "center")
     structural: ClassVar[tuple[str, ...]] = (*PhiOptimizer.structural, "space", "precondition")
     carried: ClassVar[tuple[str, ...]] = (*PhiOptimizer.carried, "_guarded")
@@ -207,12 +207,12 @@ class PhiMomentum(PhiOptimizer):
     def fresh_state(self, p: Tensor, group: Group) -> State:
         state = super().fresh_state(p, group)
         height, width = as_matrix(outline(p), group["matrix"]).shape
-        rows = local(state[HELD]).new_empty(0, width)
+        rows = local(state[MOMENTUM]).new_empty(0, width)
         state |= self.learning(group, rows)
         if group["space"] == "phi":
             features = rows.new_zeros(height, map_of(group).output_dim(width))  # on every process, unless placed as p
             placed = _rows_first(p, group)
-            state[HELD] = like(p, features[: local(p).shape[0]]) if placed else features
+            state[MOMENTUM] = like(p, features[: local(p).shape[0]]) if placed else features
         if group["precondition"] == "diagonal":
             state[SQUARE] = zeros_like_state(p, group)
         if group["precondition"] == "kronecker":
@@ -220,15 +220,15 @@ class PhiMomentum(PhiOptimizer):
         return state
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        held = [state[HELD] for state in states]
-        bulk = Bulk(group, held)
-        self.watch(group, lambda: [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)])
+        momenta = [state[MOMENTUM] for state in states]
+        bulk = Bulk(group, momenta)
+        self.watch(group, lambda: [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, momenta, strict=True)])
         if self._at_once(group, bulk, params, grads, states):
             return
         rows = Rowwise(group, bulk, states, partial(self.row_map, group))
-        held = _step(group, bulk, rows.enter, rows.leave, params, grads, held)
+        momenta = _step(group, bulk, rows.enter, rows.leave, params, grads, momenta)
         self._guarded = self._guarded + rows.guarded
-        put(group, states, HELD, held)
+        put(group, states, MOMENTUM, momenta)
 
     def _at_once(self, group: Group, bulk: Bulk, params: Tensors, grads: Tensors, states: list[State]) -> bool:
         """A step in one pass, where an update needs no more than each number's phi, momentum and mean square and the
@@ -238,14 +238,14 @@ class PhiMomentum(PhiOptimizer):
         mixes = group["orthogonalize"] or group["guard"] != "none" or group["precondition"] == "kronecker"
         if not bulk.foreach or decays or mixes or group["space"] != "weight" or not of_numbers(group):
             return False
-        kept = [[state[key] for state in states] for key in (HELD, *[SQUARE] * bool(group["precondition"]))]
+        buffers = [[state[key] for state in states] for key in (MOMENTUM, *[SQUARE] * bool(group["precondition"]))]
         widths = None if scale == "none" else [as_matrix(p, group["matrix"]).shape[-1] for p in params]
-        if (pieces := Pieces.of(params, grads, *kept, widths=widths)) is None:
+        if (pieces := Pieces.of(params, grads, *buffers, widths=widths)) is None:
             return False
-        maps = {width: self.row_map(group, kept[0][0].new_empty(0, width)) for width in set(widths or [1])}
+        maps = {width: self.row_map(group, buffers[0][0].new_empty(0, width)) for width in set(widths or [1])}
         if (written := next(iter(maps.values())).formula) is None:
             return False
-        scales = {} if widths is None else {width: own.lengths(width) for width, own in maps.items()}
+        scales = {} if widths is None else {width: row_map.lengths(width) for width, row_map in maps.items()}
         *factors, decay, step, lr = _factors(group, bulk)
         squares = (group["retain"], 1 - group["retain"], group["eps"]) if group["precondition"] else ()
         hope, nesterov = group["form"] == "hope", group["nesterov"]
@@ -285,26 +285,26 @@ class Rowwise:
         written = self._jointly(self._written, matrices)
         return written if self.in_phi else self._updates(written)
 
-    def leave(self, held: Tensors) -> Tensors:
+    def leave(self, momenta: Tensors) -> Tensors:
         """The lifted accumulator, preconditioned, where it lives in phi-space; orthogonalised."""
         if self.in_phi:
-            held = self._updates(self._jointly(lambda first, rows: self.lifts[first](rows), held))
-        return [orthogonalised(u, self.group) for u in held]
+            momenta = self._updates(self._jointly(lambda first, rows: self.lifts[first](rows), momenta))
+        return [orthogonalised(u, self.group) for u in momenta]
 
     def _jointly(self, f: Callable[[int, Tensor], Tensor], matrices: Tensors) -> Tensors:
         """f of the rows that go together, as one matrix per gradient."""
 
         def joined(members: list[int]) -> Sequence[Tensor]:
             some = [matrices[i] for i in members]
-            made = f(members[0], some[0] if len(some) == 1 else torch.cat(some))
-            return made.split([len(matrix) for matrix in some])
+            rows = f(members[0], some[0] if len(some) == 1 else torch.cat(some))
+            return rows.split([len(matrix) for matrix in some])
 
         return by_group(self.together, joined)
 
     def _written(self, first: int, rows: Tensor) -> Tensor:
         state, mode = self.states[first], self.group["guard"]
-        row_map, written, residuals = taught(self.map_for(rows), state, rows, self.group)
-        self.lifts[first] = lambda held: row_map.back(held, rows, residuals)
+        row_map, written, residuals = learned_map(self.map_for(rows), state, rows, self.group)
+        self.lifts[first] = lambda features: row_map.back(features, rows, residuals)
         if not self.in_phi:
             written = self.lifts[first](written)
         if mode != "none":
@@ -325,8 +325,8 @@ class Rowwise:
         elif name == "kronecker":
             for i, (u, state) in enumerate(zip(updates, self.states, strict=True)):
                 matrix = as_matrix(u, self.group["matrix"])
-                found, *sides = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
-                updates[i] = found.reshape(u.shape)
+                conditioned, *sides = kronecker(state[ROWS], state[COLUMNS], matrix, retain, eps)
+                updates[i] = conditioned.reshape(u.shape)
                 for key, side in zip((ROWS, COLUMNS), sides, strict=True):
                     put(self.group, [state], key, [side])
         return updates
@@ -342,24 +342,24 @@ def _factors(group: Group, bulk: Bulk) -> tuple[Any, ...]:
 
 
 def _step(
-    group: Group, bulk: Bulk, enter: Change, leave: Change, params: Tensors, grads: Tensors, held: Tensors
+    group: Group, bulk: Bulk, enter: Change, leave: Change, params: Tensors, grads: Tensors, momenta: Tensors
 ) -> Tensors:
     """One step in place; the new momentum, which under autograd is not the old tensor.
 
     `enter` gives what gradients write into it, `leave` the updates of the weights from what it holds.
     """
     momentum, gain, coupled, decay, step, lr = _factors(group, bulk)
-    if grads[0].dtype != held[0].dtype:
-        grads = [g.to(m.dtype) for g, m in zip(grads, held, strict=True)]
+    if grads[0].dtype != momenta[0].dtype:
+        grads = [g.to(m.dtype) for g, m in zip(grads, momenta, strict=True)]
     if coupled:
         grads = bulk.sum(grads, params, coupled)
     written = enter(grads)
-    held = bulk.add(bulk.decay(held, momentum), written, gain)
-    ahead = held
+    momenta = bulk.add(bulk.decay(momenta, momentum), written, gain)
+    ahead = momenta
     if group["nesterov"]:
-        ahead = bulk.sum([-lr * x for x in written] if group["form"] == "hope" else written, held, momentum)
+        ahead = bulk.sum([-lr * x for x in written] if group["form"] == "hope" else written, momenta, momentum)
     bulk.move(params, leave(ahead), lr, decay, step=-step)
-    return held
+    return momenta
 
 
 def diagonal(bulk: Bulk, squares: Tensors, updates: Tensors, retain: float, eps: float) -> tuple[Tensors, Tensors]:
@@ -461,16 +461,16 @@ class KernelMomentum(PhiOptimizer):
         return {MEMORY: memory, **self.learning(group, memory.new_empty(0, width))}
 
     def update(self, group: Group, params: list[Tensor], grads: list[Tensor], states: list[State]) -> None:
-        held = [state[MEMORY] for state in states]
-        bulk = Bulk(group, held)
+        memories = [state[MEMORY] for state in states]
+        bulk = Bulk(group, memories)
         lr, decay = bulk.number(group["lr"]), group["weight_decay"]
-        keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, held, strict=True)]
+        keys = [self.rows_of(g.to(m.dtype), group) for g, m in zip(grads, memories, strict=True)]
         self.watch(group, lambda: keys)
         features = [self.row_map(group, rows).features(rows)[0] for rows in keys]
         written = [rows.mT @ phi for rows, phi in zip(keys, features, strict=True)]
-        held = bulk.add(bulk.decay(held, bulk.number(group["momentum"])), written)
-        read = [phi @ memory.mT for phi, memory in zip(features, held, strict=True)]
+        memories = bulk.add(bulk.decay(memories, bulk.number(group["momentum"])), written)
+        read = [phi @ memory.mT for phi, memory in zip(features, memories, strict=True)]
         if group["keys"] == "columns":
             read = [u.mT for u in read]
         bulk.move(params, [u.reshape(p.shape) for u, p in zip(read, params, strict=True)], lr, decay)
-        put(group, states, MEMORY, held)
+        put(group, states, MEMORY, memories)

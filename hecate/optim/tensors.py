@@ -45,8 +45,8 @@ def largest(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """The largest |entry| along dim, kept as a dimension of 1; where all are zero, 1."""
     if not x.numel():
         return x.detach().sum(dim, keepdim=True) + 1
-    found = x.detach().abs().amax(dim, keepdim=True)
-    return torch.where(found > 0, found, 1)
+    size = x.detach().abs().amax(dim, keepdim=True)
+    return torch.where(size > 0, size, 1)
 
 
 def tamed(x: Tensor, dim: int | tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,8 @@ def sum_is_finite(tensors: list[Tensor]) -> bool:
 
     The tensors are on one device.
     """
-    if (found := Pieces.of(tensors)) is not None:
-        return found.are_finite()
+    if (pieces := Pieces.of(tensors)) is not None:
+        return pieces.are_finite()
     sums = [x.sum() for x in tensors if x.numel() >= SMALL]
     small = [x for x in tensors if x.numel() < SMALL]
     if small:
@@ -173,14 +173,14 @@ class Pieces:
 
     def are_finite(self) -> bool:
         """True if all numbers of the first list are finite."""
-        told: list[float] = []
+        sums: list[float] = []
         like = np.zeros(1, self.float)
 
         def work(lo: int, hi: int) -> None:
-            told.append(self.kernels.finite(lo, hi, like, self.places[0], self.sizes))
+            sums.append(self.kernels.finite(lo, hi, like, self.places[0], self.sizes))
 
         share_out(work, len(self.sizes), int(self.sizes.sum()), SHARE)
-        return math.isfinite(sum(told))
+        return math.isfinite(sum(sums))
 
     def move(
         self, written: Text, factors: Sequence[float], hope: bool, nesterov: bool,
@@ -189,10 +189,10 @@ class Pieces:
         """A step of momentum, as `hecate.engine.cpu.momentum.mover` says; `scales` has the numbers of its rows by their
         width."""
         move = self.kernels.mover(written.source)
-        form, numbers = (np.array(own or (0.0,), self.float) for own in (factors, written.numbers))
+        form, numbers = (np.array(scalars or (0.0,), self.float) for scalars in (factors, written.numbers))
         rows = np.zeros((2, len(self.sizes) if scales else 0), self.float)
-        for width, own in scales.items():
-            rows[:, self.sizes == width] = np.array(own)[:, None]
+        for width, scale in scales.items():
+            rows[:, self.sizes == width] = np.array(scale)[:, None]
 
         def work(lo: int, hi: int) -> None:
             move(lo, hi, form, numbers, hope, nesterov, rows, self.places, self.sizes)
@@ -213,10 +213,10 @@ def _overlap(places: Any, sizes: Any) -> bool:
 
 def grouped(keys: Iterable[Any]) -> list[list[int]]:
     """The places of equal keys, together."""
-    found: dict[Any, list[int]] = {}
+    places: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
-        found.setdefault(key, []).append(i)
-    return list(found.values())
+        places.setdefault(key, []).append(i)
+    return list(places.values())
 
 
 def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
@@ -227,10 +227,10 @@ def together(tensors: list[Tensor], group: dict[str, Any]) -> list[list[int]]:
 
 def by_group(groups: list[list[int]], f: Callable[[list[int]], Iterable[Any]]) -> list[Any]:
     """Results of f on each group of places, one value a place, in the order of places."""
-    found = dict[int, Any]()
+    results = dict[int, Any]()
     for members in groups:
-        found.update(zip(members, f(members), strict=True))
-    return [found[i] for i in range(len(found))]
+        results.update(zip(members, f(members), strict=True))
+    return [results[i] for i in range(len(results))]
 
 
 class Bulk:
@@ -242,20 +242,20 @@ class Bulk:
     saved is overwritten.
     """
 
-    def __init__(self, group: dict[str, Any], held: list[Tensor]) -> None:
+    def __init__(self, group: dict[str, Any], tensors: list[Tensor]) -> None:
         foreach, self.differentiable = group["foreach"], bool(group["differentiable"])
-        halves = foreach is None and held[0].dtype.itemsize < 4
+        halves = foreach is None and tensors[0].dtype.itemsize < 4
         self.foreach = not (foreach is False or self.differentiable or halves)
 
     def number(self, value: Any) -> Any:
         """A factor: a Python number, unless autograd is to follow it."""
         return value.item() if isinstance(value, Tensor) and not self.differentiable else value
 
-    def apply(self, name: str, xs: Tensors, *given: Any, **factor: Any) -> Tensors:
+    def apply(self, name: str, xs: Tensors, *operands: Any, **factor: Any) -> Tensors:
         """torch's operation of this name on each x and what is given beside it; in place where the name ends in _."""
         if self.foreach:
-            return getattr(torch, "_foreach_" + name)(xs, *given, **factor) or xs
-        rows = zip(xs, *(y if isinstance(y, list) else repeat(y) for y in given), strict=False)
+            return getattr(torch, "_foreach_" + name)(xs, *operands, **factor) or xs
+        rows = zip(xs, *(y if isinstance(y, list) else repeat(y) for y in operands), strict=False)
         return [getattr(x, name)(*beside, **factor) for x, *beside in rows]
 
     def decay(self, xs: Tensors, factor: Any) -> Tensors:

@@ -123,8 +123,7 @@ class _Trait(Generic[Value]):
     def __get__(self, instance: FeatureMap | None, owner: type[FeatureMap]) -> Value:
         if instance is None:
             raise AttributeError(f"{self.name} is a trait of an instance")
-        value: Value = getattr(instance.traits(), self.name)
-        return value
+        return getattr(instance.traits(), self.name)
 
 
 class FeatureMap(Variant, family="feature_map"):
@@ -186,11 +185,11 @@ class FeatureMap(Variant, family="feature_map"):
         device: torch.device | str | None = None,
     ) -> Params:
         """Fresh parameters for inputs of width d; random maps draw from `generator` alone."""
-        found = without_storage(self.shapes(d), heads, dtype, device)
-        if found is None:
+        params = without_storage(self.shapes(d), heads, dtype, device)
+        if params is None:
             fresh = self.fresh(d, heads, seeded(generator))
-            found = {name: item.to(dtype=dtype, device=device) for name, item in fresh.items()}
-        return {"learned": {}, "frozen": found} if self.is_random else {"learned": found, "frozen": {}}
+            params = {name: item.to(dtype=dtype, device=device) for name, item in fresh.items()}
+        return {"learned": {}, "frozen": params} if self.is_random else {"learned": params, "frozen": {}}
 
     def fresh(self, d: int, heads: int, generator: torch.Generator) -> dict[str, Tensor]:
         """New parameters `[H, ...]` in float64, drawn in the order of `shapes`."""
@@ -278,14 +277,14 @@ class FeatureMap(Variant, family="feature_map"):
         position = [params["position"]] if "position" in params else []
 
         def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
-            left = iter(tensors)
-            own: Params = {
-                "learned": dict(zip(learned, left, strict=False)),
-                "frozen": dict(zip(frozen, left, strict=False)),
+            stream = iter(tensors)
+            inputs: Params = {
+                "learned": dict(zip(learned, stream, strict=False)),
+                "frozen": dict(zip(frozen, stream, strict=False)),
             }
             if position:
-                own["position"] = next(left)
-            features, residuals = self.forward(x, own)
+                inputs["position"] = next(stream)
+            features, residuals = self.forward(x, inputs)
             return (features,), residuals
 
         def vjp(residuals: Any, g: Tensor) -> tuple[Tensor | None, ...]:

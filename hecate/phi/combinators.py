@@ -35,8 +35,8 @@ class Several(FeatureMap):
         return [d] * len(self.maps)
 
     def shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        given = enumerate(zip(self.maps, self.input_dims(d), strict=True))
-        each = [prefixed(map_.shapes(width), index) for index, (map_, width) in given]
+        inner = enumerate(zip(self.maps, self.input_dims(d), strict=True))
+        each = [prefixed(map_.shapes(width), index) for index, (map_, width) in inner]
         return {name: shape for shapes in each for name, shape in shapes.items()}
 
     def init(self, d: int, *, generator: torch.Generator | None = None, **how: Any) -> Params:
@@ -48,7 +48,7 @@ class Several(FeatureMap):
         if not self.is_random:
             return super().redraw(params, generator)
         return _merged(
-            map_.redraw(own(params, i), generator) if map_.is_random else own(params, i)
+            map_.redraw(params_at(params, i), generator) if map_.is_random else params_at(params, i)
             for i, map_ in enumerate(self.maps)
         )
 
@@ -65,7 +65,7 @@ class Several(FeatureMap):
 
     def forward_each(self, x: Tensor, params: Params) -> tuple[list[Tensor], list[Any]]:
         """The features of maps that are all given x, and the residuals of each."""
-        pairs = [map_.forward(x, own(params, index)) for index, map_ in enumerate(self.maps)]
+        pairs = [map_.forward(x, params_at(params, index)) for index, map_ in enumerate(self.maps)]
         return [features for features, _ in pairs], [residuals for _, residuals in pairs]
 
     def vjp_each(
@@ -116,7 +116,7 @@ class Compose(Several):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         residuals = []
         for index, map_ in enumerate(self.maps):
-            x, residual = map_.forward(x, own(params, index))
+            x, residual = map_.forward(x, params_at(params, index))
             residuals.append(residual)
         return x, tuple(residuals)
 
@@ -293,8 +293,8 @@ class Normalise(Wrapper):
     def traits(self) -> Traits:
         inner = self.inner.traits()
         names = ("non_negative", "kernel_non_negative", "parity", "is_random", "needs_position")
-        kept: dict[str, Any] = {name: getattr(inner, name) for name in names}
-        return Traits(norm_bound=1.0, forgets_length=inner.degree is not None or inner.forgets_length, **kept)
+        shared: dict[str, Any] = {name: getattr(inner, name) for name in names}
+        return Traits(norm_bound=1.0, forgets_length=inner.degree is not None or inner.forgets_length, **shared)
 
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Tensor, Tensor, Any]]:
         features, residuals = self.inner.forward(x, params)
@@ -377,7 +377,7 @@ class OddLift(Wrapper):
         return _total(kernels, lambda k: torch.stack([k[0], -k[1], -k[2], k[3]]).sum(0) / 4)
 
 
-def own(params: Params, index: int) -> Params:
+def params_at(params: Params, index: int) -> Params:
     """The parameters of the map at an index, without their prefix; all share the position."""
     mark = f"{index}."
     learned, frozen = (
@@ -388,7 +388,7 @@ def own(params: Params, index: int) -> Params:
 
 
 def prefixed(items: dict[str, Item], index: int) -> dict[str, Item]:
-    """The inverse of `own` for one group."""
+    """The inverse of `params_at` for one group."""
     return {f"{index}.{name}": item for name, item in items.items()}
 
 

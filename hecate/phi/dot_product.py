@@ -62,8 +62,8 @@ class RandomMaclaurin(RandomMap):
         if self.coefficients is None:
             return
         for name in ("series", "degree"):
-            if (given := getattr(self, name)) is not None:
-                yield (name,), f"must be left out when coefficients are given, got {given!r}"
+            if (setting := getattr(self, name)) is not None:
+                yield (name,), f"must be left out when coefficients are given, got {setting!r}"
         if min(self.coefficients, default=0.0) < 0 or not any(self.coefficients[1:]):
             which = "without a negative one, as their square roots scale the features, and with an a_n > 0 beyond a_0"
             yield ("coefficients",), f"must be a_0, a_1, ... {which}, got {list(self.coefficients)}"
@@ -116,8 +116,8 @@ class RandomMaclaurin(RandomMap):
         z, w, scale = residuals
         factors = z.unbind(-2)
         # No division by a factor, which may be 0.
-        given = g.to(z) * per_head(scale, g).to(z)
-        *before, last = accumulate(factors[:-1], mul, initial=given)
+        scaled = g.to(z) * per_head(scale, g).to(z)
+        *before, last = accumulate(factors[:-1], mul, initial=scaled)
         after = [*accumulate(factors[:0:-1], mul)][::-1]
         gz = torch.stack([*map(mul, before, after), last], -2)
         return project_precisely(gz.flatten(-2), w.mT).to(g.dtype), {}
@@ -291,7 +291,7 @@ class SLAY(RandomMap):
     def forward(self, x: Tensor, params: Params) -> tuple[Tensor, tuple[Any, ...]]:
         self.output_dim(x.shape[-1])
         (w,) = self.parameters(params, "w")
-        unit, kept = _UNIT.forward(x.to(torch.promote_types(compute_dtype(x), w.dtype)), params)
+        unit, unit_residuals = _UNIT.forward(x.to(torch.promote_types(compute_dtype(x), w.dtype)), params)
         z = project_precisely(unit, w)
         place: dict[str, Any] = {"dtype": z.dtype, "device": z.device}
         points = self.quadrature()
@@ -300,16 +300,16 @@ class SLAY(RandomMap):
         e = (speed * z.unsqueeze(-2) + shift).exp().flatten(-2)
         blocks = powers(unit, 2, True)
         features = (e.unsqueeze(-1) * blocks[2].unsqueeze(-2)).flatten(-2)
-        return features.to(x.dtype), (unit, kept, w, speed, e, blocks)
+        return features.to(x.dtype), (unit, unit_residuals, w, speed, e, blocks)
 
     def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        unit, kept, w, speed, e, blocks = residuals
+        unit, unit_residuals, w, speed, e, blocks = residuals
         wide = g.to(e.dtype).unflatten(-1, (e.shape[-1], -1))
         ge = (wide * blocks[2].unsqueeze(-2)).sum(-1)
         gz = (speed * (ge * e).unflatten(-1, (-1, w.shape[-1]))).sum(-2)
         gp = (wide * e.unsqueeze(-1)).sum(-2)
         gunit = project_precisely(gz, w.mT) + powers_vjp(unit, blocks, [None, None, gp], True)
-        return _UNIT.vjp(kept, gunit)[0].to(g.dtype), {}
+        return _UNIT.vjp(unit_residuals, gunit)[0].to(g.dtype), {}
 
     def _features(self, d: int) -> int:
         return math.ceil(8 / (self.nodes * (d + 1))) if self.m is None else self.m

@@ -274,8 +274,7 @@ class Softmax(FeatureMap):
 
 def softmax_vjp(features: Tensor, g: Tensor) -> Tensor:
     """Cotangent of z from that of `features = z.softmax(-1)`."""
-    pulled: Tensor = torch.ops.aten._softmax_backward_data(g, features, -1, features.dtype)
-    return pulled
+    return torch.ops.aten._softmax_backward_data(g, features, -1, features.dtype)
 
 
 def both_softmax(z: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class Polynomial(FeatureMap):
         if raw and self.degree != 2:
             yield ("degree",), f"must be 2 when form is 'raw', got {self.degree}; form 'symmetric' takes any degree"
         if raw and self.coefficients not in (None, "ones"):
-            given = f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}"
-            yield ("coefficients",), f"{given}; form 'symmetric' takes all"
+            reason = f"must be 'ones' or null when form is 'raw', got {self.coefficients!r}"
+            yield ("coefficients",), f"{reason}; form 'symmetric' takes all"
 
     def output_dim(self, d: int) -> int:
         width = sum(widths(d, self.degree, self._symmetric)[self._first :])
@@ -105,12 +105,12 @@ class Polynomial(FeatureMap):
         wide = x.to(compute_dtype(x))
         sizes = widths(x.shape[-1], self.degree, self._symmetric)
         missing = [torch.zeros_like(blocks[0])] * self._first
-        given = [*missing, *torch.split(g.to(wide.dtype), sizes[self._first :], -1)]
-        scaled = [roots[i] * part for i, part in enumerate(given)]
+        grads = [*missing, *torch.split(g.to(wide.dtype), sizes[self._first :], -1)]
+        scaled = [roots[i] * part for i, part in enumerate(grads)]
         gx = powers_vjp(wide, blocks, scaled, self._symmetric).to(x.dtype)
         if raw is None:
             return gx, {}
-        groots = torch.cat([(b * p).sum(-1, keepdim=True) for b, p in zip(blocks, given, strict=True)], -1)
+        groots = torch.cat([(b * p).sum(-1, keepdim=True) for b, p in zip(blocks, grads, strict=True)], -1)
         factor = raw.sigmoid() / (2 * torch.nn.functional.softplus(raw).sqrt())
         return gx, {"coefficients": sum_to_heads(groots, raw.shape[0]).to(raw.dtype) * factor}
 
@@ -190,8 +190,8 @@ class Taylor(FeatureMap):
         scaled, blocks = residuals
         sizes = widths(scaled.shape[-1], self.order, self.compact)
         parts = torch.split(g.to(scaled.dtype), sizes, -1)
-        given = [part * _root(i) for i, part in enumerate(parts)]
-        gscaled = powers_vjp(scaled, blocks, given, self.compact)
+        gblocks = [part * _root(i) for i, part in enumerate(parts)]
+        gscaled = powers_vjp(scaled, blocks, gblocks, self.compact)
         return (gscaled / math.sqrt(math.sqrt(scaled.shape[-1]))).to(g.dtype), {}
 
     def exact_kernel(self, x: Tensor, y: Tensor) -> Tensor:
@@ -209,19 +209,19 @@ class Taylor(FeatureMap):
 _FORMULAS = ("forward", "vjp", "features", "block")
 
 
-def _power_form(own: FeatureMap, d: int, coefficients: list[float], *, merged: bool) -> PowerForm:
+def _power_form(feature_map: FeatureMap, d: int, coefficients: list[float], *, merged: bool) -> PowerForm:
     """The form of a map without parameters whose kernel has these coefficients."""
     if merged and len(coefficients) == 3:
         return merged_squares((coefficients[0], coefficients[1], coefficients[2]), d)
     none: Params = {"learned": {}, "frozen": {}}
 
     def features(x: Tensor, out: Tensor | None = None) -> Tensor:
-        return _put(own.forward(x, none)[0], out)
+        return _put(feature_map.forward(x, none)[0], out)
 
     def pullback(x: Tensor, g: Tensor) -> Tensor:
-        return own.vjp(own.forward(x, none)[1], g)[0]
+        return feature_map.vjp(feature_map.forward(x, none)[1], g)[0]
 
-    return PowerForm(tuple(coefficients), own.output_dim(d), features, pullback, _same, _same)
+    return PowerForm(tuple(coefficients), feature_map.output_dim(d), features, pullback, _same, _same)
 
 
 def _root(i: int) -> float:
@@ -275,8 +275,8 @@ class Rebased(FeatureMap):
 
     def vjp(self, residuals: tuple[Any, ...], g: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         z, below, normal, deviation, scale = residuals
-        given = g.to(z.dtype) / math.sqrt(z.shape[-1])
-        gz = powers_vjp(z, [*below, z], [None, None, given], True)
+        gsquares = g.to(z.dtype) / math.sqrt(z.shape[-1])
+        gz = powers_vjp(z, [*below, z], [None, None, gsquares], True)
         gn = gz * per_head(scale, z).to(z.dtype)
         along = (gn * normal).mean(-1, keepdim=True)
         gx = (gn - gn.mean(-1, keepdim=True) - normal * along) / deviation
@@ -329,17 +329,17 @@ def powers_vjp(x: Tensor, blocks: Sequence[Tensor], cotangents: Sequence[Tensor 
             spread = _spread(g * step.scale, step, blocks[i - 1].shape[-1])
         # Sums rather than many products of small matrices, which are slower and autocast.
         gx = gx + (spread * blocks[i - 1].unsqueeze(-2)).sum(-1)
-        below, given = (spread * x.unsqueeze(-1)).sum(-2), cotangents[i - 1]
-        carried = below if given is None else below + given
+        below, cotangent = (spread * x.unsqueeze(-1)).sum(-2), cotangents[i - 1]
+        carried = below if cotangent is None else below + cotangent
     return gx
 
 
 def _spread(g: Tensor, step: _Step, width: int) -> Tensor:
     """`[..., N_i]` -> `[..., d, N_(i-1)]`: the cotangents of all products x_v m, 0 if not kept."""
     columns = torch.arange(width, device=g.device)
-    kept = columns < step.sizes.unsqueeze(-1)
+    mask = columns < step.sizes.unsqueeze(-1)
     # What is not kept reads a column of zeros behind the others.
-    where = torch.where(kept, step.starts.unsqueeze(-1) + columns, g.shape[-1])
+    where = torch.where(mask, step.starts.unsqueeze(-1) + columns, g.shape[-1])
     spread = _take(torch.cat([g, torch.zeros_like(g[..., :1])], -1), where.flatten())
     return spread.unflatten(-1, where.shape)
 
@@ -388,24 +388,24 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
     def features(x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
             pairs = [factors(x, part) for part in parts]
-            blocks = [(own.unsqueeze(-1) * others.unsqueeze(-2)).flatten(-2) for own, others in pairs]
+            blocks = [(xs.unsqueeze(-1) * others.unsqueeze(-2)).flatten(-2) for xs, others in pairs]
             return torch.cat((torch.full_like(x[..., :1], zeroth), first * x, *blocks), -1)
         constant, linear, *blocks = out.split(widths, -1)
         constant.fill_(zeroth)
         torch.mul(x, first, out=linear)
         for part, block in zip(parts, blocks, strict=True):
-            own, others = factors(x, part)
-            torch.mul(own.unsqueeze(-1), others.unsqueeze(-2), out=block.unflatten(-1, (own.shape[-1], -1)))
+            xs, others = factors(x, part)
+            torch.mul(xs.unsqueeze(-1), others.unsqueeze(-2), out=block.unflatten(-1, (xs.shape[-1], -1)))
         return out
 
     def pullback(x: Tensor, g: Tensor) -> Tensor:
         _, linear, *blocks = g.split(widths, -1)
         gx = first * linear
         for part, block in zip(parts, blocks, strict=True):
-            (own, others), size = factors(x, part), part.stop - part.start
+            (xs, others), size = factors(x, part), part.stop - part.start
             pairs = block.unflatten(-1, (size, -1))
             gown = second * (pairs @ others.unsqueeze(-1)).squeeze(-1)
-            gothers = (own.unsqueeze(-2) @ pairs).squeeze(-2)
+            gothers = (xs.unsqueeze(-2) @ pairs).squeeze(-2)
             later = torch.cat((gown + gothers[..., :size], math.sqrt(2) * gothers[..., size:]), -1)
             gx = gx + torch.nn.functional.pad(later, (part.start, 0))
         return gx
@@ -447,5 +447,5 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _put(found: Tensor, out: Tensor | None = None) -> Tensor:
-    return found if out is None else out.copy_(found)
+def _put(features: Tensor, out: Tensor | None = None) -> Tensor:
+    return features if out is None else out.copy_(features)

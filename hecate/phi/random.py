@@ -105,8 +105,7 @@ def haar(d: int, generator: torch.Generator) -> Tensor:
         q, r = torch.linalg.qr(gaussian)
     finally:
         torch.set_num_threads(threads)
-    signed: Tensor = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
-    return signed
+    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
 
 
 def projections(d: int, m: int, generator: torch.Generator, *, orthogonal: bool, norms: Norms = "chi") -> Tensor:
@@ -289,11 +288,11 @@ def walsh_hadamard(x: Tensor) -> Tensor:
     H_P is a Kronecker product of small H: each one transforms the leading digits of the index and moves them to the
     end. Products of 16 x 16 take fewer passes over memory than single sums.
     """
-    left = x.shape[-1]
+    size = x.shape[-1]
     with without_autocast(x.device.type):
-        while left > 1:
-            digit = min(left, 16)
-            left //= digit
+        while size > 1:
+            digit = min(size, 16)
+            size //= digit
             x = (x.unflatten(-1, (digit, -1)).mT @ _small(digit, x)).flatten(-2)
     return x / math.sqrt(x.shape[-1])
 

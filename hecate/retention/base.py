@@ -265,8 +265,8 @@ class Decay(Forgetting):
         if self.gate != "bounded" and self.lowest != -5.0:
             yield ("lowest",), f"{self.lowest:g} bounds what gate 'bounded' forgets, and gate is {self.gate!r}"
         starts, least = self.retain if isinstance(self.retain, tuple) else (self.default_retain,), math.exp(self.lowest)
-        told = self.retain != type(self).model_fields["retain"].default
-        if self.gate == "bounded" and told and min(starts) <= least:
+        chosen = self.retain != type(self).model_fields["retain"].default
+        if self.gate == "bounded" and chosen and min(starts) <= least:
             reason = f"is not above exp(lowest) = {least:g}, the least that gate 'bounded' keeps"
             yield ("retain",), f"{min(starts):g} {reason}; raise it, or lower lowest={self.lowest:g}"
 
@@ -418,17 +418,17 @@ class Sphere(Decaying):
         return (pattern.mT if axis == -2 else pattern).to(weights.dtype)
 
     def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
-        return self._stepped(memory, direction, retain)[0][0]
+        return self._step(memory, direction, retain)[0][0]
 
     def step_vjp(self, memory: Tensor, direction: Tensor, retain: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self._stepped_vjp(self._stepped(memory, direction, retain)[1], g)
+        return self._step_vjp(self._step(memory, direction, retain)[1], g)
 
     def block(self) -> Block:
         """X and its lengths are kept for the derivative."""
-        kept = still_declared(self, "block", self._formulas)
-        return Block(f"retention.{self.kind}", self._stepped, self._stepped_vjp) if kept else super().block()
+        declared = still_declared(self, "block", self._formulas)
+        return Block(f"retention.{self.kind}", self._step, self._step_vjp) if declared else super().block()
 
-    def _stepped(self, memory: Tensor, direction: Tensor, retain: Tensor) -> tuple[tuple[Tensor], Any]:
+    def _step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> tuple[tuple[Tensor], Any]:
         inner = self._dot(memory, direction) if self.form == "tangent" else None
         onto = direction if inner is None else torch.addcmul(direction, memory, inner, value=-1)
         moved = torch.addcmul(onto, over(retain, memory), memory)
@@ -436,7 +436,7 @@ class Sphere(Decaying):
         scale = (1 if of_memory is None else of_memory[0]) / of_moved[0]
         return (moved * scale,), ((memory, direction, retain), inner, moved, scale, of_moved, of_memory)
 
-    def _stepped_vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _step_vjp(self, residuals: Any, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (memory, direction, retain), inner, moved, scale, (length, beyond), of_memory = residuals
         outward, keep = self._dot(moved, g) / length, over(retain, memory)
         h = torch.addcmul(scale * g, moved, scale * torch.where(beyond, outward / length, 0.0), value=-1)
@@ -445,8 +445,8 @@ class Sphere(Decaying):
             along = self._dot(memory, h)
             gmemory = torch.addcmul((keep - inner) * h, direction, along, value=-1)
             return gmemory, torch.addcmul(h, memory, along, value=-1), gretain
-        kept, live = of_memory
-        return torch.addcmul(keep * h, memory, torch.where(live, outward / kept, 0.0)), h, gretain
+        size, live = of_memory
+        return torch.addcmul(keep * h, memory, torch.where(live, outward / size, 0.0)), h, gretain
 
     def _length(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         return floored_root(self._dot(slots, slots), self.eps)

@@ -159,8 +159,8 @@ class MemoryConfig(Config):
         fields = {name: getattr(self, name, None) for name in type(self).model_fields}
         knobs = {name: fields[name] for name in MemoryRule.model_fields}
         object.__setattr__(self, "rule", MemoryRule.model_construct(**knobs))
-        told = ("structure", "bias", "retention", "algorithm", "feature_map")
-        if all(hasattr(fields[name], "kernel_form") for name in told):  # else it is refused when it is checked
+        names = ("structure", "bias", "retention", "algorithm", "feature_map")
+        if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
             self._keep_what_chunks_are()
         if self.writes > 1:
@@ -181,14 +181,14 @@ class MemoryConfig(Config):
         gram = gram and not (self.forms.linear and chunk == 1)
         frozen, summed = chunk > 1 and self.commit == "token", self.commit == "chunk"
         product = self.decay_order == "before_gradient" or self.retention.links == "linear"
-        kept = {
+        traits = {
             "accumulated_retain": summed or (frozen and product),
             "blocks": -(-chunk // BLOCK) if gram else 0,
             "by_key": self.step != "raw" and not gram,
             "frozen_gradients": frozen,
             "remembered_keys": min(chunk, BLOCK) - 1 if gram else 0,
         }
-        for name, value in kept.items():
+        for name, value in traits.items():
             object.__setattr__(self, name, value)
 
     @model_serializer(mode="wrap")
@@ -203,8 +203,8 @@ class MemoryConfig(Config):
             if config.model_fields_set <= self.model_fields_set:
                 plain = {name: field.default for name, field in type(self).model_fields.items()}
                 plain |= {name: getattr(config, name) for name in MemoryConfig.model_fields}
-                own = {name: briefly(value) for name, value in fields.items() if value != plain[name]}
-                shortest = min(shortest, {"kind": rule, **own}, key=len)
+                changes = {name: briefly(value) for name, value in fields.items() if value != plain[name]}
+                shortest = min(shortest, {"kind": rule, **changes}, key=len)
         return shortest
 
     @classmethod
@@ -268,8 +268,8 @@ class MemoryConfig(Config):
         if largest is not None:
             gain, cure = "lr * |phi|^2", f"lower lr to {limit / abs(most * bound * curvature):g}"
             if most != 1:
-                made = f"gating {self.gating.kind!r}" if erases is None else "gates.erase times gates.write"
-                gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {made},"
+                source = f"gating {self.gating.kind!r}" if erases is None else "gates.erase times gates.write"
+                gain = f"lr * <erase phi, write phi>, {most:g} times lr * |phi|^2 with {source},"
             limits = self.algorithm.limits(limit if largest > 0 else 0.0)
             other = " or set step='normalized', 'implicit' or 'flow'" if most == 1 else " or the gates"
             raise ConfigError(
@@ -287,8 +287,8 @@ class MemoryConfig(Config):
             data = {"kind": data}
         if not isinstance(data, Mapping) or "kind" not in data:
             return _of_earlier(data) if isinstance(data, Mapping) else data
-        rule, own = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
-        return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **own}
+        rule, fields = named_rule(data["kind"]), {k: v for k, v in data.items() if k != "kind"}
+        return {**{name: getattr(rule, name) for name in rule.model_fields_set}, **fields}
 
     def conflicts(self) -> Conflicts:
         """Combinations of knobs and conventions that are ruled out."""
@@ -305,15 +305,15 @@ class MemoryConfig(Config):
             nothing = f"retention {retention.kind!r} has nothing to decay"
             yield ("decay_order",), f"'before_gradient' needs a retention that decays; {nothing}"
         if retention.gate_form.channels and not structure.linear:
-            own = "retention.channels gives every phi channel a retain of its own"
+            cause = "retention.channels gives every phi channel a retain of its own"
             without = f"{structure.named} has weights without a phi axis"
             cure = "leave channels out or use structure 'matrix' or 'vector'"
             if structure.transposed:
                 without, cure = f"{structure.named} decays channels of values", "use gates.retain_value"
-            yield ("retention", "channels"), f"{own}, but {without}; {cure}"
+            yield ("retention", "channels"), f"{cause}, but {without}; {cure}"
         if retention.needs_weights and not structure.drawn:
-            own = f"{structure.named} starts at zero, and slots without a length would keep none"
-            yield ("retention", "pattern"), f"False: {own}; leave it True, or use a structure that starts at a draw"
+            cause = f"{structure.named} starts at zero, and slots without a length would keep none"
+            yield ("retention", "pattern"), f"False: {cause}; leave it True, or use a structure that starts at a draw"
         if retention.links != "token":
             for reason in self._no_border():
                 yield ("retention", "link_at"), f"{retention.links!r}: {reason}; use link_at='token'"
@@ -330,8 +330,8 @@ class MemoryConfig(Config):
             for reason in self._no_writes():
                 yield ("writes",), f"{self.writes} writes a token: {reason}"
         if structure.transposed and not algorithm.takes_any_gradient():
-            own = f"algorithm {algorithm.kind!r} makes its gradient from keys and values in their own places"
-            yield ("structure", "learns"), f"'key' lets them change places, and {own}; use algorithm 'gd' or 'momentum'"
+            cause = f"and algorithm {algorithm.kind!r} makes its gradient from keys and values in their own places"
+            yield ("structure", "learns"), f"'key' lets them change places, {cause}; use algorithm 'gd' or 'momentum'"
         if structure.transposed and self.step != "raw":
             gain = f"step={self.step!r} divides lr by |phi(k)|^2, and the gain of a write is lr |v|^2"
             yield ("structure", "learns"), f"with 'key' {gain}; use step 'raw'"
@@ -341,10 +341,9 @@ class MemoryConfig(Config):
         if self.key_norm == "sum" and not self.feature_map.non_negative:
             negative = f"feature_map {self.feature_map.kind!r} can be negative; use key_norm='l2' or another map"
             yield ("key_norm",), f"'sum' divides by the sum of phi, which needs phi >= 0; {negative}"
-        for path, reason in self._no_bound():
-            yield path, reason
-        kept = self.forms.retention
-        if self.retention.additive and not isinstance(kept, str) and not kept.adds:
+        yield from self._no_bound()
+        formula = self.forms.retention
+        if self.retention.additive and not isinstance(formula, str) and not formula.adds:
             sums = "the carried state times its retain gate, or 1 without, plus the direction"
             yield ("retention",), f"{self.retention.kind!r} is declared linear, and its `step` is not {sums}"
         self.check_step(self.algorithm.lr)
@@ -356,11 +355,11 @@ class MemoryConfig(Config):
             if (reason := unbounded(structure.graph())) is not None:
                 yield ("step",), f"'normalized' with {structure.named}: {reason}; use step='raw'"
             if not self.algorithm.takes_any_gradient():
-                own = f"algorithm {self.algorithm.kind!r} descends a loss of its own, whose curvature has no bound here"
-                yield ("step",), f"'normalized' with {structure.named}: {own}; use step='raw'"
+                cause = f"algorithm {self.algorithm.kind!r} descends a loss of its own, whose curvature"
+                yield ("step",), f"'normalized' with {structure.named}: {cause} has no bound here; use step='raw'"
         if self.blocks and self.chunk > 1 and self.decay_order == "before_gradient":
-            own = "every token of a chunk takes its gradient at weights of its own, and no row sum bounds what they do"
-            yield ("step",), f"'normalized' with decay_order='before_gradient' and chunk={self.chunk}: {own}"
+            cause = "token of a chunk takes its gradient at weights of its own, and no row sum bounds what they do"
+            yield ("step",), f"'normalized' with decay_order='before_gradient' and chunk={self.chunk}: every {cause}"
         if self.retention.anchored:
             towards = f"retention {self.retention.kind!r} towards 'start'"
             if not self.readout.plain:
@@ -396,19 +395,19 @@ class MemoryConfig(Config):
                 cure = "use structure 'matrix' or 'vector', whose predictions are of values"
                 yield name, f"{structure} {without}; {cure}"
             if not self.algorithm.takes_any_gradient():
-                own = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself, and no paper says"
-                yield name, f"{own} how one that is gated would enter; use algorithm 'gd' or 'momentum'"
+                cause = f"algorithm {self.algorithm.kind!r} makes its gradient from phi(k) itself, and no paper says"
+                yield name, f"{cause} how one that is gated would enter; use algorithm 'gd' or 'momentum'"
             if self.step != "raw":
-                own = f"step={self.step!r} divides lr by |phi(k)|^2"
-                yield name, f"{own}, not the gain of such a write; use step 'raw'"
-        readout, own = self.readout, f"readout {self.readout.kind!r}"
+                cause = f"step={self.step!r} divides lr by |phi(k)|^2"
+                yield name, f"{cause}, not the gain of such a write; use step 'raw'"
+        readout, named = self.readout, f"readout {self.readout.kind!r}"
         for name in ("ridge", "mix"):
             if name not in readout.gates:
-                yield name, f"{own} has no {name}; use readout 'ridge'"
+                yield name, f"{named} has no {name}; use readout 'ridge'"
         if not readout.plain:
             for name in ("write", "retain_value"):
                 if name not in readout.gates:
-                    yield name, f"{own} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
+                    yield name, f"{named} knows lr and retain{''.join(f', {gate}' for gate in readout.gates)} alone"
         if self.forms.target:
             yield "erase", f"bias {self.bias.kind!r} never asks the memory what to unlearn; use bias 'l2'"
         if self.normalizer != "max":
@@ -496,12 +495,12 @@ def _of_earlier(data: Mapping[str, Any]) -> Mapping[str, Any]:
     meant keeps its numbers. [RULE-OLD-I1]"""
     if not _ALWAYS <= data.keys() or "layer_v_norm" in data:
         return data
-    found, retention = dict(data), data["retention"]
+    fields, retention = dict(data), data["retention"]
     if isinstance(retention, Mapping) and retention.get("kind") in ("decay", "l2"):
-        found["retention"] = {"towards": "zero", **retention}
+        fields["retention"] = {"towards": "zero", **retention}
     if data["step"] == "normalized":
-        found["step"] = "key_normalized"
-    return found
+        fields["step"] = "key_normalized"
+    return fields
 
 
 class Difference(NamedTuple):

@@ -79,15 +79,15 @@ _CODES = 16
 _KDA = Decay(channels=True, rank="head", gate="softplus")
 
 
-def _sum(**own: Any) -> MemoryConfig:
+def _sum(**fields: Any) -> MemoryConfig:
     """A sum of writes, in a layer that leaves q, k and v as its maps make them."""
-    return MemoryConfig(**{"bias": Dot(), "layer_qk_norm": "none", "layer_activation": "none", **own})
+    return MemoryConfig(**{"bias": Dot(), "layer_qk_norm": "none", "layer_activation": "none", **fields})
 
 
-def _gated(**own: Any) -> MemoryConfig:
+def _gated(**fields: Any) -> MemoryConfig:
     """A gated delta rule: keys of unit length are unlearned from what is kept."""
     shared = {"retention": Decay(gate="softplus"), "decay_order": "before_gradient", "key_norm": "l2"}
-    return MemoryConfig(**{**shared, **own})
+    return MemoryConfig(**{**shared, **fields})
 
 
 def _ttt(layers: int) -> MemoryConfig:
@@ -98,15 +98,15 @@ def _ttt(layers: int) -> MemoryConfig:
     )
 
 
-def _miras(**own: Any) -> MemoryConfig:
+def _miras(**fields: Any) -> MemoryConfig:
     """A network p + LN(f(p)) of two layers, for values of one size."""
     structure = MLP(layers=2, residual=True, norm="layer")
-    return MemoryConfig(structure=structure, key_norm="l2", layer_v_norm="rms", **own)
+    return MemoryConfig(structure=structure, key_norm="l2", layer_v_norm="rms", **fields)
 
 
-def _window(**own: Any) -> MemoryConfig:
+def _window(**fields: Any) -> MemoryConfig:
     """One linear layer on squares of keys, written by the last four tokens."""
-    phi, algorithm = Polynomial(degree=2), Omega(window=4, decay=0.9, **own)
+    phi, algorithm = Polynomial(degree=2), Omega(window=4, decay=0.9, **fields)
     return MemoryConfig(retention=Decay(), algorithm=algorithm, feature_map=phi, key_norm="l2")
 
 
@@ -456,5 +456,4 @@ def _with_equation(name: str) -> NamedRule:
     return _LITERATURE[name]()._replace(equation=_equations()[name])
 
 
-for _name in _LITERATURE:
-    RULES.data[_name] = partial(_with_equation, _name)
+RULES.data.update({name: partial(_with_equation, name) for name in _LITERATURE})

@@ -67,12 +67,12 @@ class MemoryRule(Config):
         return tuple(one(run(block, item, label=label)) for item in memory)
 
     def moved(
-        self, memory: Memory, anchor: Memory, weights: Memory, kept: Tensor, *, run: Run = execute, label: str = ""
+        self, memory: Memory, anchor: Memory, weights: Memory, share: Tensor, *, run: Run = execute, label: str = ""
     ) -> Memory:
-        """The weights of a memory that has moved in the primal from those of an anchor, of which `kept` is left:
-        memory + kept (weights - anchor). [RET-MIRROR-D3]"""
+        """The weights of a memory that has moved in the primal from those of an anchor, of which `share` is left:
+        memory + share (weights - anchor). [RET-MIRROR-D3]"""
         rows = zip(memory, anchor, weights, strict=True)
-        return tuple(one(run(_MOVED, *row, kept, label=label)) for row in rows)
+        return tuple(one(run(_MOVED, *row, share, label=label)) for row in rows)
 
     def read(self, memory: Memory, phi_q: Tensor, *, run: Run = execute, label: str = "") -> Tensor:
         """y = f(weights, phi_q)."""
@@ -108,11 +108,11 @@ class MemoryRule(Config):
         """The gradient that the algorithm descends at weights, and the slots with its context.
 
         With a key phi_w of its own for the write it is d ell / d pred at phi_k, pulled back at phi_w."""
-        context, loss = len(self.algorithm.slots) * len(weights), self._loss(weights, run, label)
+        count, loss = len(self.algorithm.slots) * len(weights), self._loss(weights, run, label)
         if token.phi_w is not None:
             return loss.pullback(token.phi_w, loss.error(token.phi_k, token.v)), slots
-        grads, kept = self.algorithm.gradient(loss, token, slots[context:])
-        return grads, (*slots[:context], *kept)
+        grads, context = self.algorithm.gradient(loss, token, slots[count:])
+        return grads, (*slots[:count], *context)
 
     def apply(
         self, memory: Memory, slots: Memory, gradient: Memory, gates: TokenGates, *, run: Run = execute, label: str = ""
@@ -131,32 +131,32 @@ class MemoryRule(Config):
         count = len(self.algorithm.slots)
 
         def forward(*inputs: Tensor) -> tuple[Tensors, Any]:
-            kept: list[Any] = []
+            record: list[Any] = []
 
             def run(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
                 outputs, residuals = block.apply(inputs)
-                kept.append(residuals)
+                record.append(residuals)
                 return outputs
 
-            return program(run, *inputs), kept
+            return program(run, *inputs), record
 
-        def vjp(kept: list[Any], *cotangents: Tensor) -> Tensors:
-            weights = len(kept) // 2
+        def vjp(record: list[Any], *cotangents: Tensor) -> Tensors:
+            weights = len(record) // 2
             of_gates: tuple[list[Tensor], ...] = ([], [], [])
             ggradient: list[Tensor | None] = []
             gmemory: list[Tensor | None] = []
             gslots: list[Tensor | None] = []
             for index, g in enumerate(cotangents[:weights]):
-                gweight, gdirection, more = retention.pullback(kept[2 * index + 1], [g])
+                gweight, gdirection, more = retention.pullback(record[2 * index + 1], [g])
                 into = cotangents[weights + index * count :][:count]
                 gdirection = torch.zeros_like(g) if gdirection is None else gdirection
-                pulled = algorithm.pullback(kept[2 * index], [gdirection, *into])
+                pulled = algorithm.pullback(record[2 * index], [gdirection, *into])
                 ggradient.append(pulled[0])
                 gmemory.append(gweight)
                 gslots += pulled[3:]
-                for found, own in zip(of_gates, (pulled[1], more, pulled[2]), strict=True):
-                    found += [] if own is None else [own]
-            return *(reduce(add, found) if found else None for found in of_gates), *ggradient, *gmemory, *gslots
+                for terms, term in zip(of_gates, (pulled[1], more, pulled[2]), strict=True):
+                    terms += [] if term is None else [term]
+            return *(reduce(add, terms) if terms else None for terms in of_gates), *ggradient, *gmemory, *gslots
 
         def program(run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, *rest: Tensor) -> Tensors:
             weights = len(rest) // (2 + count)
@@ -216,13 +216,13 @@ class MemoryRule(Config):
         return tuple(one(run(block, weight, torch.zeros_like(weight), retain, label=label)) for weight in memory)
 
 
-def _moved_vjp(memory: Tensor, anchor: Tensor, weights: Tensor, kept: Tensor, g: Tensor) -> Tensors:
-    gweights = over(kept, g) * g
-    return g, -gweights, gweights, sum_to_gate(g * (weights - anchor), kept)
+def _moved_vjp(memory: Tensor, anchor: Tensor, weights: Tensor, share: Tensor, g: Tensor) -> Tensors:
+    gweights = over(share, g) * g
+    return g, -gweights, gweights, sum_to_gate(g * (weights - anchor), share)
 
 
 _MOVED = formula_block(
-    "memory.moved", lambda memory, anchor, weights, kept: memory + over(kept, memory) * (weights - anchor), _moved_vjp
+    "memory.moved", lambda memory, anchor, weights, share: memory + over(share, memory) * (weights - anchor), _moved_vjp
 )
 
 
@@ -243,43 +243,43 @@ def _rank_one_block(rule: MemoryRule) -> Block:
         lr: Tensor, retain: Tensor, momentum: Tensor, p: Tensor, v: Tensor, *state: Tensor
     ) -> tuple[Tensors, Any]:
         memory, slots = state[:count], state[count:split]
-        found = descent(graph, loss, state[split:] or memory, p, v)
+        trace = descent(graph, loss, state[split:] or memory, p, v)
         down = -over(lr, memory[0])
-        stepped = [down * di for di in found.d]
+        stepped = [down * di for di in trace.d]
         keep = over(retain, memory[0]) if retention.uses_retain else None
         carried: list[Tensor] = []
         if slots:
-            kept = over(momentum, slots[0])
-            carried = [outers(kept * s, di, hi) for s, di, hi in zip(slots, stepped, found.h, strict=True)]
+            factor = over(momentum, slots[0])
+            carried = [outers(factor * s, di, hi) for s, di, hi in zip(slots, stepped, trace.h, strict=True)]
             pairs = zip([retention.centred(s, retain) for s in carried], memory, strict=True)
             new = [s + m if keep is None else torch.addcmul(s, keep, m) for s, m in pairs]
         else:
-            left = memory if keep is None else [keep * weight for weight in memory]
-            rows = zip(left, stepped, [retention.centred(hi, retain) for hi in found.h], strict=True)
+            decayed = memory if keep is None else [keep * weight for weight in memory]
+            rows = zip(decayed, stepped, [retention.centred(hi, retain) for hi in trace.h], strict=True)
             new = [outers(m, di, hi) for m, di, hi in rows]
-        return (*new, *carried), ((down, keep, retain, momentum), state, stepped, found)
+        return (*new, *carried), ((down, keep, retain, momentum), state, stepped, trace)
 
     def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
-        (down, keep, retain, momentum), state, stepped, found = residuals
+        (down, keep, retain, momentum), state, stepped, trace = residuals
         memory, slots, weights = state[:count], state[count:split], state[split:]
-        kept, later = list(cotangents[:count]), cotangents[count:]
+        gmemory, later = list(cotangents[:count]), cotangents[count:]
         gretain = gmomentum = None
-        known, gslots = kept, []
+        known, gslots = gmemory, []
         if keep is not None:
-            known = [keep * g for g in kept]
-            gretain = reduce(add, [sum_to_gate(g * m, retain) for g, m in zip(kept, memory, strict=True)])
-        kept = [retention.centred(g, retain) for g in kept]
+            known = [keep * g for g in gmemory]
+            gretain = reduce(add, [sum_to_gate(g * m, retain) for g, m in zip(gmemory, memory, strict=True)])
+        gmemory = [retention.centred(g, retain) for g in gmemory]
         if slots:
-            kept = [a + b for a, b in zip(kept, later, strict=True)]
-            gslots = [over(momentum, g) * g for g in kept]
-            gmomentum = reduce(add, [sum_to_gate(g * s, momentum) for g, s in zip(kept, slots, strict=True)])
-        pulled = [torch.bmm(hi, g.mT) for hi, g in zip(found.h, kept, strict=True)]
-        glr = -reduce(add, [(di * x).sum((1, 2)) for di, x in zip(found.d, pulled, strict=True)])
+            gmemory = [a + b for a, b in zip(gmemory, later, strict=True)]
+            gslots = [over(momentum, g) * g for g in gmemory]
+            gmomentum = reduce(add, [sum_to_gate(g * s, momentum) for g, s in zip(gmemory, slots, strict=True)])
+        pulled = [torch.bmm(hi, g.mT) for hi, g in zip(trace.h, gmemory, strict=True)]
+        glr = -reduce(add, [(di * x).sum((1, 2)) for di, x in zip(trace.d, pulled, strict=True)])
         gd = [down * x for x in pulled]
-        gh = [torch.bmm(di, g) for di, g in zip(stepped, kept, strict=True)]
-        gweights, gp, gv = found.vjp(loss, gd, gh, () if weights else known)
-        own = (*known, *gslots, *gweights) if weights else (*gweights, *gslots)
-        return glr, gretain, gmomentum, gp, gv, *own
+        gh = [torch.bmm(di, g) for di, g in zip(stepped, gmemory, strict=True)]
+        gweights, gp, gv = trace.vjp(loss, gd, gh, () if weights else known)
+        gstate = (*known, *gslots, *gweights) if weights else (*gweights, *gslots)
+        return glr, gretain, gmomentum, gp, gv, *gstate
 
     def program(
         run: Run, lr: Tensor, retain: Tensor, momentum: Tensor, p: Tensor, v: Tensor, *state: Tensor
@@ -342,14 +342,14 @@ class Forms(NamedTuple):
     def of(cls, rule: MemoryRule, phi: FeatureMapKind) -> Forms:
         """The forms of a rule's knobs and phi."""
         bias, retention, algorithm = rule.bias, rule.retention, rule.algorithm
-        found = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
-        formula = None if isinstance(found, str) else found
+        printed = formula_of(bias) if isinstance(bias, Bias) else "it is no variant"
+        formula = None if isinstance(printed, str) else printed
         return cls(
-            retention=(kept := retention_formula(retention)),
+            retention=(step := retention_formula(retention)),
             algorithm=algorithm.kernel_form(),
             tokens=(form := algorithm.token_form(), rule.structure.token_form()),
             descent=algorithm_formula(algorithm) if form is None or form.nesterov else None,
-            plain=not isinstance(kept, str) and kept.plain,
+            plain=not isinstance(step, str) and step.plain,
             texts=tuple(knob.model_dump_json() for knob in (bias, retention, algorithm, phi)),
             phi=phi.kernel_form(),
             identity=type(phi) is Identity,
@@ -357,9 +357,9 @@ class Forms(NamedTuple):
             error=formula is not None and formula.error,
             formula=formula,
             apart=formula is not None and formula.coordinatewise,
-            unprinted=_inactive(rule.structure)
+            unprinted=_act_without_kernel(rule.structure)
             if formula is not None
-            else f"bias {bias.kind!r} as configured has no kernel: {found}",
+            else f"bias {bias.kind!r} as configured has no kernel: {printed}",
             linear=rule.structure.linear,
             transposed=rule.structure.transposed,
             gates=(True, retention.uses_retain, algorithm.uses_momentum),
@@ -375,7 +375,7 @@ def acts_of(structure: Structure) -> set[Activation]:
     return {value for name in type(structure).model_fields if isinstance(value := getattr(structure, name), Activation)}
 
 
-def _inactive(structure: Structure) -> str | None:
+def _act_without_kernel(structure: Structure) -> str | None:
     for act in acts_of(structure):
         if isinstance(reason := activation_nodes(act), str):
             return f"activation {act.kind!r} of structure {structure.kind!r} has no kernel: {reason}"

@@ -117,12 +117,12 @@ def memory_weights(config: MemoryConfig, state: MemoryState) -> dict[str, Tensor
     if config.retention.links == "token":
         weights = config.rule.weights(memory)
     else:
-        opens, kept = state.position.flatten() == 0, state.pending.get("retain")
-        held = [item.flatten(0, 1) for item in state.anchor.values()]
-        anchor = tuple(torch.where(over(opens, m), m, a) for m, a in zip(memory, held, strict=True))
+        opens, retain = state.position.flatten() == 0, state.pending.get("retain")
+        anchors = [item.flatten(0, 1) for item in state.anchor.values()]
+        anchor = tuple(torch.where(over(opens, m), m, a) for m, a in zip(memory, anchors, strict=True))
         weights = config.rule.weights(anchor)
-        if kept is not None:
-            weights = config.rule.moved(memory, anchor, weights, kept.flatten(0, 1))
+        if retain is not None:
+            weights = config.rule.moved(memory, anchor, weights, retain.flatten(0, 1))
     return {name: item.unflatten(0, lead) for name, item in zip(state.memory, weights, strict=True)}
 
 

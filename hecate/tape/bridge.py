@@ -61,22 +61,21 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
     with full_precision(inputs):
         if autodiff == "torch" or (autodiff == "auto" and compiling):
             return program(execute, *inputs)
-        seen = compiling or torch._C._are_functorch_transforms_active()
-        if not seen and forward_ad._current_level < 0 and not is_recorded(inputs):
+        traced = compiling or torch._C._are_functorch_transforms_active()
+        if not traced and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
 
         def forward(inputs: Tensors, keeps: bool) -> Made:
-            made: list[Made] = []
-            return program(remembering(made) if keeps else execute, *inputs), made
+            checkpoints: list[Made] = []
+            return program(remembering(checkpoints) if keeps else execute, *inputs), checkpoints
 
         def pullback(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
             # What was made is a constant to whatever differentiates this in turn.
-            made = [] if record is None or torch.is_grad_enabled() else record
+            checkpoints = [] if record is None or torch.is_grad_enabled() else record
             with full_precision(cotangents):
-                return replay(Tape(), program, inputs, cotangents, made)
+                return replay(Tape(), program, inputs, cotangents, checkpoints)
 
-        outputs: Tensors = _Function.apply(forward, pullback, None if seen else [], *inputs)  # type: ignore[no-untyped-call]
-        return outputs
+        return _Function.apply(forward, pullback, None if traced else [], *inputs)  # type: ignore[no-untyped-call]
 
 
 class ByHand(NamedTuple):
@@ -96,7 +95,7 @@ class ByHand(NamedTuple):
     def block(self) -> Block:
         """As a tape block."""
 
-        def made(keeps: bool, *inputs: Tensor | None) -> Made:
+        def run(keeps: bool, *inputs: Tensor | None) -> Made:
             if is_traced(*inputs):
                 return self.plain(*inputs), (inputs, None)
             if is_recorded(inputs):
@@ -111,7 +110,7 @@ class ByHand(NamedTuple):
         def vjp(residuals: tuple[Tensors, Any], *cotangents: Tensor) -> Values:
             return self.pullback(*residuals, cotangents)
 
-        return Block(self.name, partial(made, False), vjp, record=partial(made, True))
+        return Block(self.name, partial(run, False), vjp, record=partial(run, True))
 
     def pullback(self, inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Values:
         """Cotangents of the inputs: by hand, or by torch where it has to see every operation."""
@@ -127,18 +126,18 @@ class ByHand(NamedTuple):
 
     def by_autograd(self, inputs: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of inputs by autograd, which records them in turn if asked to."""
-        create_graph, own = torch.is_grad_enabled(), {}
+        create_graph, variables = torch.is_grad_enabled(), {}
         with torch.enable_grad():
             for at, value in enumerate(inputs):
                 if value is not None and differentiable(value):
-                    own[at] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
-            made = several(self.plain(*[own.get(at, value) for at, value in enumerate(inputs)]))
-            pairs = [pair for pair in zip(made, cotangents, strict=True) if pair[0].requires_grad]
-            outputs, given = zip(*pairs, strict=True)
-            leaves = tuple(own.values())
-            grads = torch.autograd.grad(outputs, leaves, given, create_graph=create_graph, allow_unused=True)
-        found = dict(zip(own, grads, strict=True))
-        return tuple(map(found.get, range(len(inputs))))
+                    variables[at] = value.view_as(value) if value.requires_grad else value.detach().requires_grad_()
+            outputs = several(self.plain(*[variables.get(at, value) for at, value in enumerate(inputs)]))
+            pairs = [pair for pair in zip(outputs, cotangents, strict=True) if pair[0].requires_grad]
+            outputs, grad_outputs = zip(*pairs, strict=True)
+            leaves = tuple(variables.values())
+            grads = torch.autograd.grad(outputs, leaves, grad_outputs, create_graph=create_graph, allow_unused=True)
+        by_input = dict(zip(variables, grads, strict=True))
+        return tuple(map(by_input.get, range(len(inputs))))
 
 
 def by_hand(block: Block, plain: Callable[..., Tensors] | None = None) -> Block:
@@ -176,31 +175,30 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(forward: Forward, _: Pullback, record: list[Any] | None, *inputs: Tensor | None) -> Tensors:
         if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            outputs, kept = forward(inputs, record is not None)
+            outputs, residuals = forward(inputs, record is not None)
         else:
             with past_hooks():
-                outputs, kept = forward(inputs, record is not None)
+                outputs, residuals = forward(inputs, record is not None)
         if record is None:
             # torch refuses to save an input that is an output as well.
             return distinct(outputs, set(inputs))
-        record.append(kept)
+        record.append(residuals)
         # What is kept for the backward pass must not hold the outputs, which hold it.
-        own: list[Tensor | None] = []
+        detached: list[Tensor | None] = []
         for out in outputs:  # loops here, not comprehensions: each of these is a frame in every block
-            own.append(None if out is None else out.detach())
-        return tuple(own)
+            detached.append(None if out is None else out.detach())
+        return tuple(detached)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        _, ctx.pullback, record, *given = inputs
-        tensors: list[Any] = list(given)
+        _, ctx.pullback, record, *tensors = inputs
         ctx.count, ctx.flat, ctx.layout, ctx.others = len(tensors), False, None, []
         if record:
             # Tensors alone need no walk through what may be nested.
             flat = type(record[0]) is tuple and _TENSOR.issuperset(map(type, record[0]))
-            held, ctx.layout = (record[0], None) if flat else tree_flatten(record)
+            leaves, ctx.layout = (record[0], None) if flat else tree_flatten(record)
             ctx.flat = flat
-            for item in held:
+            for item in leaves:
                 plain = isinstance(item, Tensor)
                 tensors.append(item if plain else None)
                 ctx.others.append(None if plain else item)
@@ -218,12 +216,12 @@ class _Function(torch.autograd.Function):
         if ctx.flat:
             record = saved[ctx.count :]
         elif ctx.layout is not None:
-            held = []
+            leaves = []
             for tensor, other in zip(saved[ctx.count :], ctx.others, strict=True):
-                held.append(other if tensor is None else tensor)
-            (record,) = tree_unflatten(held, ctx.layout)
-        given = list(filter(partial(is_not, None), cotangents))
-        return None, None, None, *ctx.pullback(inputs, record, given)
+                leaves.append(other if tensor is None else tensor)
+            (record,) = tree_unflatten(leaves, ctx.layout)
+        grads = list(filter(partial(is_not, None), cotangents))
+        return None, None, None, *ctx.pullback(inputs, record, grads)
 
 
 # `_Function.apply` where no transform of torch.func is active, which binds the arguments by their names in every call.

@@ -96,7 +96,7 @@ def _matmul(a: Tensor, *second: Tensor, **named: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def _add_product(c: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return beta * c + alpha * _matmul(a, b)
 
 
@@ -110,10 +110,10 @@ def _einsum(equation: str, *operands: Tensor) -> Tensor:
         return torch.einsum(equation, *operands)
     whole = [*output, *summed]
     a, b = (
-        x.permute([own.index(axis) for axis in whole if axis in own])[
-            tuple(slice(None) if axis in own else None for axis in whole)
+        x.permute([letters.index(axis) for axis in whole if axis in letters])[
+            tuple(slice(None) if axis in letters else None for axis in whole)
         ]
-        for x, own in zip(operands, axes, strict=True)
+        for x, letters in zip(operands, axes, strict=True)
     )
     a, b = (x.flatten(len(output)) for x in torch.broadcast_tensors(a, b))
     return _total(a, b)
@@ -134,27 +134,27 @@ def _attention(
     scale, rest, answers = q.shape[-1] ** -0.5 if scale is None else scale, (0, -k.shape[-2] % LANES), []
     keys, values = k.flip(-2), v.flip(-2)
     for t in range(length):
-        own = mask[..., min(t, mask.shape[-2] - 1), :]
-        added = torch.where(own, 0.0, -torch.inf) if own.dtype == torch.bool else own
+        row = mask[..., min(t, mask.shape[-2] - 1), :]
+        added = torch.where(row, 0.0, -torch.inf) if row.dtype == torch.bool else row
         order = (added > -torch.inf).byte().argsort(dim=-1, descending=True, stable=True)
-        seen, answer = (x.take_along_dim(order.unsqueeze(-1), -2) for x in (keys, values))
-        scores = _total(q[..., t : t + 1, :], seen) * scale + added.take_along_dim(order, -1)
+        sorted_keys, sorted_values = (x.take_along_dim(order.unsqueeze(-1), -2) for x in (keys, values))
+        scores = _total(q[..., t : t + 1, :], sorted_keys) * scale + added.take_along_dim(order, -1)
         weights = F.pad(_flat(torch.exp, scores - scores.amax(-1, keepdim=True)), rest)
-        answers.append(_total(weights.unsqueeze(-2), F.pad(answer.mT, rest)) / weights.sum(-1, keepdim=True))
+        answers.append(_total(weights.unsqueeze(-2), F.pad(sorted_values.mT, rest)) / weights.sum(-1, keepdim=True))
     return torch.stack(answers, -2).to(dtype)
 
 
-def _flat(func: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
+def _flat(func: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
     """A function of single numbers, of whole vectors of them."""
-    tensors = torch.broadcast_tensors(*(item for item in given if isinstance(item, Tensor)))
+    tensors = torch.broadcast_tensors(*(item for item in arguments if isinstance(item, Tensor)))
     count = tensors[0].numel()
     if not tensors[0].is_cpu or (count % LANES == 0 and count <= ALONE and all(x.is_contiguous() for x in tensors)):
-        return func(*given, **options)
+        return func(*arguments, **options)
     pieces = zip(*(F.pad(x.reshape(-1), (0, -count % LANES)).split(ALONE) for x in tensors), strict=True)
     parts = []
     for piece in pieces:
         rest = iter(piece)
-        parts.append(func(*(next(rest) if isinstance(item, Tensor) else item for item in given), **options))
+        parts.append(func(*(next(rest) if isinstance(item, Tensor) else item for item in arguments), **options))
     return torch.cat(parts)[:count].view(tensors[0].shape)
 
 
@@ -164,7 +164,7 @@ _OF: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 for _home, _form, _names in (
     (torch, _matmul, "matmul bmm mm mv"),
-    (torch, _added, "baddbmm addmm addmv"),
+    (torch, _add_product, "baddbmm addmm addmv"),
     (torch, _flat, "sigmoid tanh exp expm1 log log1p sin cos sinh cosh erf pow rsqrt"),
     (F, _flat, "silu softplus logsigmoid gelu mish elu"),
     (torch._C._nn, _flat, "silu"),

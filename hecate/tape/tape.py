@@ -70,12 +70,12 @@ def formula_block(name: str, formula: Callable[..., Any], vjp: Callable[..., Any
     alone."""
 
     def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
-        found = formula(*inputs)
-        return found if isinstance(found, tuple) else (found,), inputs
+        outputs = formula(*inputs)
+        return outputs if isinstance(outputs, tuple) else (outputs,), inputs
 
     def pulled(inputs: Tensors, *cotangents: Tensor) -> Tensors:
-        found = vjp(*inputs, *cotangents)  # type: ignore[misc]
-        return found if isinstance(found, tuple) else (found,)
+        grads = vjp(*inputs, *cotangents)  # type: ignore[misc]
+        return grads if isinstance(grads, tuple) else (grads,)
 
     return Block(name, forward, None if vjp is None else pulled)
 
@@ -118,12 +118,12 @@ def distinct(outputs: Tensors, known: set[Tensor | None]) -> Tensors:
     """Outputs that are objects of their own: a repeated one, or one already known, becomes a view.
 
     A block may return an input as it is; told apart by identity, the two would share one cotangent."""
-    own: list[Tensor | None] = []
+    views: list[Tensor | None] = []
     met: set[Tensor | None] = set()
     for out in outputs:
-        own.append(out.view_as(out) if out is not None and (out in known or out in met) else out)
+        views.append(out.view_as(out) if out is not None and (out in known or out in met) else out)
         met.add(out)
-    return tuple(own)
+    return tuple(views)
 
 
 def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[..., Any]]:
@@ -143,13 +143,13 @@ def _autograd_vjp(block: Block, inputs: Tensors) -> tuple[Tensors, Callable[...,
         return tuple(smooth), tuple(others)
 
     smooth, pull, others = torch.func.vjp(outputs_of, *[inputs[at] for at in where], has_aux=True)  # type: ignore[misc]
-    left = {True: iter(smooth), False: iter(others)}
+    streams = {True: iter(smooth), False: iter(others)}
 
     def pulled(*cotangents: Tensor) -> list[Tensor | None]:
         grads = dict(zip(where, pull(tuple([g for g in cotangents if differentiable(g)])), strict=True))
         return [grads.get(at) for at in range(len(inputs))]
 
-    return tuple([None if kind is None else next(left[kind]) for kind in layout]), pulled
+    return tuple([None if kind is None else next(streams[kind]) for kind in layout]), pulled
 
 
 # The tape.
@@ -189,8 +189,8 @@ class Tape:
     def __call__(self, block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         """Runs a block, records the call and returns its outputs."""
         if self._remembered and block.recomputes:
-            outputs, kept = self._remembered.pop()
-            residuals = inputs if kept is None else kept
+            outputs, record = self._remembered.pop()
+            residuals = inputs if record is None else record
         else:
             outputs, residuals = block.apply(inputs)
         self._known.update(inputs)
@@ -240,35 +240,35 @@ class Tape:
         if not self.observe:
             raise ConfigError("this tape kept no cotangent norms; record with Tape(observe=True)")
         squares: dict[str, Tensor] = {}
-        for own, block, norm in self._observed:
-            if not label or f"/{label}/" in f"/{own}/":
-                name = _join(own, block)
+        for call_label, block, norm in self._observed:
+            if not label or f"/{label}/" in f"/{call_label}/":
+                name = _join(call_label, block)
                 squares[name] = squares.get(name, torch.zeros_like(norm)) + norm.square()
         return {name: square.sqrt() for name, square in squares.items()}
 
     @property
     def bytes(self) -> int:
         """Bytes of the distinct storages that the tape keeps alive: inputs, outputs, residuals."""
-        held: dict[int, int] = {}
-        kept: list[Any] = [call[2:] for call in self.calls]
-        while kept:
-            for item in torch.utils._pytree.tree_leaves(kept.pop()):
+        sizes: dict[int, int] = {}
+        pending: list[Any] = [call[2:] for call in self.calls]
+        while pending:
+            for item in torch.utils._pytree.tree_leaves(pending.pop()):
                 if isinstance(item, _Taped):
-                    kept += [call[2:] for call in item.calls]
+                    pending += [call[2:] for call in item.calls]
                 elif isinstance(item, Tensor):
                     storage = item.untyped_storage()
-                    held[storage._cdata] = storage.nbytes()
-        return sum(held.values())
+                    sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
 
     def __str__(self) -> str:
         lines = []
         for index, call in enumerate(self.calls):
-            given, made = (
+            inputs, outputs = (
                 ", ".join("None" if item is None else f"{list(item.shape)}" for item in side)
                 for side in (call.inputs, call.outputs)
             )
             source = "" if call.block.hand_written else "  (vjp by torch.func)"
-            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {given} -> {made}{source}")
+            lines.append(f"{index:>4}  {call.label:<16} {call.block.name:<24} {inputs} -> {outputs}{source}")
         return "\n".join(lines)
 
 
@@ -291,9 +291,9 @@ def checkpoint(name: str, program: Program, *, keep: bool = False) -> Block:
         return Tape()._walk(reversed(calls), inputs.outputs, cotangents, inputs.inputs)
 
     def record(*inputs: Tensor | None) -> tuple[Tensors, _Taped]:
-        tape, own = Tape(), _variables(inputs)
-        outputs = program(tape, *own)
-        return outputs, _Taped(tape, own, outputs)
+        tape, views = Tape(), _variables(inputs)
+        outputs = program(tape, *views)
+        return outputs, _Taped(tape, views, outputs)
 
     return Block(name, forward, vjp, program, recomputes=True, record=record if keep else None)
 
@@ -308,14 +308,14 @@ class _Taped:
         self.outputs = [out for out in outputs if out is not None]
 
 
-def remembering(made: list[Made]) -> Run:
+def remembering(record: list[Made]) -> Run:
     """`execute` that appends to a list what checkpoints return and record."""
 
     def run(block: Block, *inputs: Tensor | None, label: str = "") -> Tensors:
         if not block.recomputes:
             return block.forward(*inputs)[0]
         outputs, residuals = block.apply(inputs)
-        made.append((outputs, None if block.record is None else residuals))
+        record.append((outputs, None if block.record is None else residuals))
         return outputs
 
     return run
@@ -328,12 +328,12 @@ def replay(
 
     `remembered` is what the program's checkpoints have made, which then need not run.
     """
-    own = _variables(inputs)
+    views = _variables(inputs)
     tape._remembered = list(reversed(remembered))
-    outputs = [out for out in program(tape, *own) if out is not None]
+    outputs = [out for out in program(tape, *views) if out is not None]
     tape._known.clear()  # which would hold on to what the calls let go of
     calls = (tape.calls.pop() for _ in range(len(tape.calls)))
-    return tape._walk(calls, outputs, cotangents, own)
+    return tape._walk(calls, outputs, cotangents, views)
 
 
 def _variables(inputs: Tensors) -> Tensors:

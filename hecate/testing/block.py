@@ -40,8 +40,8 @@ def check_vjp(
     leaking = [index for index in constants if hand[index] is not None]
     require(not leaking, f"{block.name}: the VJP gives cotangents to the constants {leaking}")
     ours = [torch.zeros_like(p) if (g := hand[index]) is None else g for index, p in case.points.items()]
-    flowing = [(out, g) for out, g in zip(case.outputs, case.cotangents, strict=True) if out.requires_grad]
-    true = _grads(flowing, list(case.points.values()), create_graph=second_order)
+    pairs = list(zip(case.outputs, case.cotangents, strict=True))
+    true = _grads(pairs, list(case.points.values()), create_graph=second_order)
     signal = max((float(g.detach().norm()) for g in true), default=0.0)
     require(signal >= signal_floor, f"{block.name}: no gradient above {signal_floor}, the check would prove nothing")
     for index, got, expected in zip(case.points, ours, true, strict=True):
@@ -185,8 +185,8 @@ def check_streaming(model: Model, x: Tensor, *, tolerance: float | None = None) 
     with torch.no_grad():
         whole, _ = model(x, None)
         if not isinstance(whole, Tensor) or whole.shape[:2] != x.shape[:2]:
-            found = list(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
-            raise AssertionError(f"y of x {list(x.shape)} must be [B, T, ...] = {list(x.shape[:2])} first, got {found}")
+            shape = list(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+            raise AssertionError(f"y of x {list(x.shape)} must be [B, T, ...] = {list(x.shape[:2])} first, got {shape}")
         limit = torch.finfo(whole.dtype).eps ** (2 / 3) if tolerance is None else tolerance
         _compare("the same call, once more", model(x, None)[0], whole, limit)
         for cut in range(1, length):

@@ -35,10 +35,10 @@ def check_feature_map(
     generator = generator or torch.Generator().manual_seed(0)
     name = f"phi.{feature_map.kind}"
     for count in (heads, 1):
-        params = _moved(_check_init(name, feature_map, d, count), generator)
+        params = _move_learned(_check_init(name, feature_map, d, count), generator)
         x = torch.randn(4, heads, d, dtype=torch.float64, generator=generator)
         if feature_map.needs_position:
-            params = _placed(params, len(x), positions)
+            params = _with_positions(params, len(x), positions)
             same = feature_map(x[:1].expand_as(x), params)
             spread = float((same - same[:1]).abs().max())
             require(spread > SIGNAL_FLOOR, f"{name}: declared needs_position, but no position matters")
@@ -50,11 +50,11 @@ def check_feature_map(
         check_vjp(block, [x, *tensors], constants=frozen, second_order=smooth, generator=generator)
         _check_parameters_matter(name, feature_map, params, x)
         if feature_map.needs_position:
-            params = _placed(params, 256, positions)
+            params = _with_positions(params, 256, positions)
         _check_traits(name, feature_map, params, heads, d, generator)
 
 
-def _placed(params: Params, tokens: int, positions: int) -> Params:
+def _with_positions(params: Params, tokens: int, positions: int) -> Params:
     steps = torch.linspace(0, positions - 1, tokens).round().long()
     return {**params, "position": steps.unsqueeze(-1)}
 
@@ -82,13 +82,13 @@ def _check_init(name: str, feature_map: FeatureMap, d: int, heads: int) -> Param
     return params
 
 
-def _moved(params: Params, generator: torch.Generator) -> Params:
+def _move_learned(params: Params, generator: torch.Generator) -> Params:
     draw = partial(torch.randn, generator=generator)
     return {**params, "learned": {k: t + 0.3 * draw(t.shape, dtype=t.dtype) for k, t in params["learned"].items()}}
 
 
 def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
-    given, width = x.clone(), feature_map.output_dim(x.shape[-1])
+    before, width = x.clone(), feature_map.output_dim(x.shape[-1])
     features, residuals = feature_map.forward(x, params)
     expected = (*x.shape[:-1], width)
     require(features.shape == expected, f"{name}: features {list(features.shape)}, d_phi {width}")
@@ -97,7 +97,7 @@ def _check_features(name: str, feature_map: FeatureMap, params: Params, x: Tenso
     g = torch.ones_like(features)
     first, second = feature_map.vjp(residuals, g)[0], feature_map.vjp(residuals, g)[0]
     require(torch.equal(first, second), f"{name}: the VJP changes its residuals or its cotangent")
-    require(torch.equal(x, given), f"{name}: changes its input in place")
+    require(torch.equal(x, before), f"{name}: changes its input in place")
 
 
 def _check_heads(name: str, feature_map: FeatureMap, params: Params, x: Tensor) -> None:
@@ -226,8 +226,8 @@ def _check_decodes(name: str, feature_map: FeatureMap, params: Params, x: Tensor
     """Half of the inputs say how features tell x back by a linear map and a constant, the others whether they do."""
     features = torch.cat([feature_map(x, params), torch.ones_like(x[..., :1])], -1)
     (known, other), (x, wanted) = (item.transpose(0, 1).chunk(2, 1) for item in (features, x))
-    told = other @ torch.linalg.lstsq(known, x).solution
-    alike = float((told * wanted).sum() / (told.norm() * wanted.norm()))
+    decoded = other @ torch.linalg.lstsq(known, x).solution
+    alike = float((decoded * wanted).sum() / (decoded.norm() * wanted.norm()))
     require(alike > 0.05, f"{name}: declared decodes, but nothing tells x back")
 
 

@@ -115,16 +115,16 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
     (true,) = torch.autograd.grad(loss.sum(), point)
     close(f"{name}: grad against autograd of loss", bias.grad(pred, target), true)
     other = way.roll(1, 0)
-    left = (bias.grad_jvp(pred, target, way) * other).sum(-1)
-    right = (bias.grad_jvp(pred, target, other) * way).sum(-1)
-    close(f"{name}: the Hessian is not symmetric", left, right)
+    lhs = (bias.grad_jvp(pred, target, way) * other).sum(-1)
+    rhs = (bias.grad_jvp(pred, target, other) * way).sum(-1)
+    close(f"{name}: the Hessian is not symmetric", lhs, rhs)
     if bias.curvature is not None:
         most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
         within = bool((most <= bias.curvature + 1e-12).all())
         require(within, f"{name}: declared curvature {bias.curvature:g}, found {float(most.max()):g}")
-    found = formula_of(bias)
-    if not isinstance(found, str):
-        text = in_torch(found.psi, pred.dtype, pred.shape[-1])(pred, target, found.psi.numbers)
+    formula = formula_of(bias)
+    if not isinstance(formula, str):
+        text = in_torch(formula.psi, pred.dtype, pred.shape[-1])(pred, target, formula.psi.numbers)
         close(f"{name}: its text, {_KERNELS}", bias.grad(pred, target), text.expand_as(pred))
 
 
@@ -198,20 +198,20 @@ def _check_retention(config: MemoryConfig, memory: Tensor, direction: Tensor, re
     formula = config.forms.retention
     if not isinstance(formula, str):
         text = printed("step", ("X", "D", "r"), [formula.single.out])
-        own = in_torch(text, memory.dtype, memory.shape[-1], memory.shape[-2])
+        step = in_torch(text, memory.dtype, memory.shape[-1], memory.shape[-2])
         gate = retain.view(-1, 1, 1) if retain.dim() == 1 else None
         if gate is not None and memory.dim() == 3:
-            moved = own(memory, direction, gate, text.numbers)
+            moved = step(memory, direction, gate, text.numbers)
             close(f"{name}: its text, {_KERNELS}", retention.step(memory, direction, retain), moved)
     if not retention.additive:
         return
-    kept = retention.step(memory, torch.zeros_like(direction), retain)
+    decayed = retention.step(memory, torch.zeros_like(direction), retain)
     both = retention.step(2 * memory, direction, retain)
     added = direction if retention.linear else retention.centred(direction, retain)
     declared = "linear, so a M + D" if retention.linear else "additive, so a X + D"
-    close(f"{name}: declared {declared}", both, 2 * kept + added)
-    whole, left = (retention.weights(kept + item) for item in (direction, added))
-    close(f"{name}: `centred` leaves out what the memory sees", left, whole)
+    close(f"{name}: declared {declared}", both, 2 * decayed + added)
+    whole, centred = (retention.weights(decayed + item) for item in (direction, added))
+    close(f"{name}: `centred` leaves out what the memory sees", centred, whole)
 
 
 class _Case(NamedTuple):
@@ -282,9 +282,9 @@ def _cut(leaves: dict[str, Tensor], tokens: slice | list[int]) -> dict[str, Tens
 def _check_masks(case: _Case) -> None:
     """Masked tokens, holding NaN, against a sequence without them."""
     length = case.leaves["q"].shape[1]
-    kept = [t for t in range(length) if t % 3 != 1]
+    written = [t for t in range(length) if t % 3 != 1]
     write = torch.zeros(2, length, dtype=torch.bool)
-    write[:, kept] = True
+    write[:, written] = True
     dirty = dict(case.leaves)
     for name in ("k", "v"):
         wide = write.reshape(*write.shape, *[1] * (dirty[name].dim() - 2))
@@ -292,9 +292,9 @@ def _check_masks(case: _Case) -> None:
     for engine in ("sequential", *exact_engines(case.config, length=length, masked=True)):
         with torch.no_grad():
             y, state = _scan(case, dirty, write_mask=write, engine=engine)
-            expected, final = _scan(case, _cut(case.leaves, kept), engine=engine)
+            expected, final = _scan(case, _cut(case.leaves, written), engine=engine)
         what = f"{_name(case.config)}: masked tokens on engine {engine} against none"
-        close(f"{what}: outputs", y[:, kept], expected)
+        close(f"{what}: outputs", y[:, written], expected)
         for got, true in zip(_floats(state), _floats(final), strict=True):
             close(f"{what}: state", got, true)
 

@@ -9,7 +9,7 @@ import torch
 
 from hecate import phi
 from hecate.optim import KernelMomentum, PhiMomentum
-from hecate.optim.lift import own_phi
+from hecate.optim.lift import with_learned_phi
 
 C = 3
 
@@ -153,7 +153,7 @@ def test_phi_learns_to_tell_the_gradient_back(made, lift):
 
     def missed() -> float:
         row_map = optimizer.row_map(optimizer.param_groups[0], g)
-        return float((own_phi(row_map, optimizer.state[p], g)(g) - g).norm() / g.norm())
+        return float((with_learned_phi(row_map, optimizer.state[p], g)(g) - g).norm() / g.norm())
 
     before = missed()
     p.grad = torch.zeros_like(p)
