@@ -221,13 +221,13 @@ def _overridden(document: Document, overrides: list[_Override]) -> Document:
         value = document.value
         known = list(paths(value))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
-    marks, seen = dict(document.marks), dict[Location, str]()
+    marks, texts = dict(document.marks), dict[Location, str]()
     # Outer settings first: one that chooses a kind would throw away fields set before it.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
-        if subject in seen:
-            raise ConfigError(f"set twice, {seen[subject]} and {item.text}", subject)
-        seen[subject] = item.text
+        if subject in texts:
+            raise ConfigError(f"set twice, {texts[subject]} and {item.text}", subject)
+        texts[subject] = item.text
         value = _assign(value, item.path, (), item, marks)
     return Document(value, marks, document.label)
 
@@ -238,8 +238,8 @@ def _told(config: Any, value: Any) -> Any:
         return [_told(*pair) for pair in zip(config, value, strict=True)]
     if not isinstance(config, Config) or not isinstance(value, dict):  # one without settings is written as its kind
         return value
-    left = set(config.follows) - config.model_fields_set
-    return {name: _told(getattr(config, name), item) for name, item in value.items() if name not in left}
+    unset = set(config.follows) - config.model_fields_set
+    return {name: _told(getattr(config, name), item) for name, item in value.items() if name not in unset}
 
 
 def _subject(path: Location) -> Location:

@@ -48,8 +48,8 @@ def peak_flops(name: str, precision: str) -> float | None:
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):  # a part of one, or a slower one
         return None
     # In the order of the table: of H100 the longer names come first.
-    found = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
-    return None if found is None else found[precision == "float32"] * 1e12
+    rates = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    return None if rates is None else rates[precision == "float32"] * 1e12
 
 
 def peak_memory(device: torch.device) -> int:
@@ -164,11 +164,11 @@ class Progress:
     def left(self) -> float:
         """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
         budget, took, start = self._config.budget, time.monotonic() - self._began, self._settled()
-        left = math.inf
+        seconds = math.inf
         if start is not None:
             # By the clock, so that evaluations and checkpoints count as they came.
-            left = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
-        return left if budget.minutes is None else max(min(left, 60 * budget.minutes - took), 0.0)
+            seconds = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
+        return seconds if budget.minutes is None else max(min(seconds, 60 * budget.minutes - took), 0.0)
 
     def _peak(self) -> float | None:
         """The share of the peak of all processes' GPUs that a token per second takes."""

@@ -122,20 +122,20 @@ def run_experiment(
             check_loggers(config.asked_loggers())
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
-            found.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl")))
+            writers.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl")))
             check_folder(folder, resume)  # again: another process may have trained here since
 
         def begun() -> None:
             _begin(config, folder)
             for logger in open_loggers(config.asked_loggers(), folder, config.model_dump(mode="json")):
-                found[0].loggers.append(logger)
+                writers[0].loggers.append(logger)
 
-        found: list[MetricsWriter] = []
+        writers: list[MetricsWriter] = []
         world.from_main(opened)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else None, signals, saver, hooks, allow)
+        run = _Run(trainer, folder, shown, writers[0] if writers else None, signals, saver, hooks, allow)
         # A folder is written only when its checkpoint is known to fit: nothing of another run is lost.
         run.restore()
         world.from_main(begun)
@@ -196,14 +196,14 @@ def fresh_folder(name: str) -> Path:
 def latest_folder(source: str | None) -> Path:
     """The run of this experiment that was written last."""
     name = load_experiment(source or "quickstart").name
-    found = [
+    folders = [
         path
         for path in Path("runs").glob(f"{name}*")
         if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / "config.yaml").exists()
     ]
-    if not found:
+    if not folders:
         raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+    return max(folders, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
 
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def environment(config: ExperimentConfig) -> dict[str, Any]:
 
 def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetensors", "PyYAML")) -> dict[str, str]:
     """Of hecate, however it came here, and of packages: by default those that numbers depend on."""
-    found = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
+    installed = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 @dataclass
@@ -250,9 +250,9 @@ class _Run:
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
-        found = self.saver.newest(self.trainer)
-        if found is not None:
-            path, checkpoint, skipped = found
+        newest = self.saver.newest(self.trainer)
+        if newest is not None:
+            path, checkpoint, skipped = newest
             for item in skipped:
                 self.display.say(f"skipped {item.path.name}: {item.reason}")
             checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
@@ -263,14 +263,14 @@ class _Run:
             self.display.say(f"resumed from {path} at step {self.trainer.step}{more}")
         elif (self.folder / "config.yaml").exists():
             self.display.say("no checkpoint yet: starting from the beginning")
-        if found is None and self.trainer.config.init_from is not None:
+        if newest is None and self.trainer.config.init_from is not None:
             for line in begin_from(self.trainer, Path(self.trainer.config.init_from)):
                 self.display.say(line)
-        kept = self.trainer.step if found else -1
+        step = self.trainer.step if newest else -1
 
         def rewound() -> Record:
-            last = {} if self.metrics is None else self.metrics.rewind(kept)
-            rewind_samples(self.folder / "samples.txt", kept)
+            last = {} if self.metrics is None else self.metrics.rewind(step)
+            rewind_samples(self.folder / "samples.txt", step)
             return last
 
         self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewound))
@@ -317,12 +317,12 @@ class _Run:
                 self.metrics.write(record)
         return record
 
-    def _call(self, name: str, given: Any) -> None:
+    def _call(self, name: str, argument: Any) -> None:
         """Calls the hooks of this rank in turn; an exception of one is told as `HookError` with its name."""
         with self._alone():
             for hook in self.hooks:
                 with telling(f"hook {type(hook).__name__}.{name}"):
-                    getattr(hook, name)(self.trainer, given)
+                    getattr(hook, name)(self.trainer, argument)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -116,10 +116,10 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
     are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
     tensors = {name: _summed(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
 
-    def known() -> list[Any]:
+    def describe() -> list[Any]:
         return [store.aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
 
-    every = team.all("save a checkpoint", known)
+    every = team.all("save a checkpoint", describe)
     for rank, (_, shapes) in enumerate(every):
         for name in sorted({*shapes, *every[0][1]}):
             one, other = (x.get(name, "missing") for x in (every[0][1], shapes))
@@ -146,23 +146,21 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
     Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
     """
     what, first = f"write checkpoint {folder / f'step_{checkpoint.step:08d}'}", team.rank == 0
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def begin() -> list[str] | None:
-            return (
-                [str(path) for path in held.enter_context(store.publishing(folder, checkpoint.step))] if first else None
-            )
+            return list(map(str, stack.enter_context(store.publishing(folder, checkpoint.step)))) if first else None
 
         temporary, target = map(Path, team.all(what, begin)[0])
 
-        def seen() -> None:
+        def check_folder() -> None:
             if not temporary.is_dir():
                 raise CheckpointError(
                     f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
                     "disk that all machines share"
                 )
 
-        team.all(what, seen)
+        team.all(what, check_folder)
         _write_blocks(what, temporary, checkpoint.tensors, team)
         parts = team.all(what, lambda: _blocks(temporary, team.rank))
 
@@ -171,7 +169,7 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
                 write_file(temporary / store.MANIFEST, _manifest(checkpoint, temporary, parts))
 
         team.all(what, conclude)
-        team.all(what, held.close)  # here rank 0 publishes it
+        team.all(what, stack.close)  # here rank 0 publishes it
     return target
 
 
@@ -202,8 +200,8 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
 
 def _reasons(error: Any) -> str:
     """Failures in an error of DCP, by rank."""
-    found = sorted((rank, pair[0]) for rank, pair in error.failures.items())
-    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in found)
+    faults = sorted((rank, pair[0]) for rank, pair in error.failures.items())
+    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in faults)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:
@@ -250,7 +248,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
     """The content of a checkpoint whose files are what was written; together."""
     read: list[Content | ShardedContent] = []
 
-    def own() -> str:
+    def verify() -> str:
         content = store.read_manifest(path)
         store.check_name(path, content.step)
         store.check_listed(path, content)
@@ -264,7 +262,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
     # The same path may be another folder on another machine.
-    if len(set(team.all(f"read {path}", own))) > 1:
+    if len(set(team.all(f"read {path}", verify))) > 1:
         raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
     return read[0]
 
@@ -292,11 +290,11 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
 
     what = f"read {path}"
     team.all(what, fits)
-    left = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
-    while left:  # names of one stored tensor may have another placement each
-        now = {content.aliases.get(name, name): name for name in left}
+    views = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
+    while views:  # names of one stored tensor may have another placement each
+        now = {content.aliases.get(name, name): name for name in views}
         try:
-            load({base: left.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
+            load({base: views.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
         except CheckpointException as error:
             raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
         except RuntimeError as error:
