@@ -183,11 +183,11 @@ def _rules() -> Table:
         config = rule.config
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Plan.sketch(config, length=LENGTH)).name
-        rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
+        rows.append([name, ", ".join([*knobs, *_other_settings(config)]), engine, rule.text])
     return ["rule", "knobs and settings", "engine", "paper"], rows
 
 
-def _beside(config: MemoryConfig) -> list[str]:
+def _other_settings(config: MemoryConfig) -> list[str]:
     """The fields beside the four knobs that are not at their default, as `--set` takes them."""
     plain, fields = MemoryConfig(), []
     for name in type(config).model_fields:

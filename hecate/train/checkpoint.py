@@ -251,7 +251,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if isinstance(content, ShardedContent):
         check_listed(path, content)
         check_files(path, content, content.files)
-        stored = _gathered(path, content)
+        stored = _join_blocks(path, content)
     else:
         stored = dict(whole(path, content))
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
@@ -267,7 +267,7 @@ def check_name(path: Path, step: int) -> None:
 def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
     """The tensors of version 1, or a share of them, each verified when it is its turn."""
     file = path / TENSORS
-    with _opened(file) as opened:
+    with _open_tensors(file) as opened:
         # An order of names, so that the ranks' shares are the same whatever the file's.
         names = sorted(opened.keys())
         if odd := sorted(set(names) ^ set(content.tensors)):
@@ -312,14 +312,14 @@ def describe_file(file: Path) -> StoredFile:
     return StoredFile(bytes=file.stat().st_size, sha256=digest)
 
 
-def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
+def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
     """The tensors of version 2, put together from verified files."""
     blocks: dict[str, dict[str, Piece]] = {file: {} for file in content.files}
     for name, spread in content.tensors.items():
         for piece in spread.pieces:
             blocks[piece.file][name] = piece
     for file, listed in blocks.items():  # before anything of the manifest's sizes is made
-        with _opened(path / file) as opened:
+        with _open_tensors(path / file) as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
         for name in sorted({*shapes, *listed}):
             if name not in listed or shapes.get(name) != listed[name].shape:
@@ -329,7 +329,7 @@ def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
     for file, listed in blocks.items():
-        with _opened(path / file) as opened:
+        with _open_tensors(path / file) as opened:
             for name, piece in listed.items():
                 block = opened.get_tensor(name)
                 if block.dtype != stored[name].dtype:
@@ -340,7 +340,7 @@ def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened

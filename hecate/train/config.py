@@ -192,7 +192,7 @@ OF_ADAMW = ("betas", "eps")
 """Fields of `optim.optimizer` that were fields of `optim` while AdamW was the only kind."""
 
 
-def _frozen(periods: dict[str, int]) -> FrozenDict[str, int]:
+def _freeze(periods: dict[str, int]) -> FrozenDict[str, int]:
     """By a function, since pydantic asks for a signature and a generic class has none from Python 3.12 on."""
     return FrozenDict(periods)
 
@@ -219,7 +219,7 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_frozen)] = Field(default_factory=dict)
+    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_freeze)] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod

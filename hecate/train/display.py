@@ -126,7 +126,7 @@ class Progress:
 
     def line(self, grad_norm: float) -> str:
         """The state of the run in a line: the loss is an average over some 20 steps, the speed one over the run."""
-        start, speed = self._settled(), []
+        start, speed = self._rates_start(), []
         if start is not None:
             tokens = self._now.tokens - start.tokens
             computing = tokens / max(self._now.computing - start.computing, 1e-9)
@@ -154,7 +154,7 @@ class Progress:
         bits = self._metric == "bits_per_byte"
         return f"loss {score.value(self._metric):.3f} bits per byte" if bits else f"loss {score.loss:.3f} nats"
 
-    def _settled(self) -> _Mark | None:
+    def _rates_start(self) -> _Mark | None:
         """Where the steps begin that rates are of; None before the first of them."""
         count = len(self._marks)
         # Later steps compile, too, where shapes are new: the first quick one ends the warming.
@@ -163,7 +163,7 @@ class Progress:
 
     def left(self) -> float:
         """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
-        budget, took, start = self._config.budget, time.monotonic() - self._began, self._settled()
+        budget, took, start = self._config.budget, time.monotonic() - self._began, self._rates_start()
         seconds = math.inf
         if start is not None:
             # By the clock, so that evaluations and checkpoints count as they came.

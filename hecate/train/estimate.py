@@ -149,8 +149,8 @@ def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1
         raise ConfigError(
             f"{place} at least {readable(needed)}, more than the limit of {readable(limit)}: "
             f"{readable(weights)} for {sizes.own:,} parameters, the rest for batches of "
-            f"{share.rows:,} sequences of {share.tokens:,} tokens; lower {_listed(knobs)}, or raise "
-            f"{_listed([*raises, '--mem-limit'])}",
+            f"{share.rows:,} sequences of {share.tokens:,} tokens; lower {_join_names(knobs)}, or raise "
+            f"{_join_names([*raises, '--mem-limit'])}",
             ("model",) if 2 * weights > needed else ("budget", "batch_size"),
         )
 
@@ -181,7 +181,7 @@ def check_opening(config: ExperimentConfig, stored: Mapping[str, Tensor], where:
         check_room(size, what, "lower budget.batch_size in the config of the run", device=config.budget.device)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 

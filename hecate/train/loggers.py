@@ -251,7 +251,7 @@ class MetricsWriter:
         """
         # Whole lines alone: what a killed process has left of one is cut.
         lines = _lines(self._path)
-        records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
+        records = [(n, record) for n, record in enumerate(map(_parse, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
         # An evaluation at the step of the checkpoint is done again, and is not to be told twice.
         self._again = [_timeless(record) for _, record in records if record["step"] == step]
@@ -292,7 +292,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of the run as it stands: those that a later resume has undone are left out."""
     records: list[Record] = []
-    for record in filter(None, map(_parsed, _lines(path))):
+    for record in filter(None, map(_parse, _lines(path))):
         if record["event"] == "resume":
             records = [r for r in records if r["step"] <= record["step"]]
         records.append(record)
@@ -310,7 +310,7 @@ def _lines(path: Path) -> list[bytes]:
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
-def _parsed(line: bytes) -> Record | None:
+def _parse(line: bytes) -> Record | None:
     """A record, with its event and step; None for what no run has written."""
     try:
         record = json.loads(line)

@@ -259,7 +259,7 @@ def _figures(
             if key == "validation_loss":
                 steps, losses = curve("train", "loss", scale)
                 axes.plot(steps, losses, color=PALE, linewidth=0.8)
-                axes.plot(steps, _smoothed(losses), color=COLOURS[0], label="training, smoothed")
+                axes.plot(steps, _smooth(losses), color=COLOURS[0], label="training, smoothed")
             axes.plot(*curve("eval", key, scale), "o-", color=COLOURS[1], label="validation")
             for index, (label, value) in enumerate(levels.items()):
                 axes.axhline(value, color=GREY, linewidth=1, linestyle=DASHES[index % 7], label=label)
@@ -278,7 +278,7 @@ def _figures(
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 
-def _smoothed(values: Iterable[float]) -> list[float]:
+def _smooth(values: Iterable[float]) -> list[float]:
     """Exponential moving average of weight 0.95, corrected for its start."""
     averages = list(accumulate(values, lambda mean, value: 0.95 * mean + 0.05 * value, initial=0.0))[1:]
     return [mean / (1 - 0.95**count) for count, mean in enumerate(averages, start=1)]

@@ -118,27 +118,27 @@ def run_experiment(
         shown.doing(f"loading data ({config.data.kind}) and building the model")
         trainer = Trainer(config, source=source, model=model, world=world)
 
-        def opened() -> None:
+        def open_writer() -> None:
             check_loggers(config.asked_loggers())
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
             writers.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl")))
             check_folder(folder, resume)  # again: another process may have trained here since
 
-        def begun() -> None:
+        def begin() -> None:
             _begin(config, folder)
             for logger in open_loggers(config.asked_loggers(), folder, config.model_dump(mode="json")):
                 writers[0].loggers.append(logger)
 
         writers: list[MetricsWriter] = []
-        world.from_main(opened)
+        world.from_main(open_writer)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
         run = _Run(trainer, folder, shown, writers[0] if writers else None, signals, saver, hooks, allow)
         # A folder is written only when its checkpoint is known to fit: nothing of another run is lost.
         run.restore()
-        world.from_main(begun)
+        world.from_main(begin)
         world.remember(str(folder))
         return run.go()
 
@@ -268,12 +268,12 @@ class _Run:
                 self.display.say(line)
         step = self.trainer.step if newest else -1
 
-        def rewound() -> Record:
+        def rewind() -> Record:
             last = {} if self.metrics is None else self.metrics.rewind(step)
             rewind_samples(self.folder / "samples.txt", step)
             return last
 
-        self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewound))
+        self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewind))
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
@@ -286,7 +286,7 @@ class _Run:
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
-                self._between()  # what a signal has cut short there
+                self._follow_up()  # what a signal has cut short there
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
@@ -296,7 +296,7 @@ class _Run:
                 record = self._tell("train", **facts, **speed)
                 self.display.step(trainer.step, partial(self.progress.line, result.grad_norm))
                 self._call("on_step", record)
-                self._between()
+                self._follow_up()
             status: Status = self._status()
             baselines = self._finish(status)
         except Interrupted:  # what it found is saved, and reported without evaluating anything
@@ -350,7 +350,7 @@ class _Run:
             raise Interrupted
         return "out of time" if lates else "finished"
 
-    def _between(self) -> None:
+    def _follow_up(self) -> None:
         """The save comes last: a run that is resumed there has all that went before."""
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
@@ -395,15 +395,15 @@ class _Run:
         with self._alone():
             if self.metrics is not None:
                 self.metrics.sync()
-        self._landed()
+        self._await_checkpoint()
         self._meet()
         self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
         self.unseen = self.folder / CHECKPOINTS / f"step_{step:08d}"
         if self.trainer.config.budget.save == "sync":
-            self._landed()
+            self._await_checkpoint()
 
-    def _landed(self) -> None:
+    def _await_checkpoint(self) -> None:
         """Waits for the checkpoint that is being written, and tells the hooks of it."""
         self.saver.wait()
         path, self.unseen = self.unseen, None
@@ -432,7 +432,7 @@ class _Run:
         return baselines
 
     def _end(self, status: Status) -> None:
-        self._landed()
+        self._await_checkpoint()
         self.ended = True
         seconds = time.monotonic() - self.began
         self._tell("end", status=status, seconds=seconds)

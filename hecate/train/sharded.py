@@ -114,7 +114,7 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
 
     Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
     are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
-    tensors = {name: _summed(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
+    tensors = {name: _sum_parts(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
 
     def describe() -> list[Any]:
         return [store.aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
@@ -132,7 +132,7 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
     return Staged(step, store.copies(tensors, aliases), aliases, checkpoint.facts)
 
 
-def _summed(tensor: Tensor) -> Tensor:
+def _sum_parts(tensor: Tensor) -> Tensor:
     """A `DTensor` whose parts are still to be added up has no blocks to store."""
     if is_sharded(tensor) and any(placement.is_partial() for placement in getattr(tensor, "placements")):  # noqa: B009
         return gathered(tensor)
@@ -212,13 +212,13 @@ def _blocks(folder: Path, rank: int) -> dict[str, Any]:
     files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
     described, pieces = {file.name: store.describe_file(file).model_dump() for file in files}, []
     if files:
-        for name, file, offset, shape, _ in _stored(HuggingFaceStorageReader(str(folder)).read_metadata()):
+        for name, file, offset, shape, _ in _stored_blocks(HuggingFaceStorageReader(str(folder)).read_metadata()):
             if file in described:
                 pieces.append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
     return {"files": described, "pieces": pieces}
 
 
-def _stored(metadata: Metadata) -> list[Block]:
+def _stored_blocks(metadata: Metadata) -> list[Block]:
     """The blocks in a folder, as DCP understands it."""
     return [
         (index.fqn, Path(info.relative_path).name, tuple(index.offset or ()), tuple(info.shape), named(info.dtype))
@@ -309,7 +309,7 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
         whole = Piece(file=store.TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
         pieces = item.pieces if isinstance(item, Spread) else (whole,)
         expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
-    for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
+    for name, file, *_ in sorted(expected ^ set(_stored_blocks(metadata))):
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
 
 
@@ -347,7 +347,7 @@ class Saver:
         if team is None:
             return store.newest_checkpoint(folder)
 
-        def listed() -> list[Path]:
+        def list_paths() -> list[Path]:
             names = team.all(f"read {folder}", lambda: [path.name for path in store.checkpoints(folder)])[0]
             return [folder / name for name in names]
 
@@ -359,7 +359,7 @@ class Saver:
             fill(path, content, tensors, team)
             return Checkpoint(tensors, content.facts)
 
-        return store.newest_of(folder, listed, load)
+        return store.newest_of(folder, list_paths, load)
 
     def wait(self) -> None:
         """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""

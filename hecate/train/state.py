@@ -106,10 +106,10 @@ class Carried:
         for first in range(rows.start, rows.stop, count):
             # clone: what a model does with a state must not reach the checkpoint
             part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
-            self._states.append(_replaced(shape, part))
+            self._states.append(_replace_tensors(shape, part))
 
 
-def _replaced(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _replace_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The same tree with other tensors."""
     return pytree.tree_map_with_path(
         lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
@@ -215,7 +215,7 @@ def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, T
                     values.setdefault(names[index], {})[key] = value
         for group, params in zip(state["param_groups"], named, strict=True):
             groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
-    return tensors, {"optimizer": _called(optimizers), "groups": groups, "values": values}
+    return tensors, {"optimizer": _class_names(optimizers), "groups": groups, "values": values}
 
 
 def unpack(
@@ -223,10 +223,10 @@ def unpack(
 ) -> None:
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
     optimizers = list(optimizers)
-    if facts.optimizer != _called(optimizers):
-        raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}")
+    if facts.optimizer != _class_names(optimizers):
+        raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
     group_names = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
-    if [_sorted(group.get("params")) for group in facts.groups] != [sorted(names) for names in group_names]:
+    if [_sort_names(group.get("params")) for group in facts.groups] != [sorted(names) for names in group_names]:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
@@ -244,7 +244,7 @@ def unpack(
     model.load_state_dict(saved)
 
 
-def _sorted(names: Any) -> Any:
+def _sort_names(names: Any) -> Any:
     """Names in an order; what is no list of names as it is."""
     listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return sorted(names) if listed else names
@@ -266,10 +266,10 @@ def blank(
     What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU, and so is what this run
     has not: it is for `restore` to say what differs.
     """
-    return {name: _blank(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
+    return {name: _blank_tensor(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
 
 
-def _blank(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _blank_tensor(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not is_sharded(target) or target.shape != shape:
         return torch.zeros(shape, dtype=dtype)
     from torch.distributed import tensor
@@ -307,7 +307,7 @@ def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[s
         if "commits" not in group:
             merged.pop("commits", None)  # of a version that did not count: not 0, which would drop the state as unused
         groups.append(merged)
-    stepped = _stepped(optimizer)
+    stepped = _probe_states(optimizer)
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         known = None if stepped is None else stepped[index]
         _check_entries(names[index], entries[names[index]], known, p if isinstance(optimizer, Leveled) else None)
@@ -343,7 +343,7 @@ def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] 
             raise ConfigError("; ".join(lines))
 
 
-def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     """State of each parameter after a first step, without storage; None where only the step itself could tell."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
@@ -396,7 +396,7 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _called(optimizers: Iterable[Optimizer]) -> str:
+def _class_names(optimizers: Iterable[Optimizer]) -> str:
     """Names of the classes: `Muon + AdamW`, `Leveled(AdamW)`."""
     return " + ".join(
         f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__ for o in optimizers

@@ -256,9 +256,9 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
         home, checkpoint = chosen_checkpoint(path, which)
         return _model(checkpoint, home)
     if path.is_dir():
-        files = _listed(path) if (path / _INDEX).exists() else [path / WEIGHTS]
-        return {name: value for file in files for name, value in _read(file).items()}
-    return _read(path)
+        files = _indexed_files(path) if (path / _INDEX).exists() else [path / WEIGHTS]
+        return {name: value for file in files for name, value in _read_file(file).items()}
+    return _read_file(path)
 
 
 def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _listed(folder: Path) -> list[Path]:
+def _indexed_files(folder: Path) -> list[Path]:
     """Files that an index lists, of this folder alone."""
     try:
         names = sorted(set(json.loads(read_whole(folder / _INDEX))["weight_map"].values()))
@@ -291,7 +291,7 @@ def _listed(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path) -> dict[str, Tensor]:
     if file.suffix in (".pt", ".pth", ".bin", ".ckpt") or (file.parent / ".metadata").exists():
         raise CheckpointError(
             f"{file} is a pickle, which can run code when it is read; write its tensors with "
@@ -388,7 +388,7 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
     settle(trainer.model)
     state, weights, lines, fault = trainer.model.state_dict(), dict[str, Tensor](), list[str](), None
     try:
-        weights, lines = _fitting(path, state)
+        weights, lines = _fitting_tensors(path, state)
     except CheckpointError as error:
         fault = str(error)
     if first := trainer.world.first_of(fault):  # on every rank, for the others would wait
@@ -401,18 +401,18 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
     return lines
 
 
-def _fitting(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The stored tensors that a model takes, and notes on these and on the rest."""
     weights = read_weights(path)
     matches = {name: value for name, value in weights.items() if name in state}
     if not matches:
         raise CheckpointError(
-            f"no tensor of {path} has a name of this model; there are {_named(weights)} there and {_named(state)} here"
+            f"no tensor of {path} has a name of this model; there are {_names(weights)} there and {_names(state)} here"
         )
     for name, value in matches.items():
         _check_kind(f"tensor {name!r} of {path}", value, state[name])
     sides = {"not there, and drawn anew": state.keys() - matches.keys(), "left over": weights.keys() - state.keys()}
-    lines = [f"{what}: {_named(sorted(names))}" for what, names in sides.items() if names]
+    lines = [f"{what}: {_names(sorted(names))}" for what, names in sides.items() if names]
     return matches, [f"began from {path}: {len(matches)} tensors", *lines]
 
 
@@ -426,6 +426,6 @@ def _check_kind(where: str, value: Tensor, target: Tensor) -> None:
         raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
 
 
-def _named(names: Iterable[str]) -> str:
+def _names(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if shown[SHOWN:] else "")

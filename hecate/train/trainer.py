@@ -298,14 +298,14 @@ class Trainer:
             with self.whole_sequences():
                 carried.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
-        unpack(self.model, self.optimizers.values(), self._spread(checkpoint.tensors), facts.optimizer, where)
+        unpack(self.model, self.optimizers.values(), self._place(checkpoint.tensors), facts.optimizer, where)
         self.carried = carried
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = facts.step
 
-    def _spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a checkpoint placed as this world's parameters and their states are."""
         if not any(is_sharded(value) for value in self.model.state_dict().values()):
             return dict(tensors)
