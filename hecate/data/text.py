@@ -66,7 +66,7 @@ class Text(DataConfig):
         return TextSource(documents, self.validation, {"files": len(documents)})
 
     def _files(self) -> list[Path]:
-        found: set[Path] = set()
+        paths: set[Path] = set()
         for text in self.paths:
             matches = files_of(text, lambda path: path.suffix in self.suffixes)
             if not matches:
@@ -74,8 +74,8 @@ class Text(DataConfig):
                 if Path(text).is_dir():
                     what = f"files ending in {', '.join(self.suffixes)} in folder"
                 raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
-            found.update(matches)
-        return sorted(found)
+            paths.update(matches)
+        return sorted(paths)
 
 
 class TextSource(WindowSource):
@@ -98,8 +98,8 @@ class TextSource(WindowSource):
         return self.windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
 
     def windows(self, part: Any, starts: NDArray[np.int64], seq_len: int) -> Batch:
-        found = part[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
-        return as_batch(found[:, :-1], found[:, 1:])
+        windows = part[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
+        return as_batch(windows[:, :-1], windows[:, 1:])
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
         starts = self.held_out_starts(batch_size, seq_len, batches)
@@ -109,9 +109,9 @@ class TextSource(WindowSource):
 
     def held_out(self) -> TextSource:
         """The same text, all of it for validation; what is trained on it is told nothing new."""
-        found = copy(self)
-        found.train = found.validation = np.concatenate([self.train, self.validation])
-        return found
+        source = copy(self)
+        source.train = source.validation = np.concatenate([self.train, self.validation])
+        return source
 
     def describe(self) -> dict[str, str | int | float]:
         sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}
@@ -150,7 +150,7 @@ class Bundled(DataConfig):
         installed."""
         documents = {**_topics(), **_library()}
         for package in self.packages:
-            documents |= _packaged(package)
+            documents |= _package_files(package)
         if not documents:
             raise DataError(
                 "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
@@ -181,14 +181,14 @@ def _library() -> dict[str, bytes]:
 
 def _readable(lead: str, root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     """Beginnings of files by their names below a root; one that cannot be read is one document fewer."""
-    found: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     for path in sorted(paths):
         with suppress(OSError):
-            found[f"{lead}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
-    return found
+            documents[f"{lead}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
+    return documents
 
 
-def _packaged(name: str) -> dict[str, bytes]:
+def _package_files(name: str) -> dict[str, bytes]:
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"data.packages: {name!r} is no package that is installed; leave it out or install it")
@@ -224,12 +224,12 @@ def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:
     head, tail = train[:cut], train[cut - 1 :]
     weight = 1.0
     if len(tail) > 1:
-        costs = [_smoothed(head, m).bits(tail[:-1], tail[1:])[1] for m in _GRID]
+        costs = [_smooth(head, m).bits(tail[:-1], tail[1:])[1] for m in _GRID]
         weight = _GRID[int(np.argmin(costs))]
-    return _smoothed(train, weight)
+    return _smooth(train, weight)
 
 
-def _smoothed(text: NDArray[np.uint8], weight: float) -> NGrams:
+def _smooth(text: NDArray[np.uint8], weight: float) -> NGrams:
     single = np.bincount(text, minlength=BYTES).astype(np.float64)
     pair_ids = text[:-1].astype(np.int64) * BYTES + text[1:]
     pairs = np.bincount(pair_ids, minlength=BYTES * BYTES).astype(np.float64).reshape(BYTES, BYTES)
