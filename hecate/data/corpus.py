@@ -185,7 +185,7 @@ def _field(record: Any, field: str, where: str, limits: Limits) -> str:
     """The text of a record; `DataError` says what stands there in its place."""
     if isinstance(record, dict) and field in record:
         return _text(record[field], f"{where} has", f"field {shorten(field)}", limits)
-    has = _first_names(record) or "nothing at all" if isinstance(record, dict) else _in_words(record)
+    has = _some_of(record) or "nothing at all" if isinstance(record, dict) else _in_words(record)
     raise DataError(f"{where} has no text in field {shorten(field)}, but {has}; name it with --field")
 
 
@@ -207,7 +207,7 @@ def _in_words(value: Any) -> str:
     return f"{name.get(type(value), f'a {type(value).__name__}')} {shorten(value)}"
 
 
-def _first_names(names: Iterable[str]) -> str:
+def _some_of(names: Iterable[str]) -> str:
     """Names, the first few of many."""
     first = [shorten(name) for name in islice(names, _SHOWN + 1)]
     return ", ".join(first[:_SHOWN]) + (" and more" if first[_SHOWN:] else "")
@@ -234,9 +234,7 @@ def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
 def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
     """The column is there, once, and has texts."""
     if field not in schema.names:
-        raise DataError(
-            f"{path} has no column {shorten(field)}, but {_first_names(schema.names)}; name it with --field"
-        )
+        raise DataError(f"{path} has no column {shorten(field)}, but {_some_of(schema.names)}; name it with --field")
     if schema.names.count(field) > 1:
         raise DataError(f"{path} has {schema.names.count(field)} columns {shorten(field)}; rename all but one")
     kind = schema.field(field).type

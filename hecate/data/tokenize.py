@@ -35,7 +35,7 @@ from hecate.data.shards import (
     Sidecar,
     digest_of,
     file_sha256,
-)  # fmt: skip
+)
 from hecate.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.files import TEMPORARY, cure, lock, read_file, sync, sync_open, temporary_name, write_file

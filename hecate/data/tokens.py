@@ -244,34 +244,27 @@ class TokenSource(WindowSource):
     def __init__(self, config: Tokens, train: Opened, validation: Opened | None) -> None:
         self.config, self._vocabulary = config, config.vocabulary()
         whole = TokenStream(train.files["train"])
-        held_out = TokenStream((validation or train).files["validation"])
+        tail = TokenStream((validation or train).files["validation"])
         if isinstance(config.validation, float):
             cut = len(whole) - max(int(len(whole) * config.validation), 1)
             if whole.has_starts and cut > 0:
                 cut = whole.next_start(cut) or cut  # no document is in both
-            whole, held_out = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
-        elif not len(held_out):
+            whole, tail = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
+        elif not len(tail):
             raise DataError(
                 f"{config.path} has no validation tokens; hold out some of the training tokens with "
                 "data.validation=0.01, or name a folder there"
             )
-        if config.documents != "ignore" and not (whole.has_starts and held_out.has_starts):
+        if config.documents != "ignore" and not (whole.has_starts and tail.has_starts):
             raise DataError(
                 f"data.documents is {config.documents!r}, but nothing says where documents start in {config.path}; "
                 "write data.documents=ignore, or make shards of the text with `hecate data tokenize`"
             )
-        self.train, self.validation = whole, held_out
+        self.train, self.validation = whole, tail
         self.carries = config.carries
         self.metric = "perplexity" if train.lengths is None else "bits_per_byte"
         self.lengths = None if train.lengths is None else torch.from_numpy(train.lengths)
-        facts = [
-            train.digest,
-            validation and validation.digest,
-            config.documents,
-            config.state,
-            len(whole),
-            len(held_out),
-        ]
+        facts = [train.digest, validation and validation.digest, config.documents, config.state, len(whole), len(tail)]
         self.fingerprint = digest_of(facts)
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
