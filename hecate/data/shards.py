@@ -170,9 +170,9 @@ def nanogpt_file(path: Path) -> TokenFile:
     if magic == NANOGPT:
         if version != 1:
             raise DataError(f"{path} has a header of version {version}; version 1 is read")
-        file = TokenFile(path, "uint16", count, NANOGPT_HEADER)
-        file.check()
-        return file
+        shard = TokenFile(path, "uint16", count, NANOGPT_HEADER)
+        shard.check()
+        return shard
     if size % 2:
         raise DataError(f"{path} has {size} bytes, which are no uint16 tokens; is it cut off?")
     return TokenFile(path, "uint16", size // 2)

@@ -198,8 +198,7 @@ def evaluation_of(name: str | Evaluation | Task, **fields: Any) -> Evaluation:
         return name
     if isinstance(name, Task):
         return Synthetic(data=name, **_known_fields(Synthetic, fields))
-    if name not in task_names():
-        known = task_names()
+    if name not in (known := task_names()):
         raise ConfigError(f"no task {shorten(name)}{not_known(name, known)}")
     if name in DataConfig.variants():
         return Synthetic(data=DataConfig.model_validate({"kind": name}), **_known_fields(Synthetic, fields))

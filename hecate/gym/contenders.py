@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import product
+from operator import getitem
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
@@ -119,13 +120,10 @@ def numbers(state: Any, rows: int) -> int:
 
 def changed(config: MemoryConfig, setting: Setting) -> MemoryConfig:
     """The config with fields set by their paths, such as `algorithm.lr`."""
-    fields = config.model_dump()
+    fields: Any = config.model_dump()
     for path, value in setting.items():
         *above, last = path.split(".")
-        place = fields
-        for name in above:
-            place = place[name]
-        place[last] = value
+        reduce(getitem, above, fields)[last] = value
     return MemoryConfig.model_validate(fields)
 
 

@@ -320,10 +320,9 @@ def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
             blocks[piece.file][name] = piece
     for file, listed in blocks.items():  # before anything of the manifest's sizes is made
         with _open_tensors(path / file) as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-        for name in sorted({*shapes, *listed}):
-            if name not in listed or shapes.get(name) != listed[name].shape:
-                raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+            shapes = {(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
+        for name, _ in sorted(shapes ^ {(name, piece.shape) for name, piece in listed.items()}):
+            raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
     # By now files have what the manifest says; whether there is room is another question.
     sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)

@@ -141,7 +141,7 @@ class Progress:
         ]
         if self._flops is not None and start is not None:
             parts.append(f"MFU {computing * self._flops:.0%}")
-        return "  ".join([*parts, f"ETA {duration(self.left())}"])
+        return "  ".join([*parts, f"ETA {duration(self.seconds_left())}"])
 
     def _loss(self) -> str:
         """The mean loss, in the unit of the scores."""
@@ -161,7 +161,7 @@ class Progress:
         warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)
         return self._marks[warm - 1] if 0 < warm < self._now.steps else None
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
         budget, took, start = self._config.budget, time.monotonic() - self._began, self._rates_start()
         seconds = math.inf

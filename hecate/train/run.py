@@ -122,7 +122,7 @@ def run_experiment(
             check_loggers(config.asked_loggers())
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
-            writers.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl")))
+            writers.append(stack.enter_context(MetricsWriter(folder / METRICS)))
             check_folder(folder, resume)  # again: another process may have trained here since
 
         def begin() -> None:
@@ -151,7 +151,7 @@ def _begin(config: ExperimentConfig, folder: Path) -> None:
         text = getattr(config.data.tokenizer(), "text", None)
         if text is not None:  # generation is not to need the data
             write_file(folder / TOKENIZER, text)
-        write_file(folder / "config.yaml", dump_experiment(config))
+        write_file(folder / CONFIG, dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
@@ -199,11 +199,11 @@ def latest_folder(source: str | None) -> Path:
     folders = [
         path
         for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / "config.yaml").exists()
+        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / CONFIG).exists()
     ]
     if not folders:
         raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
-    return max(folders, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+    return max(folders, key=lambda path: (path / CONFIG).stat().st_mtime_ns)
 
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class _Run:
             done = self.trainer.step >= self.trainer.config.budget.steps
             more = ", the last of its budget: --steps N trains on" if done else ""
             self.display.say(f"resumed from {path} at step {self.trainer.step}{more}")
-        elif (self.folder / "config.yaml").exists():
+        elif (self.folder / CONFIG).exists():
             self.display.say("no checkpoint yet: starting from the beginning")
         if newest is None and self.trainer.config.init_from is not None:
             for line in begin_from(self.trainer, Path(self.trainer.config.init_from)):

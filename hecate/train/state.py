@@ -50,7 +50,7 @@ class Carried:
     def __init__(self) -> None:
         self._states: list[Any] = []
 
-    def given(self, micro: int = 0) -> Sequence[Any]:
+    def arguments(self, micro: int = 0) -> Sequence[Any]:
         """The state ahead of a micro-batch, as the model's second argument; empty if there is none yet."""
         return self._states[micro : micro + 1]
 

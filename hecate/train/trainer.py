@@ -171,7 +171,7 @@ class Trainer:
                     # Without any label in the step the loss is NaN: a mean over nothing.
                     share = count / total if total else math.nan
                     loss, state = self._objective(
-                        micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.given(index),
+                        micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.arguments(index),
                         labelled=count > 0, keeps=self.source.carries, **masks,
                     )  # fmt: skip
                     states.append(state)
