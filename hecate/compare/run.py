@@ -133,11 +133,11 @@ class _Work:
         """The config of a run beside its folder; another one there is of another comparison. [COMPARE-RESUME-D1]"""
         path, text = job.folder.with_name(f"{job.folder.name}.yaml"), dump_experiment(job.config)
         with refusing(f"write {path}", "choose another --out"):
-            digest = self.known.get(self._key(job), {}).get("config", _digest(text))
+            same = self.known.get(self._key(job), {}).get("config", _digest(text)) == _digest(text)
             make_folder(path.parent)
-            if digest == _digest(text) and not path.exists():
+            if same and not path.exists():
                 write_file(path, text)
-            elif digest != _digest(text) or path.read_text(encoding="utf-8") != text:
+            elif not same or path.read_text(encoding="utf-8") != text:
                 raise ConfigError(f"{path} is of another config than cell {job.cell.label!r}; choose another --out")
 
     def _key(self, job: _Job) -> str:

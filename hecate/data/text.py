@@ -28,7 +28,17 @@ SEPARATOR = b"\n"
 _DOCUMENT_BYTES, _SUFFIXES = 64 << 10, (".txt", ".md", ".rst", ".py")
 
 
-class Text(DataConfig):
+class _OfBytes(DataConfig):
+    """A text whose tokens are its bytes."""
+
+    def vocabulary(self) -> int:
+        return BYTES
+
+    def tokenizer(self) -> Tokenizer:
+        return Bytes()
+
+
+class Text(_OfBytes):
     """text: bytes of files; the last `validation` of them held out.
 
     `paths` are files, folders (every file below whose suffix is in `suffixes`) or globs, relative to the working
@@ -45,12 +55,6 @@ class Text(DataConfig):
     suffixes: Annotated[tuple[str, ...], Field(strict=False)] = _SUFFIXES
     validation: float = Field(0.1, gt=0, lt=1)
     max_bytes: Count = Field(64 << 20, ge=2)
-
-    def vocabulary(self) -> int:
-        return BYTES
-
-    def tokenizer(self) -> Tokenizer:
-        return Bytes()
 
     def load(self) -> TextSource:
         """Reads every file; `DataError` names what is missing, empty, unreadable or too large."""
@@ -118,7 +122,7 @@ class TextSource(WindowSource):
         return {**self._facts, **sizes, "sha256": self.fingerprint}
 
 
-class Bundled(DataConfig):
+class Bundled(_OfBytes):
     """bundled: bytes of Python's own language reference and standard library, and of installed packages.
 
     Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
@@ -138,12 +142,6 @@ class Bundled(DataConfig):
     validation: float = Field(0.1, gt=0, lt=1)
     max_bytes: int = Field(4 << 20, ge=1 << 12, le=64 << 20)
     packages: Annotated[tuple[str, ...], Field(strict=False)] = ()
-
-    def vocabulary(self) -> int:
-        return BYTES
-
-    def tokenizer(self) -> Tokenizer:
-        return Bytes()
 
     def load(self) -> TextSource:
         """Collects the documents; `DataError` if this Python carries neither of the two, or for a package that is not

@@ -143,15 +143,13 @@ class Report:
         with refusing(f"write an evaluation into {folder}", "make room there, or choose another --out"):
             make_folder(folder)
             sweep_evaluations(folder)
-            for target in (folder / (name if n == 1 else f"{name}-{n}") for n in count(1)):
-                if target.exists():
-                    continue
-                with new_folder(target) as fresh:
-                    write_file(fresh / "results.json", self.json(facts))
-                    write_file(fresh / "results.csv", self.csv())
-                    write_images(fresh / "scores", pictures)
-                return target
-        raise CheckpointError(f"{folder} has no free name for an evaluation")
+            places = (folder / (name if n == 1 else f"{name}-{n}") for n in count(1))
+            target = next(place for place in places if not place.exists())
+            with new_folder(target) as fresh:
+                write_file(fresh / "results.json", self.json(facts))
+                write_file(fresh / "results.csv", self.csv())
+                write_images(fresh / "scores", pictures)
+        return target
 
 
 def _scores(axes: Any, results: Sequence[Result]) -> None:

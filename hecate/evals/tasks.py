@@ -69,12 +69,9 @@ class Haystack:
         """`room` tokens up to the end of a random sentence, the needles included, and where each needle starts.
 
         A needle stands ahead of the sentence that starts nearest to its depth, a share of the text's tokens; at depth 1
-        it is the last. The first sentence is the one that is cut. Raises ConfigError if `room` is smaller than the
-        needles.
+        it is the last. The first sentence is the one that is cut. `room` is at least that of the needles.
         """
         length, size = room - sum(map(len, needles)), len(self._ids)
-        if length < 0:
-            raise ConfigError(f"{room} tokens cannot hold needles of {room - length}")
         begin = int(self._starts[rng.integers(len(self._starts))]) - length
         text = self._ids[(begin + np.arange(length)) % size]
         laps = np.arange(begin // size, (begin + length) // size + 1)[:, None] * size

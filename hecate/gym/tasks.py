@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from hecate.variant import Conflicts, Variant
 
 Array = NDArray[np.float64]
 Metric = Literal["error", "accuracy"]
+Rows = Annotated[Size, Field(ge=1, description="Rows of a seed, whose scores are averaged.")]
+Length = Annotated[Size, Field(le=1 << 20, description="Tokens of a row.")]
 
 
 class Stream(NamedTuple):
@@ -68,7 +70,7 @@ class Row(NamedTuple):
 class GymTask(Variant, family="gym_task"):
     """A task of the gym: `row` draws a row, `layout` says which tokens are written and which answers are scored."""
 
-    rows: Size = Field(8, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 8
     width: Size = Field(16, ge=4, le=1024, description="Width of keys and of values.")
 
     metric: ClassVar[Metric] = "error"
@@ -174,7 +176,7 @@ def _span(length: int, start: int, end: int) -> Tensor:
 class _Predicted(GymTask):
     """Helper for streams that are predicted from end to end: one map from keys to values, or several."""
 
-    length: Size = Field(8192, ge=64, le=1 << 20, description="Tokens of a row.")
+    length: Annotated[Length, Field(ge=64)] = 8192
 
     def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
         half = self.length // 2
@@ -204,8 +206,8 @@ class LinearMap(_Predicted):
     """
 
     kind: Literal["linear"] = "linear"
-    length: Size = Field(64, ge=16, le=1 << 20, description="Tokens of a row.")
-    rows: Size = Field(32, ge=1, description="Rows of a seed, whose scores are averaged.")
+    length: Annotated[Length, Field(ge=16)] = 64
+    rows: Rows = 32
     about: ClassVar[str] = "a linear map, learned fast: tokens D to 4 D"
 
     def conflicts(self) -> Conflicts:
@@ -238,7 +240,7 @@ class NoisyMap(_Predicted):
     """
 
     kind: Literal["noisy"] = "noisy"
-    length: Size = Field(1024, ge=64, le=1 << 20, description="Tokens of a row.")
+    length: Annotated[Length, Field(ge=64)] = 1024
     noise: float = Field(0.2, gt=0, lt=1, description="Share of the values' energy that is noise.")
     about: ClassVar[str] = "a linear map, noise in the values"
 
@@ -256,7 +258,7 @@ class NoisyMap(_Predicted):
 class _Teacher(_Predicted):
     """Helper for values V f(W k), W two orthonormal directions times `scale`."""
 
-    rows: Size = Field(4, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 4
 
     scale: float = Field(9.0, gt=0, description="Length of the two directions that the teacher looks along.")
 
@@ -353,7 +355,7 @@ class Overwrite(GymTask):
     """
 
     kind: Literal["overwrite"] = "overwrite"
-    rows: Size = Field(16, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 16
     keys: Size = Field(8, ge=1, le=1 << 12, description="Different keys.")
     times: Size = Field(16, ge=2, le=1 << 12, description="Values that each key gets, one after the other.")
     metric: ClassVar[Metric] = "accuracy"
@@ -452,7 +454,7 @@ class Facts(GymTask):
     """
 
     kind: Literal["facts"] = "facts"
-    rows: Size = Field(2, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 2
     distances: tuple[Size, ...] = Field(
         (100, 1_000, 10_000, 100_000), min_length=1, description="Tokens of noise before each round of questions."
     )

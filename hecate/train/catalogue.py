@@ -314,13 +314,13 @@ PATHS = {
 def field_rows(schema: Mapping[str, Any]) -> list[list[str]]:
     """Name, accepted values, default and meaning of every field of an object in the JSON schema."""
     # A field without a text of its own has that of its class.
-    about = str(schema.get("description", "")).split("\n\n")[0].split("\n")
+    about = str(schema.get("description", "")).split("\n\n")[0].split()
     rows = []
     for name, field in schema.get("properties", {}).items():
         if name == "kind" or field.get("deprecated"):
             continue
         text = str(field.get("description", ""))
-        meaning = "" if text.split() == " ".join(about).split() else text
+        meaning = "" if text.split() == about else text
         required = name in schema.get("required", ())
         rows.append([name, accepts(field), "required" if required else flow(field.get("default")), meaning])
     return rows
