@@ -43,10 +43,10 @@ class Budget:
     flops: float | None = None
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if len(given) > 1:
-            raise ConfigError(f"one budget at a time, got {' and '.join(f'--{name}' for name in given)}; leave one out")
-        for name, value in given.items():
+        units = {name: value for name, value in vars(self).items() if value is not None}
+        if len(units) > 1:
+            raise ConfigError(f"one budget at a time, got {' and '.join(f'--{name}' for name in units)}; leave one out")
+        for name, value in units.items():
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"--{name} must be a number above 0, got {value:g}")
 
@@ -81,12 +81,12 @@ class Cell:
 
     def at(self, seed: int, steps: int, lr: float | None = None) -> ExperimentConfig:
         """Its experiment of a seed and so many steps. [COMPARE-PAIR-D1]"""
-        given = self.config.model_dump(mode="json")
-        given["seed"], given["budget"]["steps"] = seed, steps
+        tree = self.config.model_dump(mode="json")
+        tree["seed"], tree["budget"]["steps"] = seed, steps
         if lr is not None:
-            given["optim"]["lr"] = lr
+            tree["optim"]["lr"] = lr
         try:
-            return ExperimentConfig.model_validate(given)
+            return ExperimentConfig.model_validate(tree)
         except HecateError as error:
             raise ConfigError(f"cell {shorten(self.label)}: {error.line}") from None
 
@@ -108,13 +108,13 @@ def cells_of(sources: Sequence[str], over: Sequence[str] = (), overrides: Sequen
     faults: list[Problem] = []
     for source, *chosen in product(sources, *axes):
         label = ", ".join([*([] if len(sources) == 1 and axes else [Path(source).stem]), *chosen])
-        given = (*overrides, *chosen)
+        settings = (*overrides, *chosen)
         try:
-            config = load_experiment(source, given)
+            config = load_experiment(source, settings)
             check_memory(config, None)
             if config.init_from is not None and not Path(config.init_from).exists():
                 raise ConfigError(f"init_from: nothing is at {config.init_from}")
-            cells.append(Cell(label, given, config))
+            cells.append(Cell(label, settings, config))
         except HecateError as error:
             faults.append(Problem((), f"cell {shorten(label)}: {error.line}"))
     if faults:

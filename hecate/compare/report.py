@@ -26,7 +26,7 @@ def of_plan(rows: Sequence[tuple[str, int, int, float]]) -> tuple[Table, float]:
     return (("cell", "runs", "steps", "hours"), texts), sum(hours for *_, hours in rows)
 
 
-def tables(found: Comparison) -> list[Table]:
+def tables(comparison: Comparison) -> list[Table]:
     """Cells from the lowest loss to the highest, and the verdict of every pair."""
     cells = [
         [
@@ -35,58 +35,57 @@ def tables(found: Comparison) -> list[Table]:
             f"{fact['steps']:,}", counted(fact["tokens_per_second"]), f"{fact['seconds']:,.0f}",
             f"{fact['parameters']:,}", readable(fact["state_bytes"]), f"{fact['flops']:.2g}",
         ]
-        for fact in cell_facts(found)
+        for fact in cell_facts(comparison)
     ]  # fmt: skip
     header = [
         "cell", "loss (nats)", "metric", "lr", "seeds", "steps", "tokens/s", "seconds", "parameters", "state", "FLOP",
     ]  # fmt: skip
     verdicts = [
         [pair.first, pair.verdict, pair.second, pair.difference.text(), f"{pair.p:.3g}", f"{pair.adjusted:.3g}"]
-        for pair in found.pairs
+        for pair in comparison.pairs
     ]
     return [(header, cells), (["cell", "is", "than", "difference", "p", "p (Holm)"], verdicts)]
 
 
-def cell_facts(found: Comparison) -> list[dict[str, Any]]:
+def cell_facts(comparison: Comparison) -> list[dict[str, Any]]:
     """A row for each cell, by its loss: means and half widths of 95 % t intervals over seeds; costs are medians."""
     facts = []
-    for cell in found.cells:
-        rows = found.of(cell.label)
+    for cell in comparison.cells:
+        rows = comparison.of(cell.label)
         loss = interval([row["loss"] for row in rows])
-        kept = [row for row in rows if row["status"] == "finished"]
+        finished = [row for row in rows if row["status"] == "finished"]
         shown = "-"
-        if kept:
-            metric = kept[0]["metric"]
-            shown = f"{statistics.fmean(row[metric] for row in kept):.4f} {metric.replace('_', ' ')}"
+        if finished:
+            metric = finished[0]["metric"]
+            shown = f"{statistics.fmean(row[metric] for row in finished):.4f} {metric.replace('_', ' ')}"
         same = {name: rows[0][name] for name in ("lr", "steps", "tokens", "parameters", "state_bytes", "flops")}
         costs = {
-            name: statistics.median(row[name] for row in kept) if kept else math.nan
+            name: statistics.median(row[name] for row in finished) if finished else math.nan
             for name in ("tokens_per_second", "seconds")
         }
         facts.append({
             "cell": cell.label, "loss": loss.mean, "loss_half": loss.half, "shown": shown, "seeds": len(rows),
-            "diverged": len(rows) - len(kept), **same, **costs,
+            "diverged": len(rows) - len(finished), **same, **costs,
         })  # fmt: skip
     return sorted(facts, key=lambda fact: fact["loss"])
 
 
-def write(found: Comparison, out: Path) -> list[Path]:
+def write(comparison: Comparison, out: Path) -> list[Path]:
     """Writes every file, the figure where matplotlib is here; their paths. [COMPARE-REPORT-D1]"""
-    verdicts = [
-        {**pair._asdict(), "difference": pair.difference.mean, "half": pair.difference.half} for pair in found.pairs
-    ]
-    cells = cell_facts(found)
+    verdicts = [{**p._asdict(), "difference": p.difference.mean, "half": p.difference.half} for p in comparison.pairs]
+    cells = cell_facts(comparison)
     facts = {
-        "cells": cells, "pairs": verdicts, "runs": list(found.rows), "tuning": list(found.tuning),
-        "notes": list(found.notes), "versions": versions(),
+        "cells": cells, "pairs": verdicts, "runs": list(comparison.rows), "tuning": list(comparison.tuning),
+        "notes": list(comparison.notes), "versions": versions(),
     }  # fmt: skip
-    runs = [{"for": kind, **row} for kind, rows in (("report", found.rows), ("rate", found.tuning)) for row in rows]
+    groups = ("report", comparison.rows), ("rate", comparison.tuning)
+    runs = [{"for": kind, **row} for kind, rows in groups for row in rows]
     contents = {
         "cells.csv": csv_text(cells, _columns(cells)), "pairs.csv": csv_text(verdicts, _columns(verdicts)),
         "runs.csv": csv_text(runs, _columns(runs)),
         "comparison.json": json.dumps(finite(facts), indent=1, allow_nan=False) + "\n",
     }  # fmt: skip
-    return write_results(out, contents, "comparison", _images(found))
+    return write_results(out, contents, "comparison", _images(comparison))
 
 
 def write_results(out: Path, texts: Mapping[str, str], stem: str, pictures: Mapping[str, bytes]) -> list[Path]:
@@ -122,11 +121,11 @@ def label(name: str, most: int = 80) -> str:
     return printable(name, most).replace("$", r"\$")
 
 
-def _images(found: Comparison) -> dict[str, bytes]:
+def _images(comparison: Comparison) -> dict[str, bytes]:
     """Every seed as a stroke, the mean and its interval across, and training losses of the first seed against what was
     read."""
-    facts = [fact for fact in cell_facts(found) if math.isfinite(fact["loss"])][::-1]
-    curves = {fact["cell"]: found.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
+    facts = [fact for fact in cell_facts(comparison) if math.isfinite(fact["loss"])][::-1]
+    curves = {fact["cell"]: comparison.of(fact["cell"])[0].get("curve") for fact in reversed(facts)}
     drawn = any(curves.values())
 
     def draw(figure: Any) -> None:
@@ -134,7 +133,7 @@ def _images(found: Comparison) -> dict[str, bytes]:
         for height, fact in enumerate(facts):
             half = 0.0 if math.isnan(fact["loss_half"]) else fact["loss_half"]
             axes.errorbar(fact["loss"], height, xerr=half, fmt="o", color=COLOURS[0])
-            seeds = [row["loss"] for row in found.of(fact["cell"])]
+            seeds = [row["loss"] for row in comparison.of(fact["cell"])]
             axes.plot(seeds, [height] * len(seeds), "|", color=GREY, markersize=9)
         axes.set_yticks(range(len(facts)), [label(fact["cell"]) for fact in facts])
         axes.margins(y=0.2)

@@ -92,7 +92,7 @@ class _Work:
 
     def results(self, jobs: Sequence[_Job], at_once: int) -> list[Row]:
         """The results of all runs; those without one are run first, and an error ends them all."""
-        self._recall()
+        self._read_records()
         for job in jobs:
             self._prepare(job)
         waiting = deque(job for job in jobs if not self._done(job))
@@ -105,17 +105,17 @@ class _Work:
                     self._start(waiting.popleft())
                 for process in [process for process in self.running if process.poll() is not None]:
                     job = self.running.pop(process)
-                    self._ended(process, job)
+                    self._finish(process, job)
                     self._keep(job)
                     done += 1
-                    left = duration((time.monotonic() - began) * (missing - done) / done)
-                    self.say(f"[{done + len(jobs) - missing}/{len(jobs)}] {job.name}: {self._told(job)}; ETA {left}")
+                    eta = duration((time.monotonic() - began) * (missing - done) / done)
+                    self.say(f"[{done + len(jobs) - missing}/{len(jobs)}] {job.name}: {self._summary(job)}; ETA {eta}")
                 time.sleep(POLL)
         finally:
             self._end()
-        return [self._read(job) for job in jobs]
+        return [self._read_result(job) for job in jobs]
 
-    def _recall(self) -> None:
+    def _read_records(self) -> None:
         """Reads what earlier calls have kept of finished runs, one a line."""
         path = self.out / RECORDS
         if not path.is_file():
@@ -123,7 +123,7 @@ class _Work:
         try:
             for line in read_whole(path).decode().splitlines():
                 record = read_json(line)
-                self.known[record["run"]] = {**record, "result": _checked(record["result"])}
+                self.known[record["run"]] = {**record, "result": _check_result(record["result"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read: {error}; delete it, and runs without folders are run anew"
@@ -133,44 +133,44 @@ class _Work:
         """The config of a run beside its folder; another one there is of another comparison. [COMPARE-RESUME-D1]"""
         path, text = job.folder.with_name(f"{job.folder.name}.yaml"), dump_experiment(job.config)
         with refusing(f"write {path}", "choose another --out"):
-            kept = self.known.get(self._key(job), {}).get("config", _digest(text))
+            same = self.known.get(self._key(job), {}).get("config", _digest(text)) == _digest(text)
             make_folder(path.parent)
-            if kept == _digest(text) and not path.exists():
+            if same and not path.exists():
                 write_file(path, text)
-            elif kept != _digest(text) or path.read_text(encoding="utf-8") != text:
+            elif not same or path.read_text(encoding="utf-8") != text:
                 raise ConfigError(f"{path} is of another config than cell {job.cell.label!r}; choose another --out")
 
     def _key(self, job: _Job) -> str:
         return str(job.folder.relative_to(self.out))
 
     def _done(self, job: _Job) -> bool:
-        found = self._read(job)
-        whole = job.measure or not job.positions or "positions" in found or found.get("status") == "diverged"
-        return bool(found) and whole
+        row = self._read_result(job)
+        whole = job.measure or not job.positions or "positions" in row or row.get("status") == "diverged"
+        return bool(row) and whole
 
-    def _read(self, job: _Job) -> Row:
+    def _read_result(self, job: _Job) -> Row:
         """Result of a run, by its folder or by the records; empty where it is not finished."""
         path = job.folder / RESULT
         if not path.is_file():
             return dict(self.known.get(self._key(job), {}).get("result", {}))
         try:
-            return _checked(read_json(read_whole(path)))
+            return _check_result(read_json(read_whole(path)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it and its run is finished anew") from None
 
     def _keep(self, job: _Job) -> None:
         """Adds what a run came to to the records, which are all that going on needs of finished runs."""
         text = dump_experiment(job.config)
-        self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._read(job)}
+        self.known[self._key(job)] = {"run": self._key(job), "config": _digest(text), "result": self._read_result(job)}
         lines = [json.dumps(record) for _, record in sorted(self.known.items())]
         with refusing(f"write {self.out / RECORDS}", then="call the same line again"):
             write_file(self.out / RECORDS, "\n".join(lines) + "\n")
 
-    def _told(self, job: _Job) -> str:
-        found = self._read(job)
+    def _summary(self, job: _Job) -> str:
+        row = self._read_result(job)
         if job.measure:
-            return f"{found['steps_per_second']:.3g} steps/s"
-        return "diverged" if found["status"] == "diverged" else f"loss {found['loss']:.4f} in {found['seconds']:.0f} s"
+            return f"{row['steps_per_second']:.3g} steps/s"
+        return "diverged" if row["status"] == "diverged" else f"loss {row['loss']:.4f} in {row['seconds']:.0f} s"
 
     def _start(self, job: _Job) -> None:
         orders = {
@@ -193,7 +193,7 @@ class _Work:
     def _errors(self, job: _Job) -> Path:
         return job.folder.with_name(f"{job.folder.name}.log")
 
-    def _ended(self, process: subprocess.Popen[bytes], job: _Job) -> None:
+    def _finish(self, process: subprocess.Popen[bytes], job: _Job) -> None:
         if process.stdin is not None:
             process.stdin.close()
         if process.returncode or not (job.folder / RESULT).is_file():
@@ -216,15 +216,15 @@ class _Work:
         self.running.clear()
 
 
-def _checked(found: Any) -> Row:
+def _check_result(record: Any) -> Row:
     """A result that a run may have come to. Raises ValueError, KeyError or TypeError."""
-    numbers = ["steps_per_second"] if "steps_per_second" in found else []
-    if not numbers and found["status"] != "diverged":
+    numbers = ["steps_per_second"] if "steps_per_second" in record else []
+    if not numbers and record["status"] != "diverged":
         numbers = ["loss", "seconds"]
     for name in numbers:
-        if type(found[name]) not in (int, float):
-            raise ValueError(f"{name} is no number: {shorten(found[name])}")
-    return dict(found)
+        if type(record[name]) not in (int, float):
+            raise ValueError(f"{name} is no number: {shorten(record[name])}")
+    return dict(record)
 
 
 def _digest(text: str) -> str:
@@ -282,10 +282,10 @@ def compare(
         notes: list[str] = []
         rounds: list[Row] = []
         if keep is not None:
-            cells, rounds, notes = _halved(work, cells, keep, steps, lrs, other)
-        rates, tuned, told = _rates(work, cells, _shorter(steps, part), lrs, other)
-        rows, changed = _reported(work, cells, reported, steps, rates, tuned if part < 1 else [], positions)
-        notes += told + changed
+            cells, rounds, notes = _halve(work, cells, keep, steps, lrs, other)
+        rates, tuned, caveats = _rates(work, cells, _shorter(steps, part), lrs, other)
+        rows, changed = _report_rows(work, cells, reported, steps, rates, tuned if part < 1 else [], positions)
+        notes += caveats + changed
     if jobs > 1:
         notes.append(f"tokens/s and seconds are those of {jobs} processes side by side")
     losses = {cell.label: [row["loss"] for row in rows if row["cell"] == cell.label] for cell in cells}
@@ -317,8 +317,8 @@ def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jo
 def speeds(work: _Work, cells: Sequence[Cell]) -> dict[str, float]:
     """Steps a second of every cell, measured one by one and then kept."""
     jobs = [_Job(cell, cell.at(0, PILOTED), work.out / "speeds" / cell.folder, measure=True) for cell in cells]
-    found = work.results(jobs, 1)
-    return {cell.label: row["steps_per_second"] for cell, row in zip(cells, found, strict=True)}
+    rows = work.results(jobs, 1)
+    return {cell.label: row["steps_per_second"] for cell, row in zip(cells, rows, strict=True)}
 
 
 def plan(
@@ -336,12 +336,12 @@ def plan(
     _check_cells(cells, budget, lrs, jobs)
     trials = len(lrs) * len(other) if len(lrs) > 1 else 0
     with locked(out) as lock, Signals() as signals:
-        found = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)
-    steps = {cell.label: budget.steps_of(cell, found[cell.label]) for cell in cells}
+        paces = speeds(_Work(out, jobs, imports, None, signals, say, lock), cells)
+    steps = {cell.label: budget.steps_of(cell, paces[cell.label]) for cell in cells}
     shorter = _shorter(steps, part)
 
     def hours(cell: str) -> float:
-        return (len(reported) * steps[cell] + trials * shorter[cell]) / found[cell] / 3600
+        return (len(reported) * steps[cell] + trials * shorter[cell]) / paces[cell] / 3600
 
     return [(cell.label, len(reported) + trials, steps[cell.label], hours(cell.label)) for cell in cells]
 
@@ -355,7 +355,7 @@ def _shorter(steps: dict[str, int], part: float) -> dict[str, int]:
     return {name: max(1, round(part * number)) for name, number in steps.items()}
 
 
-def _halved(
+def _halve(
     work: _Work, cells: Sequence[Cell], keep: int, steps: dict[str, int], lrs: Sequence[float], seeds: Sequence[int]
 ) -> tuple[list[Cell], list[Row], list[str]]:
     """The cells that are left of successive halving, each round on twice the steps of the one before; all of its runs,
@@ -363,30 +363,30 @@ def _halved(
 
     Source: Jamieson & Talwalkar, 2016, arXiv 1502.07943. [COMPARE-HALVE-D1]
     """
-    left, tuned, notes = list(cells), list[Row](), list[str]()
-    rounds = math.ceil(math.log2(len(left) / keep))
+    cells, tuned, notes = list(cells), list[Row](), list[str]()
+    rounds = math.ceil(math.log2(len(cells) / keep))
     for number in range(rounds, 0, -1):
         shorter = _shorter(steps, 2.0**-number)
-        arms = [(cell, seed, lr) for cell in left for lr in [*lrs] or [cell.config.optim.lr] for seed in seeds]
+        arms = [(cell, seed, lr) for cell in cells for lr in [*lrs] or [cell.config.optim.lr] for seed in seeds]
         rows = _rows(work, arms, shorter)
         tuned += rows
-        best = {cell.label: min(_means(rows, cell).values()) for cell in left}
-        ranked = sorted(left, key=lambda cell: best[cell.label])
-        chosen = {cell.label for cell in ranked[: max(keep, math.ceil(len(left) / 2))]}
+        best = {cell.label: min(_means(rows, cell).values()) for cell in cells}
+        ranked = sorted(cells, key=lambda cell: best[cell.label])
+        chosen = {cell.label for cell in ranked[: max(keep, math.ceil(len(cells) / 2))]}
         notes += [
             f"{cell.label}: left out after {shorter[cell.label]:,} steps, loss {best[cell.label]:.4f}"
             for cell in ranked
             if cell.label not in chosen
         ]
-        left = [cell for cell in left if cell.label in chosen]
-    return left, tuned, notes
+        cells = [cell for cell in cells if cell.label in chosen]
+    return cells, tuned, notes
 
 
 def _means(rows: Sequence[Row], cell: Cell) -> dict[float, float]:
     """The mean loss of a cell at each of its rates, from the lowest rate."""
-    own = [row for row in rows if row["cell"] == cell.label]
-    rates = sorted({row["lr"] for row in own})
-    return {lr: statistics.fmean(row["loss"] for row in own if row["lr"] == lr) for lr in rates}
+    rows = [row for row in rows if row["cell"] == cell.label]
+    rates = sorted({row["lr"] for row in rows})
+    return {lr: statistics.fmean(row["loss"] for row in rows if row["lr"] == lr) for lr in rates}
 
 
 def _rates(
@@ -407,7 +407,7 @@ def _rates(
     return rates, rows, notes
 
 
-def _reported(
+def _report_rows(
     work: _Work, cells: Sequence[Cell], seeds: Sequence[int], steps: dict[str, int], rates: dict[str, float],
     tuned: Sequence[Row], positions: int,
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
@@ -427,12 +427,12 @@ def _reported(
 def _lower(rows: Sequence[Row], rates: dict[str, float], tuned: Sequence[Row]) -> dict[str, float]:
     """For cells that diverged where they had not in the shorter runs of `tuned`, the best of their lower rates.
     [COMPARE-LR-D1]"""
-    found = {}
+    best = {}
     for name in {row["cell"] for row in rows if math.isinf(row["loss"])} & set(rates):
         lower = [row for row in tuned if row["cell"] == name and row["lr"] < rates[name] and math.isfinite(row["loss"])]
         if lower:
-            found[name] = float(min(lower, key=lambda row: row["loss"])["lr"])
-    return found
+            best[name] = float(min(lower, key=lambda row: row["loss"])["lr"])
+    return best
 
 
 def _rows(
@@ -446,7 +446,7 @@ def _rows(
         jobs.append(_Job(cell, config, work.out / "runs" / cell.folder / name, positions))
     sizes = {cell.label: sizes_of(cell.config) for cell, _, _ in wanted}
     rows = []
-    for job, found in zip(jobs, work.results(jobs, work.jobs), strict=True):
+    for job, outcome in zip(jobs, work.results(jobs, work.jobs), strict=True):
         config, size = job.config, sizes[job.cell.label]
         tokens = config.budget.steps * config.budget.batch_size * config.seq_len
         about = {
@@ -454,7 +454,7 @@ def _rows(
             "tokens": tokens, "parameters": size.parameters, "state_bytes": size.state,
             "flops": PASSES * flops_of(job.cell.config) * tokens, "folder": str(job.folder),
         }  # fmt: skip
-        rows.append({**about, "loss": float("inf"), **found})
+        rows.append({**about, "loss": float("inf"), **outcome})
     return rows
 
 
@@ -489,17 +489,17 @@ def run(config: ExperimentConfig, folder: Path, *, positions: int) -> int:
     """Trains from where it stands, and writes what it came to; the exit status of the process."""
     make_folder(folder)
     try:
-        found = run_experiment(config, folder, resume=(folder / "config.yaml").exists(), display=Display(quiet=True))
+        outcome = run_experiment(config, folder, resume=(folder / "config.yaml").exists(), display=Display(quiet=True))
     except NonFiniteError as error:  # a result, too: this rate is no good here
         write_file(folder / RESULT, json.dumps({"status": "diverged", "reason": str(error)}) + "\n")
         return 0
-    if found.signal is not None or found.score is None:
-        return 128 + (found.signal or 0)
+    if outcome.signal is not None or outcome.score is None:
+        return 128 + (outcome.signal or 0)
     records = read_metrics(folder / "metrics.jsonl")
     speeds = column(records, "train", "tokens_per_second")
     facts: dict[str, Any] = {
-        "status": "finished", "loss": found.score.loss, found.metric: found.score.value(found.metric),
-        "metric": found.metric, "tokens_per_second": statistics.median(speeds or [math.nan]),
+        "status": "finished", "loss": outcome.score.loss, outcome.metric: outcome.score.value(outcome.metric),
+        "metric": outcome.metric, "tokens_per_second": statistics.median(speeds or [math.nan]),
         "seconds": max((record.get("elapsed", 0.0) for record in records), default=0.0), "curve": curve(records),
     }  # fmt: skip
     if positions:
@@ -548,16 +548,16 @@ def main() -> None:
 
     It ends when standard input does: where the process that started it is gone, so is this one, behind a checkpoint.
     """
-    given = json.loads(sys.argv[1])
+    orders = json.loads(sys.argv[1])
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        import_modules(given["imports"])
-        config, folder = load_experiment(given["config"]), Path(given["folder"])
-        torch.set_num_threads(config.budget.threads or given["threads"])
-        if given["measure"]:
+        import_modules(orders["imports"])
+        config, folder = load_experiment(orders["config"]), Path(orders["folder"])
+        torch.set_num_threads(config.budget.threads or orders["threads"])
+        if orders["measure"]:
             status = measure(config, folder)
         else:
-            status = run(config, folder, positions=given["positions"])
+            status = run(config, folder, positions=orders["positions"])
     except SystemExit:
         raise
     except BaseException as error:  # libraries in Rust panic with what is no Exception

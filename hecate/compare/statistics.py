@@ -102,8 +102,8 @@ def dunnett(t: float, others: int, freedom: int) -> float:
     width = torch.from_numpy(math.sqrt(2) * abs(t) * s)[:, None]
     middle = torch.from_numpy(z)
     inside = (torch.special.ndtr(middle + width) - torch.special.ndtr(middle - width)) ** others
-    found = by_s @ inside.numpy() @ by_z / (by_s.sum() * by_z.sum())
-    return min(max(1 - float(found), 0.0), 1.0)
+    mass = by_s @ inside.numpy() @ by_z / (by_s.sum() * by_z.sum())
+    return min(max(1 - float(mass), 0.0), 1.0)
 
 
 @cache
@@ -138,11 +138,11 @@ def paired(values: Sequence[float]) -> float:
 
 def holm(values: Sequence[float]) -> list[float]:
     """p values so that the chance of any false finding among all stays below the level. [COMPARE-STAT-D2]"""
-    found, most = [0.0] * len(values), 0.0
+    adjusted, most = [0.0] * len(values), 0.0
     for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
         most = max(most, min(1.0, (len(values) - rank) * values[index]))
-        found[index] = most
-    return found
+        adjusted[index] = most
+    return adjusted
 
 
 def pairs(losses: Mapping[str, Sequence[float]], level: float = 0.95) -> list[Pair]:
@@ -152,19 +152,19 @@ def pairs(losses: Mapping[str, Sequence[float]], level: float = 0.95) -> list[Pa
     names = list(combinations(losses, 2))
     gaps = [[a - b for a, b in zip(losses[one], losses[two], strict=True)] for one, two in names]
     ps = [paired(gap) for gap in gaps]
-    found = []
+    verdicts = []
     for (one, two), gap, p, adjusted in zip(names, gaps, ps, holm(ps), strict=True):
         verdict: Verdict = "cannot tell"
         if adjusted < 1 - level:
             verdict = "better" if statistics.fmean(gap) < 0 else "worse"
-        found.append(Pair(one, two, interval(gap, level), p, adjusted, verdict))
-    return found
+        verdicts.append(Pair(one, two, interval(gap, level), p, adjusted, verdict))
+    return verdicts
 
 
 def pooled(values: Mapping[str, Sequence[float]]) -> tuple[float, int]:
     """Standard deviation around the means of cells, pooled over them, and its degrees of freedom. [COMPARE-STAT-D3]"""
-    freedom = sum(len(own) - 1 for own in values.values())
-    squares = sum((value - statistics.fmean(own)) ** 2 for own in values.values() for value in own)
+    freedom = sum(len(cell) - 1 for cell in values.values())
+    squares = sum((value - statistics.fmean(cell)) ** 2 for cell in values.values() for value in cell)
     return (math.sqrt(squares / freedom) if freedom else math.nan), freedom
 
 
@@ -172,28 +172,28 @@ def pooled_intervals(values: Mapping[str, Sequence[float]], level: float = 0.95)
     """Mean and t interval of each cell by the pooled deviation; NaN where all have one value. [COMPARE-STAT-D3]"""
     deviation, freedom = pooled(values)
     reach = critical(freedom, level) * deviation if freedom else math.nan
-    return {name: Interval(statistics.fmean(own), reach / math.sqrt(len(own))) for name, own in values.items()}
+    return {name: Interval(statistics.fmean(cell), reach / math.sqrt(len(cell))) for name, cell in values.items()}
 
 
 def against(values: Mapping[str, Sequence[float]], reference: str, level: float = 0.95) -> list[Pair]:
     """Every other cell compared with one, corrected by Dunnett: a value per seed each, as many for all; smaller is
     better. [COMPARE-STAT-D3]"""
-    if len({len(own) for own in values.values()}) > 1:
+    if len({len(cell) for cell in values.values()}) > 1:
         raise ConfigError("cells are compared over the same seeds; give each the same number of values")
     others = [name for name in values if name != reference]
     deviation, freedom = pooled(values)
-    found: list[Pair] = []
+    verdicts: list[Pair] = []
     if not others:
-        return found
+        return verdicts
     reach = dunnett_critical(len(others), freedom, level) if freedom else math.nan
     for name in others:
         gap = statistics.fmean(values[name]) - statistics.fmean(values[reference])
         if not freedom or not math.isfinite(gap) or not math.isfinite(deviation):
-            found.append(Pair(name, reference, Interval(gap, math.nan), 1.0, 1.0, "cannot tell"))
+            verdicts.append(Pair(name, reference, Interval(gap, math.nan), 1.0, 1.0, "cannot tell"))
             continue
         error = deviation * math.sqrt(2 / len(values[reference]))
         t = gap / error if error else math.copysign(math.inf, gap) if gap else 0.0
         p, adjusted = (tail(t, freedom), dunnett(t, len(others), freedom)) if math.isfinite(t) else (0.0, 0.0)
         verdict: Verdict = ("better" if gap < 0 else "worse") if adjusted < 1 - level else "cannot tell"
-        found.append(Pair(name, reference, Interval(gap, reach * error), p, adjusted, verdict))
-    return found
+        verdicts.append(Pair(name, reference, Interval(gap, reach * error), p, adjusted, verdict))
+    return verdicts

@@ -171,13 +171,13 @@ class Task(DataConfig):
 
     def vocabulary(self) -> int:
         """Number of token ids the model must know: the field `vocab_size`, where a task does not say otherwise."""
-        found = vars(self).get("vocab_size")
-        return super().vocabulary() if found is None else int(found)
+        size = vars(self).get("vocab_size")
+        return super().vocabulary() if size is None else int(size)
 
     def length(self) -> int | None:
         """Length of its sequences: the field `seq_len`, where a task does not say otherwise."""
-        found = vars(self).get("seq_len")
-        return super().length() if found is None else int(found)
+        length = vars(self).get("seq_len")
+        return super().length() if length is None else int(length)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         """`rows` fresh examples: tokens and targets, both `[rows, length]`."""

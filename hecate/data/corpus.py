@@ -39,7 +39,7 @@ class Limits(NamedTuple):
 
 def find(inputs: Sequence[str]) -> list[Path]:
     """The files that inputs name: files, folders (all that can be read below) and globs; sorted, each once."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for text in inputs:
         try:
             matches = _matches(text)
@@ -48,19 +48,19 @@ def find(inputs: Sequence[str]) -> list[Path]:
             raise DataError(f"cannot read {shorten(text)}: {reason}; name files, folders or globs") from None
         if not matches:
             raise DataError(f"no text, JSON lines or Parquet in {text!r} (working directory {Path.cwd()})")
-        found.update(matches)
-    return sorted(found)
+        paths.update(matches)
+    return sorted(paths)
 
 
 def _matches(text: str) -> list[Path]:
     """The files that one input names."""
     known = (*TEXT, *LINES, *TABLE)
-    found = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" would be the working directory
-    if found == [Path(text)] and _suffix(found[0]) not in known:
+    paths = files_of(text, lambda path: _suffix(path) in known) if text else []  # "" would be the working directory
+    if paths == [Path(text)] and _suffix(paths[0]) not in known:
         raise DataError(
             f"{text} has no suffix that tells what it is; known are {', '.join(known)}, also with .gz or .zst"
         )
-    return found
+    return paths
 
 
 def files_of(text: str, wanted: Callable[[Path], bool]) -> list[Path]:
@@ -99,14 +99,14 @@ def documents(
             yield from _rows(path, field, limits)
             return
         try:
-            with _opened(path) as file:
+            with _open_file(path) as file:
                 yield from _lines(path, file, field, limits) if kind in LINES else _texts(path, file, separator, limits)
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is no UTF-8: {error.reason} at byte {error.start}; convert it first") from None
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open_file(path: Path) -> Iterator[BinaryIO]:
     with path.open("rb") as raw:
         if path.suffix == ".gz":
             with gzip.open(raw) as file:
@@ -125,27 +125,27 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _texts(path: Path, file: BinaryIO, separator: str | None, limits: Limits) -> Iterator[str]:
     if separator is None and limits.cut is not None:
-        yield codecs.getincrementaldecoder("utf-8")().decode(_read(file, limits.cut))  # without half a character
+        yield codecs.getincrementaldecoder("utf-8")().decode(_read_most(file, limits.cut))  # without half a character
         return
     if separator is None:
-        text = _read(file, limits.document + 1)
+        text = _read_most(file, limits.document + 1)
         _check_length(path, len(text), limits)
         yield text.decode()
         return
-    held: list[bytes] = []
+    lines: list[bytes] = []
     mark, size = separator.encode(), 0
     while line := file.readline(limits.document + 1 - size):
         if line.strip() == mark:
-            yield b"".join(held).decode()
-            held, size = [], 0
+            yield b"".join(lines).decode()
+            lines, size = [], 0
             continue
-        held.append(line)
+        lines.append(line)
         size += len(line)
         _check_length(path, size, limits)
-    yield b"".join(held).decode()
+    yield b"".join(lines).decode()
 
 
-def _read(file: BinaryIO, most: int) -> bytearray:
+def _read_most(file: BinaryIO, most: int) -> bytearray:
     """The first bytes of a file, in memory that grows with them: `read` would reserve `most`."""
     content = bytearray()
     while len(content) < most and (piece := file.read(min(most - len(content), 1 << 20))):
@@ -185,21 +185,21 @@ def _field(record: Any, field: str, where: str, limits: Limits) -> str:
     """The text of a record; `DataError` says what stands there in its place."""
     if isinstance(record, dict) and field in record:
         return _text(record[field], f"{where} has", f"field {shorten(field)}", limits)
-    has = _listed(record) or "nothing at all" if isinstance(record, dict) else _called(record)
+    has = _some_of(record) or "nothing at all" if isinstance(record, dict) else _in_words(record)
     raise DataError(f"{where} has no text in field {shorten(field)}, but {has}; name it with --field")
 
 
 def _text(value: Any, where: str, place: str, limits: Limits) -> str:
     if not isinstance(value, str):
         raise DataError(
-            f"{where} {_called(value)} in {place}, where a text must stand; leave the record out or mend it"
+            f"{where} {_in_words(value)} in {place}, where a text must stand; leave the record out or mend it"
         )
     if len(value) > limits.document:
         raise _too_long(f"{where} in {place} a document", limits.document, "part it", "--max-document")
     return value
 
 
-def _called(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """A value of JSON or Parquet in words."""
     if value is None:
         return "null"
@@ -207,7 +207,7 @@ def _called(value: Any) -> str:
     return f"{name.get(type(value), f'a {type(value).__name__}')} {shorten(value)}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _some_of(names: Iterable[str]) -> str:
     """Names, the first few of many."""
     first = [shorten(name) for name in islice(names, _SHOWN + 1)]
     return ", ".join(first[:_SHOWN]) + (" and more" if first[_SHOWN:] else "")
@@ -234,7 +234,7 @@ def _rows(path: Path, field: str, limits: Limits) -> Iterator[str]:
 def _check_column(path: Path, schema: Any, field: str, types: Any) -> None:
     """The column is there, once, and has texts."""
     if field not in schema.names:
-        raise DataError(f"{path} has no column {shorten(field)}, but {_listed(schema.names)}; name it with --field")
+        raise DataError(f"{path} has no column {shorten(field)}, but {_some_of(schema.names)}; name it with --field")
     if schema.names.count(field) > 1:
         raise DataError(f"{path} has {schema.names.count(field)} columns {shorten(field)}; rename all but one")
     kind = schema.field(field).type
@@ -292,16 +292,16 @@ def _struct(file: BinaryIO, depth: int) -> dict[int, int]:
     """The whole numbers of a struct by their field; all else is passed over."""
     if depth > _DEEPEST:
         raise ValueError("a page's header is nested too deeply")
-    found: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     field = 0
     while head := _byte(file):
         kind, step = head & 15, head >> 4
-        field = field + step if step else _signed(_varint(file))
+        field = field + step if step else _zigzag(_varint(file))
         if kind in (_I16, _I32, _I64):
-            found[field] = _signed(_varint(file))
+            numbers[field] = _zigzag(_varint(file))
         else:
             _pass(file, kind, depth)
-    return found
+    return numbers
 
 
 def _pass(file: BinaryIO, kind: int, depth: int) -> None:
@@ -335,5 +335,5 @@ def _varint(file: BinaryIO) -> int:
             raise ValueError("a number in a page's header has too many bytes")
 
 
-def _signed(value: int) -> int:
+def _zigzag(value: int) -> int:
     return value >> 1 ^ -(value & 1)

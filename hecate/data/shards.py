@@ -51,6 +51,10 @@ class Shard(Config):
     starts_sha256: Digest
     text: Number
 
+    def digests(self) -> dict[str, str]:
+        """Expected SHA-256 of its files, by name."""
+        return {self.file: self.sha256, self.starts: self.starts_sha256}
+
 
 class Sidecar(Config):
     """Contents of a folder's `tokens.json`. [DATA-SHARD-D1]
@@ -140,10 +144,10 @@ class TokenFile(NamedTuple):
 
 def _check_size(path: Path, needed: int) -> None:
     with reading(path):
-        found = path.stat().st_size
-    if found != needed:
-        what = "is cut off" if found < needed else "has grown"
-        raise DataError(f"{path} {what}: it has {found} bytes, its folder says {needed}; put it back as it was written")
+        size = path.stat().st_size
+    if size != needed:
+        what = "is cut off" if size < needed else "has grown"
+        raise DataError(f"{path} {what}: it has {size} bytes, its folder says {needed}; put it back as it was written")
 
 
 def files_of(folder: Path, sidecar: Sidecar, split: Split) -> list[TokenFile]:
@@ -166,9 +170,9 @@ def nanogpt_file(path: Path) -> TokenFile:
     if magic == NANOGPT:
         if version != 1:
             raise DataError(f"{path} has a header of version {version}; version 1 is read")
-        found = TokenFile(path, "uint16", count, NANOGPT_HEADER)
-        found.check()
-        return found
+        shard = TokenFile(path, "uint16", count, NANOGPT_HEADER)
+        shard.check()
+        return shard
     if size % 2:
         raise DataError(f"{path} has {size} bytes, which are no uint16 tokens; is it cut off?")
     return TokenFile(path, "uint16", size // 2)
@@ -201,21 +205,21 @@ class TokenStream:
         pieces = []
         for file, first, last, _ in self._parts(at, at + count):
             dtype = np.dtype(file.dtype).newbyteorder("<")
-            raw = self._read(file.path, file.begin + first * dtype.itemsize, (last - first) * dtype.itemsize)
+            raw = self._read_bytes(file.path, file.begin + first * dtype.itemsize, (last - first) * dtype.itemsize)
             pieces.append(np.frombuffer(raw, dtype))
         return np.concatenate(pieces).astype(np.int64) if pieces else np.zeros(0, dtype=np.int64)
 
     def starts(self, at: int, end: int) -> NDArray[np.int64]:
         """Starts of documents among the tokens `at .. end`."""
-        found = [np.zeros(0, dtype=np.int64)]
+        places = [np.zeros(0, dtype=np.int64)]
         for file, first, last, before in self._parts(at, end):
             low, high = self._first_at(file, first), self._first_at(file, last)
             if high - low > last - first + _MOST_STARTS:
                 raise DataError(
                     f"{file.starts} has {high - low:,} documents in {last - first:,} tokens; is it damaged?"
                 )
-            found.append(self._places(file, low, high) + (before - self.begin))
-        return np.concatenate(found)
+            places.append(self._places(file, low, high) + (before - self.begin))
+        return np.concatenate(places)
 
     def next_start(self, at: int) -> int | None:
         """The first document that starts at or after a token; None where there is none."""
@@ -254,18 +258,18 @@ class TokenStream:
             if file_sha256(path) != file.starts_sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not what its folder says; put it back")
             self._checked.add(path)
-        return np.frombuffer(self._read(path, 8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
+        return np.frombuffer(self._read_bytes(path, 8 * first, 8 * max(last - first, 0)), dtype="<u8").astype(np.int64)
 
-    def _read(self, path: Path, at: int, count: int) -> bytes:
+    def _read_bytes(self, path: Path, at: int, count: int) -> bytes:
         with reading(path):
             if path not in self._open:
                 if len(self._open) >= _MOST_OPEN:
                     os.close(self._open.pop(next(iter(self._open))))
                 self._open[path] = os.open(path, os.O_RDONLY)
-            found = os.pread(self._open[path], count, at)
-        if len(found) != count:
+            content = os.pread(self._open[path], count, at)
+        if len(content) != count:
             raise DataError(f"{path} was cut off while it was read; put it back as it was written")
-        return found
+        return content
 
 
 def _close(handles: dict[Path, int]) -> None:
@@ -281,15 +285,13 @@ def file_sha256(path: Path) -> str:
 
 def hashes_of(folder: Path, sidecar: Sidecar) -> dict[Path, str]:
     """Expected SHA-256 of every file of a folder, by path."""
-    found = {}
-    for shard in (*sidecar.train, *sidecar.validation):
-        found[folder / shard.file] = shard.sha256
-        found[folder / shard.starts] = shard.starts_sha256
+    shards = (*sidecar.train, *sidecar.validation)
+    hashes = {folder / name: digest for shard in shards for name, digest in shard.digests().items()}
     if sidecar.tokenizer is not None:
-        found[folder / TOKENIZER] = sidecar.tokenizer
+        hashes[folder / TOKENIZER] = sidecar.tokenizer
     if sidecar.lengths is not None:
-        found[folder / LENGTHS] = sidecar.lengths
-    return found
+        hashes[folder / LENGTHS] = sidecar.lengths
+    return hashes
 
 
 def lengths_of(folder: Path, sidecar: Sidecar) -> NDArray[np.int64] | None:
@@ -308,11 +310,11 @@ def first_documents(folder: Path, count: int, most: int = 200) -> list[tuple[int
     """Tokens and first characters of the first training documents of a folder."""
     sidecar = read_sidecar(folder)
     stream, tokenizer = TokenStream(files_of(folder, sidecar, "train")), tokenizer_of(folder, sidecar)
-    found: list[tuple[int, str]] = []
+    documents: list[tuple[int, str]] = []
     at = 0
-    while len(found) < count and at < len(stream):
+    while len(documents) < count and at < len(stream):
         end = stream.next_start(at + 1) or len(stream)
         text = tokenizer.decode(stream.read(at, min(end - at, 2 * most)).tolist())
-        found.append((end - at, text if len(text) <= most else text[:most] + "..."))
+        documents.append((end - at, text if len(text) <= most else text[:most] + "..."))
         at = end
-    return found
+    return documents

@@ -290,7 +290,7 @@ def _generators(degree: int) -> list[tuple[int, ...]]:
 Length = Field(128, ge=4, le=1 << 20)
 
 
-def _even(length: int) -> Conflicts:
+def _check_even(length: int) -> Conflicts:
     if length % 2:
         yield ("seq_len",), f"must be even, pairs are two tokens, got {length}"
 
@@ -314,7 +314,7 @@ class MADRecall(Task):
     seq_len: int = Length
 
     def conflicts(self) -> Conflicts:
-        return _even(self.seq_len)
+        return _check_even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         return _pairs(rng, (rows, self.seq_len // 2), self.vocab_size, np.ones((rows, self.seq_len // 2), dtype=bool))
@@ -348,15 +348,15 @@ class MADNoisyRecall(Task):
                 f"noise_vocab={self.noise_vocab} leaves {self.vocab_size - self.noise_vocab} of "
                 f"vocab_size={self.vocab_size} for keys and values, which need 4 at least",
             )
-        yield from _even(self.seq_len)
+        yield from _check_even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         shape, used = (rows, self.seq_len // 2), self.vocab_size - self.noise_vocab
-        kept = rng.random(shape) >= self.noise
-        kept[:, [0, -1]] = True
-        tokens, targets = _pairs(rng, shape, used, kept)
+        clean = rng.random(shape) >= self.noise
+        clean[:, [0, -1]] = True
+        tokens, targets = _pairs(rng, shape, used, clean)
         noise = rng.integers(used, self.vocab_size, size=tokens.shape, dtype=np.int64)
-        return np.where(np.repeat(kept, 2, axis=1), tokens, noise), targets
+        return np.where(np.repeat(clean, 2, axis=1), tokens, noise), targets
 
     def chances(self) -> dict[str, float]:
         used = self.vocab_size - self.noise_vocab
@@ -527,7 +527,7 @@ class MADMemorization(Task):
     facts: int = Field(12345, ge=0, lt=1 << 63)
 
     def conflicts(self) -> Conflicts:
-        return _even(self.seq_len)
+        return _check_even(self.seq_len)
 
     def sample(self, rng: np.random.Generator, rows: int) -> tuple[Rows, Rows]:
         keys = (self.vocab_size - 1) // 2
@@ -543,25 +543,25 @@ class MADMemorization(Task):
 
 
 def _pairs(
-    rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, kept: NDArray[np.bool_]
+    rng: np.random.Generator, shape: tuple[int, int], vocabulary: int, clean: NDArray[np.bool_]
 ) -> tuple[Rows, Rows]:
-    """Pairs `[rows, 2 pairs]` of keys and their row's values; those in `kept` count, the others are no labels and not
+    """Pairs `[rows, 2 pairs]` of keys and their row's values; those in `clean` count, the others are no labels and not
     seen. The last key of a row is one of those seen before it."""
     rows, pairs = shape
     half = vocabulary // 2
     keys = rng.integers(0, half, size=shape, dtype=np.int64)
     values = rng.integers(half, vocabulary, size=(rows, half), dtype=np.int64)
     first = np.zeros(shape, dtype=bool)  # whether a key is seen here for the first time
-    seen = np.zeros((rows, half), dtype=bool)
+    present = np.zeros((rows, half), dtype=bool)
     for place in range(pairs - 1):
         key = keys[:, place, None]
-        first[:, place] = kept[:, place] & ~np.take_along_axis(seen, key, axis=1)[:, 0]
-        known = np.take_along_axis(seen, key, axis=1) | kept[:, place, None]
-        np.put_along_axis(seen, key, known, axis=1)
-    keys[:, -1] = np.argmax(rng.random((rows, half)) * seen, axis=1)  # uniform among those seen
+        first[:, place] = clean[:, place] & ~np.take_along_axis(present, key, axis=1)[:, 0]
+        known = np.take_along_axis(present, key, axis=1) | clean[:, place, None]
+        np.put_along_axis(present, key, known, axis=1)
+    keys[:, -1] = np.argmax(rng.random((rows, half)) * present, axis=1)  # uniform among those seen
     tokens = np.empty((rows, 2 * pairs), dtype=np.int64)
     answers = np.take_along_axis(values, keys, axis=1)
     tokens[:, ::2], tokens[:, 1::2] = keys, answers
     targets = np.full_like(tokens, IGNORED)
-    targets[:, ::2] = np.where(kept & ~first, answers, IGNORED)
+    targets[:, ::2] = np.where(clean & ~first, answers, IGNORED)
     return tokens, targets

@@ -28,7 +28,17 @@ SEPARATOR = b"\n"
 _DOCUMENT_BYTES, _SUFFIXES = 64 << 10, (".txt", ".md", ".rst", ".py")
 
 
-class Text(DataConfig):
+class _OfBytes(DataConfig):
+    """A text whose tokens are its bytes."""
+
+    def vocabulary(self) -> int:
+        return BYTES
+
+    def tokenizer(self) -> Tokenizer:
+        return Bytes()
+
+
+class Text(_OfBytes):
     """text: bytes of files; the last `validation` of them held out.
 
     `paths` are files, folders (every file below whose suffix is in `suffixes`) or globs, relative to the working
@@ -46,12 +56,6 @@ class Text(DataConfig):
     validation: float = Field(0.1, gt=0, lt=1)
     max_bytes: Count = Field(64 << 20, ge=2)
 
-    def vocabulary(self) -> int:
-        return BYTES
-
-    def tokenizer(self) -> Tokenizer:
-        return Bytes()
-
     def load(self) -> TextSource:
         """Reads every file; `DataError` names what is missing, empty, unreadable or too large."""
         documents, total = [], 0
@@ -66,7 +70,7 @@ class Text(DataConfig):
         return TextSource(documents, self.validation, {"files": len(documents)})
 
     def _files(self) -> list[Path]:
-        found: set[Path] = set()
+        paths: set[Path] = set()
         for text in self.paths:
             matches = files_of(text, lambda path: path.suffix in self.suffixes)
             if not matches:
@@ -74,8 +78,8 @@ class Text(DataConfig):
                 if Path(text).is_dir():
                     what = f"files ending in {', '.join(self.suffixes)} in folder"
                 raise DataError(f"data.paths: no {what} {text!r} (working directory {Path.cwd()})")
-            found.update(matches)
-        return sorted(found)
+            paths.update(matches)
+        return sorted(paths)
 
 
 class TextSource(WindowSource):
@@ -98,8 +102,8 @@ class TextSource(WindowSource):
         return self.windows(self.train, starts if rows is None else starts[rows.start : rows.stop], seq_len)
 
     def windows(self, part: Any, starts: NDArray[np.int64], seq_len: int) -> Batch:
-        found = part[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
-        return as_batch(found[:, :-1], found[:, 1:])
+        windows = part[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64)
+        return as_batch(windows[:, :-1], windows[:, 1:])
 
     def baselines(self, batch_size: int, seq_len: int, batches: int) -> dict[str, float]:
         starts = self.held_out_starts(batch_size, seq_len, batches)
@@ -109,16 +113,16 @@ class TextSource(WindowSource):
 
     def held_out(self) -> TextSource:
         """The same text, all of it for validation; what is trained on it is told nothing new."""
-        found = copy(self)
-        found.train = found.validation = np.concatenate([self.train, self.validation])
-        return found
+        source = copy(self)
+        source.train = source.validation = np.concatenate([self.train, self.validation])
+        return source
 
     def describe(self) -> dict[str, str | int | float]:
         sizes = {"training bytes": len(self.train), "validation bytes": len(self.validation)}
         return {**self._facts, **sizes, "sha256": self.fingerprint}
 
 
-class Bundled(DataConfig):
+class Bundled(_OfBytes):
     """bundled: bytes of Python's own language reference and standard library, and of installed packages.
 
     Needs no network and no file of ours: the topics of `pydoc_data.topics` (the text behind `help()`) and the top-level
@@ -139,18 +143,12 @@ class Bundled(DataConfig):
     max_bytes: int = Field(4 << 20, ge=1 << 12, le=64 << 20)
     packages: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
-    def vocabulary(self) -> int:
-        return BYTES
-
-    def tokenizer(self) -> Tokenizer:
-        return Bytes()
-
     def load(self) -> TextSource:
         """Collects the documents; `DataError` if this Python carries neither of the two, or for a package that is not
         installed."""
         documents = {**_topics(), **_library()}
         for package in self.packages:
-            documents |= _packaged(package)
+            documents |= _package_files(package)
         if not documents:
             raise DataError(
                 "this Python ships neither pydoc_data.topics nor standard library sources; give text of your own with "
@@ -181,14 +179,14 @@ def _library() -> dict[str, bytes]:
 
 def _readable(lead: str, root: Path, paths: Iterable[Path]) -> dict[str, bytes]:
     """Beginnings of files by their names below a root; one that cannot be read is one document fewer."""
-    found: dict[str, bytes] = {}
+    documents: dict[str, bytes] = {}
     for path in sorted(paths):
         with suppress(OSError):
-            found[f"{lead}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
-    return found
+            documents[f"{lead}/{path.relative_to(root).as_posix()}"] = read_file(path, _DOCUMENT_BYTES)
+    return documents
 
 
-def _packaged(name: str) -> dict[str, bytes]:
+def _package_files(name: str) -> dict[str, bytes]:
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"data.packages: {name!r} is no package that is installed; leave it out or install it")
@@ -224,12 +222,12 @@ def fit_ngrams(train: NDArray[np.uint8]) -> NGrams:
     head, tail = train[:cut], train[cut - 1 :]
     weight = 1.0
     if len(tail) > 1:
-        costs = [_smoothed(head, m).bits(tail[:-1], tail[1:])[1] for m in _GRID]
+        costs = [_smooth(head, m).bits(tail[:-1], tail[1:])[1] for m in _GRID]
         weight = _GRID[int(np.argmin(costs))]
-    return _smoothed(train, weight)
+    return _smooth(train, weight)
 
 
-def _smoothed(text: NDArray[np.uint8], weight: float) -> NGrams:
+def _smooth(text: NDArray[np.uint8], weight: float) -> NGrams:
     single = np.bincount(text, minlength=BYTES).astype(np.float64)
     pair_ids = text[:-1].astype(np.int64) * BYTES + text[1:]
     pairs = np.bincount(pair_ids, minlength=BYTES * BYTES).astype(np.float64).reshape(BYTES, BYTES)

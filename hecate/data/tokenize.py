@@ -23,7 +23,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hecate.data.base import Split
 from hecate.data.corpus import Limits, documents, find
 from hecate.data.shards import (
     LENGTHS,
@@ -75,7 +74,7 @@ class Encoded(NamedTuple):
     tokens: NDArray[np.uint32]
     counts: NDArray[np.int64]
     text: NDArray[np.int64]
-    held: NDArray[np.bool_]
+    held_out: NDArray[np.bool_]
 
 
 class Progress(NamedTuple):
@@ -108,26 +107,26 @@ def tokenize(
     """
     if not 0 <= validation < 1:
         raise DataError(f"--validation must be a share in [0, 1), got {validation}")
-    files, own = find(inputs), open_tokenizer(tokenizer)
+    files, encoder = find(inputs), open_tokenizer(tokenizer)
     listing = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     job = Job(
-        inputs=digest_of(listing), tokenizer=own.sha256, field=field, separator=separator, end=own.end,
+        inputs=digest_of(listing), tokenizer=encoder.sha256, field=field, separator=separator, end=encoder.end,
         validation=validation, shard_tokens=shard_tokens,
     )  # fmt: skip
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _begun(out, job):
-            if isinstance(own, FileTokenizer):
-                write_file(out / TOKENIZER, own.text)
+        with _claim(out, job):
+            if isinstance(encoder, FileTokenizer):
+                write_file(out / TOKENIZER, encoder.text)
             parts = finished_parts(out, progress, len(files))
             source = _batches(files, job, parts[-1] if parts else None, limits)
-            with _encoders(own, out, validation, workers) as encode:
-                for part in _parts(out, own, encode(source), len(parts), shard_tokens, progress, len(files)):
+            with _encoders(encoder, out, validation, workers) as encode:
+                for part in _parts(out, encoder, encode(source), len(parts), shard_tokens, progress, len(files)):
                     parts.append(part)
-            sidecar = _sidecar(out, own, parts)
+            sidecar = _sidecar(out, encoder, parts)
             write_file(out / SIDECAR, sidecar.text())
             empty = [shard for part in parts for shard in (part.train, part.validation) if not shard.tokens]
-            spare = [out / name for shard in empty for name in (shard.file, shard.starts)]
+            spare = [out / name for shard in empty for name in shard.digests()]
             for path in (*spare, *(_record(out, number) for number in range(len(parts))), out / JOB):
                 path.unlink()
     except OSError as error:
@@ -143,26 +142,26 @@ def tokenize(
 
 
 @contextmanager
-def _begun(out: Path, job: Job) -> Iterator[None]:
+def _claim(out: Path, job: Job) -> Iterator[None]:
     """The folder is this job's, and no other process writes there meanwhile."""
     if (out / SIDECAR).exists():
         raise DataError(f"{out} already holds tokens; `hecate data inspect` shows them, or choose another --out")
-    own = out / JOB
-    if not own.exists():
+    job_file = out / JOB
+    if not job_file.exists():
         if any(not item.name.startswith(TEMPORARY) for item in out.iterdir()):
             raise DataError(f"{out} holds other files; choose another --out")
-        write_file(own, job.model_dump_json())
-    with own.open("r+b") as file:  # what NFS locks has to be open to be written
+        write_file(job_file, job.model_dump_json())
+    with job_file.open("r+b") as file:  # what NFS locks has to be open to be written
         try:
-            lock(file.fileno(), own)
+            lock(file.fileno(), job_file)
         except BlockingIOError:
             raise DataError(f"another process is writing {out}: wait for it, or choose another --out") from None
         try:
-            begun = Job.model_validate_json(file.read(1 << 20))
+            started = Job.model_validate_json(file.read(1 << 20))
         except ConfigError:
-            raise DataError(f"{own} is damaged; delete {out} and begin again") from None
+            raise DataError(f"{job_file} is damaged; delete {out} and begin again") from None
         for name in Job.model_fields:
-            if getattr(begun, name) != getattr(job, name):
+            if getattr(started, name) != getattr(job, name):
                 raise DataError(
                     f"{out} was begun with other {name}; go on with the command that began it, or choose another --out"
                 )
@@ -172,33 +171,33 @@ def _begun(out: Path, job: Job) -> Iterator[None]:
             yield
         except DataError:
             if not _record(out, 0).exists():  # nothing to go on with: mended inputs or other options may follow
-                own.unlink()
+                job_file.unlink()
             raise
 
 
 def finished_parts(out: Path, progress: Callable[[Progress], None], files: int) -> list[Part]:
     """The parts that a killed run has finished, verified; after the first that is not whole all are written anew."""
-    found: list[Part] = []
-    while (path := _record(out, len(found))).exists():
+    parts: list[Part] = []
+    while (path := _record(out, len(parts))).exists():
         try:
             part = Part.model_validate_json(read_file(path, 1 << 20))
             for shard in (part.train, part.validation):
-                for name, digest in ((shard.file, shard.sha256), (shard.starts, shard.starts_sha256)):
+                for name, digest in shard.digests().items():
                     if file_sha256(out / name) != digest:
                         raise DataError(f"{name} is damaged")
         except (ConfigError, DataError) as error:
-            progress(Progress(0, 0, 0, files, f"part {len(found)} is written again: {error}"))
+            progress(Progress(0, 0, 0, files, f"part {len(parts)} is written again: {error}"))
             break
-        found.append(part)
-    shards = [shard for part in found for shard in (part.train, part.validation)]
-    if found:
-        read, made = sum(s.documents for s in shards), sum(s.tokens for s in shards)
-        progress(Progress(read, made, found[-1].file, files, f"going on after {len(found)} finished parts"))
-    number = len(found)
+        parts.append(part)
+    shards = [shard for part in parts for shard in (part.train, part.validation)]
+    if parts:
+        counts = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+        progress(Progress(*counts, parts[-1].file, files, f"going on after {len(parts)} finished parts"))
+    number = len(parts)
     while (path := _record(out, number)).exists():
         path.unlink()
         number += 1
-    return found
+    return parts
 
 
 class Place(NamedTuple):
@@ -215,8 +214,8 @@ def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits
     texts: list[str] = []
     letters, place = 0, Place(first, skip)
     for number in range(first, len(files)):
-        own = documents(files[number], field=job.field, separator=job.separator, limits=limits)
-        for index, text in enumerate(own, 1):
+        source = documents(files[number], field=job.field, separator=job.separator, limits=limits)
+        for index, text in enumerate(source, 1):
             place = Place(number, index)
             if (number == first and index <= skip) or not text:
                 continue
@@ -229,23 +228,23 @@ def _batches(files: Sequence[Path], job: Job, after: Part | None, limits: Limits
         yield texts, place
 
 
-_own: Any = None  # what a worker encodes with
+_encoder: Any = None  # what a worker encodes with
 
 
-def _prepare(given: str, validation: float) -> None:
+def _prepare(source: str, validation: float) -> None:
     """Readies a worker, which ends when the process that started it does, however that ends."""
-    global _own
+    global _encoder
     parent = parent_process()
     if parent is not None:
         Thread(target=lambda: (connection.wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the parent answers for all
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    own = open_tokenizer(given, tried=True)  # by the parent
-    _own = own, validation
+    tokenizer = open_tokenizer(source, tried=True)  # by the parent
+    _encoder = tokenizer, validation
 
 
 def _encode(texts: list[str]) -> Encoded:
-    return encoded(texts, *_own)
+    return encoded(texts, *_encoder)
 
 
 def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encoded:
@@ -257,12 +256,12 @@ def encoded(texts: list[str], tokenizer: Tokenizer, validation: float) -> Encode
     if tokenizer.end is not None:
         ids = [np.append(item, np.uint32(tokenizer.end)) for item in ids]
     bound = int(validation * 2**64)
-    held = [int.from_bytes(hashlib.blake2b(item, digest_size=8).digest(), "big") < bound for item in raw]
+    held_out = [int.from_bytes(hashlib.blake2b(item, digest_size=8).digest(), "big") < bound for item in raw]
     return Encoded(
         np.concatenate(ids) if ids else np.zeros(0, dtype=np.uint32),
         np.array([len(item) for item in ids], dtype=np.int64),
         np.array([len(item) for item in raw], dtype=np.int64),
-        np.array(held, dtype=bool),
+        np.array(held_out, dtype=bool),
     )
 
 
@@ -282,10 +281,10 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
         ready = context.Process(target=os.getpid)  # a Ctrl-C while modules load leaves no half-started worker
         ready.start()
         ready.join()
-    given = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
-    with ProcessPoolExecutor(workers, context, _prepare, (given, validation)) as pool:
+    source = str(out / TOKENIZER) if isinstance(tokenizer, FileTokenizer) else "bytes"
+    with ProcessPoolExecutor(workers, context, _prepare, (source, validation)) as pool:
 
-        def there(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
+        def encode_batches(batches: Iterator[tuple[list[str], Place]]) -> Iterator[tuple[Encoded, Place]]:
             waiting: deque[tuple[Future[Encoded], Place, int]] = deque()
             for texts, place in batches:
                 waiting.append((pool.submit(_encode, texts), place, sum(map(len, texts))))
@@ -295,7 +294,7 @@ def _encoders(tokenizer: Tokenizer, out: Path, validation: float, workers: int) 
             for future, place, _ in waiting:
                 yield future.result(), place
 
-        yield there
+        yield encode_batches
 
 
 def _parts(
@@ -314,16 +313,16 @@ def _parts(
     while ahead is not None:
         with (
             _Writer(out, f"train-{number:05d}", dtype) as train,
-            _Writer(out, f"validation-{number:05d}", dtype) as held,
+            _Writer(out, f"validation-{number:05d}", dtype) as validation,
         ):
             while ahead is not None and train.tokens < shard_tokens:
                 batch, place = ahead
-                train.add(batch, ~batch.held)
-                held.add(batch, batch.held)
+                train.add(batch, ~batch.held_out)
+                validation.add(batch, batch.held_out)
                 documents, tokens = documents + len(batch.counts), tokens + len(batch.tokens)
                 progress(Progress(documents, tokens, place.file + 1, files))
                 ahead = next(batches, None)
-            part = Part(file=place.file, document=place.document, train=train.put(), validation=held.put())
+            part = Part(file=place.file, document=place.document, train=train.put(), validation=validation.put())
         write_file(_record(out, number), part.model_dump_json())
         yield part
         number += 1
@@ -377,11 +376,9 @@ class _Writer:
 
 def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
     """Of all parts, shards without a document left out."""
-    shards: dict[Split, tuple[Shard, ...]] = {}
-    for split in ("train", "validation"):
-        whole = [getattr(part, split) for part in parts]
-        shards[split] = tuple(shard for shard in whole if shard.tokens)
-    if not shards["train"]:
+    train = tuple(part.train for part in parts if part.train.tokens)
+    validation = tuple(part.validation for part in parts if part.validation.tokens)
+    if not train:
         raise DataError("there is no document to train on; name more files, or lower --validation")
     table = tokenizer.lengths()
     if table is not None:
@@ -392,8 +389,8 @@ def _sidecar(out: Path, tokenizer: Tokenizer, parts: Sequence[Part]) -> Sidecar:
         tokenizer=tokenizer.sha256 if isinstance(tokenizer, FileTokenizer) else None,
         end=tokenizer.end,
         lengths=None if table is None else hashlib.sha256(table.astype("<u4").tobytes()).hexdigest(),
-        train=shards["train"],
-        validation=shards["validation"],
+        train=train,
+        validation=validation,
     )
 
 

@@ -106,13 +106,13 @@ class FileTokenizer(Tokenizer):
 
     def __init__(self, text: str, where: str, *, tried: bool = False) -> None:
         self.text, self.where = text, where
-        content, made = raw(text), library("tokenizers")
+        content, tokenizers = raw(text), library("tokenizers")
         self.sha256 = hashlib.sha256(content).hexdigest()
         if not tried and self.sha256 not in _tried:
             _try(content, where)
             _tried.add(self.sha256)
-        with _serving(where):
-            self._own = made.Tokenizer.from_str(text)
+        with _translating(where):
+            self._own = tokenizers.Tokenizer.from_str(text)
             self._own.encode_special_tokens = True
             self._own.no_truncation()
             self._own.no_padding()
@@ -126,25 +126,25 @@ class FileTokenizer(Tokenizer):
         refuse_one_text(texts)
         for text in texts:
             raw(text)
-        with _serving(self.where):
-            found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(item.ids, dtype=np.uint32) for item in found]
+        with _translating(self.where):
+            encodings = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(item.ids, dtype=np.uint32) for item in encodings]
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
         """Words and their parts; special tokens are shown by their names."""
-        held: list[int] = []
+        pending: list[int] = []
         shown = ""
         for token in ids:
-            held.append(token)
-            text = self._shown(held)
+            pending.append(token)
+            text = self._text_of(pending)
             if text.endswith("\ufffd"):  # the rest of the character may follow
                 continue
             yield text[len(shown) :]
-            held, shown = held[-1:], self._shown(held[-1:])
-        yield self._shown(held)[len(shown) :]
+            pending, shown = pending[-1:], self._text_of(pending[-1:])
+        yield self._text_of(pending)[len(shown) :]
 
-    def _shown(self, ids: list[int]) -> str:
-        with _serving(self.where):
+    def _text_of(self, ids: list[int]) -> str:
+        with _translating(self.where):
             return str(self._own.decode(ids, skip_special_tokens=False))
 
     def lengths(self) -> NDArray[np.uint32] | None:
@@ -152,12 +152,12 @@ class FileTokenizer(Tokenizer):
         description: dict[str, Any] = json.loads(self.text)
         if "ByteLevel" not in _kinds(description.get("decoder")):
             return None
-        found = np.zeros(self.size, dtype=np.uint32)
+        lengths = np.zeros(self.size, dtype=np.uint32)
         for name, token in self._own.get_vocab().items():
-            found[token] = len(name)  # one character stands for each byte
+            lengths[token] = len(name)  # one character stands for each byte
         for token, added in self._own.get_added_tokens_decoder().items():
-            found[token] = 0 if added.special else len(added.content.encode())
-        return found
+            lengths[token] = 0 if added.special else len(added.content.encode())
+        return lengths
 
 
 _tried: set[str] = set()  # hashes of tokenizers that serve
@@ -203,7 +203,7 @@ def _try(content: bytes, where: str) -> None:
 
 
 @contextmanager
-def _serving(where: str) -> Iterator[None]:
+def _translating(where: str) -> Iterator[None]:
     """Around calls of the library, which raises plain exceptions, and panics with what is no `Exception`."""
     try:
         yield
@@ -229,11 +229,11 @@ def _kinds(decoder: dict[str, Any] | None) -> set[str]:
     return {str(decoder.get("type"))}.union(*map(_kinds, inner))
 
 
-def open_tokenizer(given: str | Path, *, tried: bool = False) -> Tokenizer:
+def open_tokenizer(source: str | Path, *, tried: bool = False) -> Tokenizer:
     """`bytes`, or the tokenizer of a file, which is tried in a process of its own unless it was."""
-    if str(given) == "bytes":
+    if str(source) == "bytes":
         return Bytes()
-    path = Path(given)
+    path = Path(source)
     with reading(f"tokenizer {path}", "give a tokenizer.json, or bytes"):
         content = read_file(path, MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -255,16 +255,16 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int) -> str:
     first = next(filter(None, texts), None)
     if first is None:
         raise DataError("there is no text to train a tokenizer on; name more files")
-    own = library("tokenizers")
-    found = own.Tokenizer(own.models.BPE())
-    found.pre_tokenizer = own.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = own.decoders.ByteLevel()
-    alphabet = own.pre_tokenizers.ByteLevel.alphabet()
-    trainer = own.trainers.BpeTrainer(
+    tokenizers = library("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    found.train_from_iterator(chain([first], texts), trainer)
-    return str(found.to_str(pretty=True)) + "\n"
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
+    return str(tokenizer.to_str(pretty=True)) + "\n"
 
 
 def library(name: str) -> Any:

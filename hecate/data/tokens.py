@@ -46,15 +46,15 @@ def permuted(places: Numbers, size: int, keys: NDArray[np.uint64]) -> Numbers:
     out = np.array(places, dtype=np.uint64)
     outside = np.ones(out.shape, dtype=bool)
     while outside.any():
-        left, right = out[outside] >> shift, out[outside] & mask
+        high, low = out[outside] >> shift, out[outside] & mask
         for key in keys:
-            left, right = right, left ^ (_mixed(right, key) & mask)
-        out[outside] = (left << shift) | right
+            high, low = low, high ^ (_mix(low, key) & mask)
+        out[outside] = (high << shift) | low
         outside = out >= size
     return out.astype(np.int64)
 
 
-def _mixed(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
+def _mix(x: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """The finaliser of splitmix64: uint64 arithmetic, the same on every platform and version."""
     with np.errstate(over="ignore"):
         x = (x ^ key) + np.uint64(0x9E3779B97F4A7C15)
@@ -71,12 +71,12 @@ def numbers_of(step: int, batch_size: int, rows: range | None = None) -> Numbers
 
 def shuffled(numbers: Numbers, windows: int, seed: int) -> Numbers:
     """The window of each number; a batch may span two epochs. [DATA-CURSOR-D1]"""
-    found = np.empty_like(numbers)
+    order = np.empty_like(numbers)
     epochs = numbers // windows
     for epoch in np.unique(epochs):
-        own = epochs == epoch
-        found[own] = permuted(numbers[own] % windows, windows, epoch_keys(seed, int(epoch)))
-    return found
+        mask = epochs == epoch
+        order[mask] = permuted(numbers[mask] % windows, windows, epoch_keys(seed, int(epoch)))
+    return order
 
 
 def in_lanes(
@@ -92,8 +92,8 @@ def in_lanes(
     lane = windows // batch_size
     epoch, place = divmod(step, lane)
     begin = int(epoch_keys(seed, epoch)[0] % np.uint64(windows))
-    found = (begin + numbers_of(0, batch_size, rows) * lane + place) % windows
-    return found, (found == 0) | (place == 0)
+    chosen = (begin + numbers_of(0, batch_size, rows) * lane + place) % windows
+    return chosen, (chosen == 0) | (place == 0)
 
 
 SAMPLED = 1 << 20
@@ -166,18 +166,18 @@ class Tokens(DataConfig):
 
     def load(self) -> TokenSource:
         """Opens the files and checks their sizes; hashes are for `hecate data inspect`."""
-        train = _opened(Path(self.path), "train")
+        train = _open_split(Path(self.path), "train")
         other = isinstance(self.validation, str)
-        validation = _opened(Path(str(self.validation)), "validation") if other else None
+        validation = _open_split(Path(str(self.validation)), "validation") if other else None
         if validation is not None and validation.maker != train.maker:
             raise DataError(
                 f"the tokens of {self.validation} are of another tokenizer than those of {self.path}; tokenize both "
                 "with one"
             )
-        for given in (train, validation):
-            if given is not None and (given.vocabulary or 0) > self.vocabulary():
+        for opened in (train, validation):
+            if opened is not None and (opened.vocabulary or 0) > self.vocabulary():
                 raise DataError(
-                    f"the tokens of {self.path} have a vocabulary of {given.vocabulary}, data.vocab_size is "
+                    f"the tokens of {self.path} have a vocabulary of {opened.vocabulary}, data.vocab_size is "
                     f"{self.vocab_size}; leave it out and it is filled in"
                 )
         if self.tokenizer_file is not None and train.maker not in (None, open_tokenizer(self.tokenizer_file).sha256):
@@ -195,11 +195,11 @@ class Opened(NamedTuple):
     lengths: NDArray[np.int64] | None = None
 
 
-def _opened(path: Path, wanted: Split) -> Opened:
+def _open_split(path: Path, wanted: Split) -> Opened:
     """A folder of shards, or `.bin` files; of a folder named for validation its validation tokens, or else all."""
     if path.is_file() and path.suffix == ".bin":
-        found = {split: [nanogpt_file(path)] if split == wanted else [] for split in get_args(Split)}
-        return Opened(found, _print_of(found[wanted]))
+        files = {split: [nanogpt_file(path)] if split == wanted else [] for split in get_args(Split)}
+        return Opened(files, _print_of(files[wanted]))
     if (path / SIDECAR).exists() or not any(path.glob("*.bin")):
         sidecar: Sidecar = read_sidecar(path)
         files = {split: files_of(path, sidecar, split) for split in get_args(Split)}
@@ -226,13 +226,13 @@ def _opened(path: Path, wanted: Split) -> Opened:
 
 def _print_of(files: list[TokenFile]) -> str:
     """SHA-256 of the sizes of files without a sidecar, and of the tokens at both of their ends."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         stream = TokenStream([file])
-        found.update(f"{file.dtype}/{file.tokens}/".encode())
-        found.update(stream.read(0, min(_EDGE, file.tokens)).tobytes())
-        found.update(stream.read(max(file.tokens - _EDGE, 0), min(_EDGE, file.tokens)).tobytes())
-    return found.hexdigest()
+        digest.update(f"{file.dtype}/{file.tokens}/".encode())
+        digest.update(stream.read(0, min(_EDGE, file.tokens)).tobytes())
+        digest.update(stream.read(max(file.tokens - _EDGE, 0), min(_EDGE, file.tokens)).tobytes())
+    return digest.hexdigest()
 
 
 class TokenSource(WindowSource):
@@ -244,27 +244,27 @@ class TokenSource(WindowSource):
     def __init__(self, config: Tokens, train: Opened, validation: Opened | None) -> None:
         self.config, self._vocabulary = config, config.vocabulary()
         whole = TokenStream(train.files["train"])
-        held = TokenStream((validation or train).files["validation"])
+        tail = TokenStream((validation or train).files["validation"])
         if isinstance(config.validation, float):
             cut = len(whole) - max(int(len(whole) * config.validation), 1)
             if whole.has_starts and cut > 0:
                 cut = whole.next_start(cut) or cut  # no document is in both
-            whole, held = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
-        elif not len(held):
+            whole, tail = whole.part(0, max(cut, 0)), whole.part(max(cut, 0), len(whole))
+        elif not len(tail):
             raise DataError(
                 f"{config.path} has no validation tokens; hold out some of the training tokens with "
                 "data.validation=0.01, or name a folder there"
             )
-        if config.documents != "ignore" and not (whole.has_starts and held.has_starts):
+        if config.documents != "ignore" and not (whole.has_starts and tail.has_starts):
             raise DataError(
                 f"data.documents is {config.documents!r}, but nothing says where documents start in {config.path}; "
                 "write data.documents=ignore, or make shards of the text with `hecate data tokenize`"
             )
-        self.train, self.validation = whole, held
+        self.train, self.validation = whole, tail
         self.carries = config.carries
         self.metric = "perplexity" if train.lengths is None else "bits_per_byte"
         self.lengths = None if train.lengths is None else torch.from_numpy(train.lengths)
-        facts = [train.digest, validation and validation.digest, config.documents, config.state, len(whole), len(held)]
+        facts = [train.digest, validation and validation.digest, config.documents, config.state, len(whole), len(tail)]
         self.fingerprint = digest_of(facts)
 
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:
@@ -315,14 +315,14 @@ class TokenSource(WindowSource):
                 places = part.starts(at, at + seq_len + 1) - at
                 targets[row, places[places > 0] - 1] = IGNORED
                 resets[row, places[places < seq_len]] = True
-        kept = torch.from_numpy(resets) if self.config.documents == "reset" else None
-        return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets), kept)
+        masks = torch.from_numpy(resets) if self.config.documents == "reset" else None
+        return Batch(torch.from_numpy(tokens[:, :-1].copy()), torch.from_numpy(targets), masks)
 
     def _ids(self, stream: TokenStream, at: int, count: int) -> NDArray[np.int64]:
-        found = stream.read(at, min(count, len(stream) - at))
-        if len(found) and int(found.max()) >= self._vocabulary:
+        ids = stream.read(at, min(count, len(stream) - at))
+        if len(ids) and int(ids.max()) >= self._vocabulary:
             raise DataError(
-                f"{self.config.path} has token {int(found.max())} near place {at:,}, and data has a vocabulary of "
+                f"{self.config.path} has token {int(ids.max())} near place {at:,}, and data has a vocabulary of "
                 f"{self._vocabulary}: the shards are of another tokenizer, or damaged (`hecate data inspect` tells)"
             )
-        return found
+        return ids

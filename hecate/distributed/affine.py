@@ -39,15 +39,15 @@ def not_affine(config: MemoryConfig, gates: Gates | None = None) -> str | None:
     if rule.retention.dual or not rule.retention.weighted_sum:
         return f"retention {rule.retention.kind!r} is not linear"
     algorithm, shape = rule.algorithm, (2, 3)
-    own = algorithm.slot_shapes(shape)
-    if not algorithm.linear or algorithm.context_shapes(2, 3) or any(size != shape for size in own.values()):
+    slots = algorithm.slot_shapes(shape)
+    if not algorithm.linear or algorithm.context_shapes(2, 3) or any(size != shape for size in slots.values()):
         return f"algorithm {algorithm.kind!r} is not linear in gradients and slots of the memory's own shape"
     if not config.readout.plain:
         return f"readout {config.readout.kind!r} has a state of its own"
     if config.on_nonfinite == "skip":
         return "on_nonfinite='skip' asks the state which tokens are written"
     if gates is not None and gates.retain_value is not None:
-        if own:
+        if slots:
             return f"a retain per value channel decays the memory and not the slots of algorithm {algorithm.kind!r}"
         if forms.error and config.decay_order == "with_step":
             return "a retain per value channel with decay_order='with_step' gives every value channel an A of its own"
@@ -62,7 +62,7 @@ def spreading(config: MemoryConfig) -> MemoryConfig:
 
 
 @lru_cache(maxsize=256)
-def _divided(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
+def _split_normalizer(config: MemoryConfig) -> tuple[MemoryConfig, MemoryConfig]:
     """The memory without its normaliser, and the normaliser; no scan asks for a gating."""
     plain = config.model_copy(update={"gating": Plain()})
     return plain.model_copy(update={"normalizer": "none"}), plain.counting
@@ -86,26 +86,26 @@ class Scan(NamedTuple):
     def run(self) -> tuple[Tensor, MemoryState]:
         """Outputs and the state after the last token."""
         config, q, k, v, gates, state, params, initial, write, reset, how = self
-        given: dict[str, Any] = {"phi_params": params, "initial": initial, "write_mask": write, "reset_mask": reset}
-        return memory_scan(config, q, k, v, gates, state=state, **given, **how)
+        options: dict[str, Any] = {"phi_params": params, "initial": initial, "write_mask": write, "reset_mask": reset}
+        return memory_scan(config, q, k, v, gates, state=state, **options, **how)
 
     def fresh(self) -> MemoryState:
         """The state before any token, at which a reset restarts."""
         none = (slice(None), slice(0))
         gates = Gates(*(gate[none] if isinstance(gate, Tensor) else gate for gate in self.gates))  # type: ignore[arg-type]
-        own = self._replace(q=self.q[none], k=self.k[none], v=self.v[none], gates=gates, state=None)
-        return own._replace(write_mask=None, reset_mask=None, how={}).run()[1]
+        empty = self._replace(q=self.q[none], k=self.k[none], v=self.v[none], gates=gates, state=None)
+        return empty._replace(write_mask=None, reset_mask=None, how={}).run()[1]
 
     @property
     def slots(self) -> list[Tensor]:
         """The memory and the slots of its state, `[B, H, ...]`."""
         return [self.state.memory["weight"], *self.state.slots.values()]
 
-    def of(self, v: Tensor, slots: list[Tensor], initial: Tensor, kept: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def of(self, v: Tensor, slots: list[Tensor], initial: Tensor, gate: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """The same with other values, state and initial weights: outputs, the memory and the slots."""
         named = dict(zip(self.state.slots, slots[1:], strict=True))
         state = self.state._replace(memory={"weight": slots[0]}, slots=named)
-        gates = self.gates._replace(retain_value=kept)
+        gates = self.gates._replace(retain_value=gate)
         y, end = self._replace(v=v, gates=gates, state=state, initial={"weight": initial}).run()
         return y, [end.memory["weight"], *end.slots.values()]
 
@@ -132,12 +132,12 @@ class Piece(NamedTuple):
 
     def moved(self, states: list[Tensor], moves: list[list[Tensor]], rows: Tensor | None) -> list[Tensor]:
         """X A, part by part."""
-        found = []
+        ends = []
         for row in moves:
             terms = [x @ a if self.dense else x * a for x, a in zip(states, row, strict=True)]
             total = sum(terms[1:], terms[0])
-            found.append(total if rows is None else total * rows)
-        return found
+            ends.append(total if rows is None else total * rows)
+        return ends
 
     def answered(self, states: list[Tensor]) -> Tensor:
         """y_B + X y_A: reads are `[B, T, H, P]`, which X `[B, H, V, P]` is applied to, or if diagonal multiplies."""
@@ -154,18 +154,18 @@ def affine_scan(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     """Outputs of this rank's piece and the state after the last rank's, on every rank."""
     config = scan.config
     if config.normalizer == "none":
-        return _combined(ranks, scan)
+        return _combine(ranks, scan)
     floor, gates = scan.gates.floor, scan.gates._replace(floor=None)
-    held = scan.state.normalizer
-    if held is None:
+    normalizer = scan.state.normalizer
+    if normalizer is None:
         raise RuntimeError("a memory with a normaliser starts with one")
-    own, counting = _divided(config)
-    plain = scan._replace(config=own, gates=gates, state=scan.state._replace(normalizer=None))
-    y, state = _combined(ranks, plain)
-    zero = {"weight": torch.zeros_like(held.memory["weight"])}
-    held = held._replace(seen=scan.state.seen)
-    counter = plain._replace(config=counting, v=torch.ones_like(scan.v[..., :1]), initial=zero, state=held)
-    z, count = _combined(ranks, counter)
+    memory, counting = _split_normalizer(config)
+    plain = scan._replace(config=memory, gates=gates, state=scan.state._replace(normalizer=None))
+    y, state = _combine(ranks, plain)
+    zero = {"weight": torch.zeros_like(normalizer.memory["weight"])}
+    normalizer = normalizer._replace(seen=scan.state.seen)
+    counter = plain._replace(config=counting, v=torch.ones_like(scan.v[..., :1]), initial=zero, state=normalizer)
+    z, count = _combine(ranks, counter)
     if config.normalizer == "sum":
         y = one(execute(DIVIDE, y, z))
     else:
@@ -175,13 +175,13 @@ def affine_scan(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     return y, state._replace(normalizer=count._replace(seen=None))
 
 
-def _combined(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
+def _combine(ranks: Ranks, scan: Scan) -> tuple[Tensor, MemoryState]:
     config, forms = scan.config, scan.config.forms
     # What the gates alone tell: only of steps M' = retain M + D whose direction is that of gd or momentum.
-    told = forms.target and forms.plain and forms.algorithm is not None
+    gated = forms.target and forms.plain and forms.algorithm is not None
     if config.structure.diagonal:
         piece = _diagonal_piece(scan)
-    elif told:
+    elif gated:
         piece = _gated_piece(scan)
     else:
         piece = _matrix_piece(scan)
@@ -221,12 +221,12 @@ def _matrix_piece(scan: Scan) -> Piece:
         at = width + index * phi
         block[..., at : at + phi, :] = torch.eye(phi, dtype=start.dtype, device=start.device)
         blocks.append(block)
-    kept = scan.gates.retain_value
-    own = None if kept is None else pad(kept, (0, count * phi), value=1.0)
-    y, ends = scan.of(wide, blocks, restart, own)
+    retain_value = scan.gates.retain_value
+    row_retain = None if retain_value is None else pad(retain_value, (0, count * phi), value=1.0)
+    y, ends = scan.of(wide, blocks, restart, row_retain)
     y, *reads = y.split([width, *[phi] * count], -1)
     parts = [end.split([width, *[phi] * count], -2) for end in ends]
-    rows, rows_read = (None, None) if kept is None else _rows(scan, kept)
+    rows, rows_read = (None, None) if retain_value is None else _rows(scan, retain_value)
     return Piece(y, [part[0] for part in parts], [list(part[1:]) for part in parts], reads, True, rows, rows_read)
 
 
@@ -246,10 +246,10 @@ def _diagonal_piece(scan: Scan) -> Piece:
 
 def _gated_piece(scan: Scan) -> Piece:
     """A plain scan from 0, and products of gates: writes that do not look at the memory leave X times those."""
-    config, kept = scan.config, scan.gates.retain_value
+    config, retain_value = scan.config, scan.gates.retain_value
     restart = scan.fresh().memory["weight"]
     none = [torch.zeros_like(item) for item in scan.slots]
-    y, ends = scan.of(scan.v, none, restart, kept)
+    y, ends = scan.of(scan.v, none, restart, retain_value)
     q, dtype = scan.q, restart.dtype
     k, v = (x if config.writes == 1 else x[:, :, 0] for x in (scan.k, scan.v))
     few = Gates(retain=scan.gates.retain, momentum=scan.gates.momentum)
@@ -278,7 +278,7 @@ def _gated_piece(scan: Scan) -> Piece:
     count = len(none)
     last = [_at_end(factor, 1.0 if at in (0, 3) else 0.0).unsqueeze(-2) for at, factor in enumerate(after)]
     moves = [last[at : at + count] for at in range(0, len(last), count)]
-    rows, rows_read = (None, None) if kept is None else _rows(scan, kept)
+    rows, rows_read = (None, None) if retain_value is None else _rows(scan, retain_value)
     return Piece(y, ends, moves, reads, False, rows, rows_read)
 
 
@@ -304,7 +304,7 @@ def _at_end(after: Tensor, start: float) -> Tensor:
     return after[:, -1] if after.shape[1] else after.new_full((after.shape[0], *after.shape[2:]), start)
 
 
-def _rows(scan: Scan, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _rows(scan: Scan, retain_value: Tensor) -> tuple[Tensor, Tensor]:
     """The products of a decay of value channels, at the end `[B, H, V, 1]` and as every token reads them."""
-    after = _neutral(kept.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
+    after = _neutral(retain_value.to(scan.slots[0].dtype), scan, reset=False).cumprod(1)
     return _at_end(after, 1.0).unsqueeze(-1), _as_read(scan.config, after, None, first=1.0)

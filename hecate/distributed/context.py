@@ -60,19 +60,19 @@ def way(config: MemoryConfig, heads: int, ranks: int, gates: Gates | None = None
 def ways(model: nn.Module, ranks: int) -> dict[str, Way]:
     """Way in which `share` has each layer of a model go over so many ranks, by its path; no process but this one is
     asked, and parameters may be on the meta device. [CTX-WAY-D2]"""
-    found: dict[str, Way] = {}
+    table: dict[str, Way] = {}
     for path, layer in _layers(model):
         if _shares(layer) == "turns":
-            found[path] = Way("relay", f"{type(layer).__name__} goes on from the state that the piece before has left")
+            table[path] = Way("relay", f"{type(layer).__name__} goes on from the state that the piece before has left")
         if _shares(layer) != "itself":
             continue
         scans = {name: part for name, part in layer.named_modules() if _scans(part)}
         for name, part in scans.items():
-            made = Gates(retain_value=torch.empty(0)) if "retain_value" in part.config.gating.gates else None
-            found[".".join(filter(None, (path, name)))] = way(part.config, part.heads, ranks, made)
+            gates = Gates(retain_value=torch.empty(0)) if "retain_value" in part.config.gating.gates else None
+            table[".".join(filter(None, (path, name)))] = way(part.config, part.heads, ranks, gates)
         if not scans:
-            found[path] = Way("relay", f"{type(layer).__name__} hands on the keys and values that it has seen")
-    return found
+            table[path] = Way("relay", f"{type(layer).__name__} hands on the keys and values that it has seen")
+    return table
 
 
 class Context(exchange.Ranks):
@@ -89,65 +89,65 @@ class Context(exchange.Ranks):
             with torch.no_grad():
                 template = like()
             state, anchor = exchange.receive(template, self)
-        found, after = run(state)
+        output, after = run(state)
         if not self.last:
             anchor = anchor + exchange.send(after, self)
-        return found, after, anchor
+        return output, after, anchor
 
     def final(self, state: Tree, *, alike: bool = True) -> Tree:
         """The last rank's state, on every rank, `alike` if all have one of the same shapes; gradients of it are the
         last rank's alone."""
         return exchange.from_last(state, self, alike=alike)
 
-    def counted(self, seen: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+    def counted(self, origin: Tensor, write: Tensor | None, reset: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Tokens written since the start or the last reset `[B]`, before this piece and after the last, of `seen`
         before the first."""
-        ones = torch.ones(len(seen), length, dtype=torch.bool, device=seen.device) if write is None else write
-        mine = torch.zeros_like(seen)
+        ones = torch.ones(len(origin), length, dtype=torch.bool, device=origin.device) if write is None else write
+        mine = torch.zeros_like(origin)
         if length:
             mine = written_before(mine, ones, reset, length)[:, -1] + ones[:, -1]
-        fresh = torch.zeros_like(seen) if reset is None else reset.any(1).long()
-        before = count = seen
-        for rank, (own, restarts) in enumerate(exchange.gather(torch.stack([mine, fresh]), self)):
+        fresh = torch.zeros_like(origin) if reset is None else reset.any(1).long()
+        before = count = origin
+        for rank, (number, restarts) in enumerate(exchange.gather(torch.stack([mine, fresh]), self)):
             before = count if rank == self.rank else before
-            count = torch.where(restarts.bool(), own, count + own)
+            count = torch.where(restarts.bool(), number, count + number)
         return before, count
 
     def halo(
         self,
         x: Tensor,
-        kept: int,
+        width: int,
         past: Tensor | None,
         segment: Tensor | None,
         write: Tensor | None,
         reset: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The `kept` tokens before this piece `[B, T, C]`, and the documents that they are of, numbered as the first
+        """The `width` tokens before this piece `[B, T, C]`, and the documents that they are of, numbered as the first
         token's before its own reset is 0; None where there are no borders. `past` and `segment` are those before the
         first piece. Tokens that are not written are 0. [CTX-HALO-D1]"""
         batch, length, _ = x.shape
-        left = x if write is None else torch.where(write.unsqueeze(-1), x, 0.0)
-        short = max(0, kept - length)
-        tail = torch.cat([x.new_zeros(batch, short, x.shape[2]), left[:, max(0, length - kept) :]], 1)
+        written = x if write is None else torch.where(write.unsqueeze(-1), x, 0.0)
+        short = max(0, width - length)
+        tail = torch.cat([x.new_zeros(batch, short, x.shape[2]), written[:, max(0, length - width) :]], 1)
         every = exchange.gather(tail, self)
-        known = torch.arange(kept, device=x.device) >= short
-        own = torch.zeros(batch, length, dtype=torch.int64, device=x.device) if reset is None else reset.cumsum(1)
-        total = own[:, -1:] if length else own.new_zeros(batch, 1)
-        places = torch.cat([own.new_zeros(batch, short), own[:, max(0, length - kept) :]], 1)
+        known = torch.arange(width, device=x.device) >= short
+        segments = torch.zeros(batch, length, dtype=torch.int64, device=x.device) if reset is None else reset.cumsum(1)
+        total = segments[:, -1:] if length else segments.new_zeros(batch, 1)
+        places = torch.cat([segments.new_zeros(batch, short), segments[:, max(0, length - width) :]], 1)
         facts = exchange.gather(torch.cat([known.long().expand(batch, -1), places, total], 1), self)
-        first = x.new_zeros(batch, kept, x.shape[2]) if past is None else past.to(x.dtype)
-        origin = own.new_zeros(batch, kept) if segment is None else segment
-        tokens, documents, valid, borders = [first], [origin], [known.new_ones(kept)], own.new_zeros(batch, 1)
+        first = x.new_zeros(batch, width, x.shape[2]) if past is None else past.to(x.dtype)
+        origin = segments.new_zeros(batch, width) if segment is None else segment
+        tokens, documents, valid, borders = [first], [origin], [known.new_ones(width)], segments.new_zeros(batch, 1)
         for rank in range(self.rank):
-            flags, own_places, count = facts[rank].split([kept, kept, 1], 1)
+            flags, own_places, count = facts[rank].split([width, width, 1], 1)
             tokens.append(every[rank])
             documents.append(own_places + borders)
             valid.append(flags[0].bool())
             borders = borders + count
-        order = torch.cat(valid).int().argsort(stable=True)[-kept:]
-        found = torch.cat(tokens, 1)[:, order] + every[:0].sum()
+        order = torch.cat(valid).int().argsort(stable=True)[-width:]
+        window = torch.cat(tokens, 1)[:, order] + every[:0].sum()
         numbers = torch.cat(documents, 1)[:, order] - borders
-        return found, None if reset is None and segment is None else numbers
+        return window, None if reset is None and segment is None else numbers
 
 
 # One scan.
@@ -199,8 +199,8 @@ def _by_algebra(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
     start: Any = scan.fresh() if scan.state is None else scan.state
     count: Tensor | None = None
     if scan.config.feature_map.needs_position:
-        seen, count = context.counted(start.seen, scan.write_mask, scan.reset_mask, scan.q.shape[1])
-        start = start._replace(seen=seen)
+        before, count = context.counted(start.seen, scan.write_mask, scan.reset_mask, scan.q.shape[1])
+        start = start._replace(seen=before)
     y, after = affine_scan(context, scan._replace(v=scan.v.to(start.memory["weight"].dtype), state=start))
     return y.to(scan.v.dtype), after._replace(seen=count)
 
@@ -220,16 +220,16 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
     lengths = exchange.lengths_of(length, context, q.device)
     some = slice(context.rank * heads // context.size, (context.rank + 1) * heads // context.size)
 
-    def there(x: Any, name: str = "") -> Any:
+    def to_heads(x: Any, name: str = "") -> Any:
         """`[B, own T, (n,) H, *]` -> `[B, T, (n,) H / ranks, *]`."""
         if not isinstance(x, Tensor):
             return x
         axis = 3 if config.writes > 1 and name in _EACH_WRITE else 2
         x = x.movedim(axis, 2)
-        found = exchange.swap(x.reshape(*x.shape[:3], -1), context, lengths, there=True)
-        return found.reshape(*found.shape[:3], *x.shape[3:]).movedim(2, axis)
+        out = exchange.swap(x.reshape(*x.shape[:3], -1), context, lengths, there=True)
+        return out.reshape(*out.shape[:3], *x.shape[3:]).movedim(2, axis)
 
-    own = Gates(**{name: there(gate, name) for name, gate in gates._asdict().items()})
+    head_gates = Gates(**{name: to_heads(gate, name) for name, gate in gates._asdict().items()})
     write, reset = (
         None if x is None else exchange.joined(x, lengths, context) for x in (scan.write_mask, scan.reset_mask)
     )
@@ -237,9 +237,9 @@ def _by_heads(context: Context, scan: Scan) -> tuple[Tensor, MemoryState]:
         initial = _starts(config, initial, some, q, v)
     if state is not None:
         state = pytree.tree_map_only(Tensor, lambda x: x[:, some] if x.dim() > 1 else x, state)
-    inputs = there(q), there(k, "k"), there(v, "v")
+    inputs = to_heads(q), to_heads(k, "k"), to_heads(v, "v")
     params = pytree.tree_map_only(Tensor, lambda x: x[some] if len(x) == heads else x, params)  # some may serve all
-    y, after = Scan(config, *inputs, own, state, params, initial, write, reset, scan.how).run()
+    y, after = Scan(config, *inputs, head_gates, state, params, initial, write, reset, scan.how).run()
     y = exchange.swap(y, context, lengths, there=False)
     after, anchor = _all_heads(after, context)
     return y + anchor, after
@@ -266,16 +266,16 @@ def _all_heads(state: MemoryState, context: Context) -> tuple[MemoryState, Tenso
     """The state of all heads, from that of some on every rank, and its anchor."""
     leaves, spec = pytree.tree_flatten(state)
     anchor: Tensor | float = 0.0
-    found: list[Any] = []
+    merged: list[Any] = []
     for item in leaves:
         if isinstance(item, Tensor) and item.dim() > 1:  # the count of tokens `[B]` is alike on all ranks
             every = exchange.gather(item, context)
             anchor = anchor + exchange.anchor_of(every)
             whole = torch.cat(list(every), 1)
-            found.append(whole if context.last else whole.detach())
+            merged.append(whole if context.last else whole.detach())
         else:
-            found.append(item)
-    return pytree.tree_unflatten(found, spec), anchor
+            merged.append(item)
+    return pytree.tree_unflatten(merged, spec), anchor
 
 
 _WAYS: dict[str, Callable[[Context, Scan], tuple[Tensor, MemoryState]]] = {
@@ -361,25 +361,25 @@ class _Relayed:
     def __init__(self, context: Context) -> None:
         self.context, self.anchors = context, list[Any]()
 
-    def before(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Takes the state."""
         x, anchor = args[0], torch.zeros(())
-        given = {**given, **({"state": args[1]} if len(args) > 1 else {})}
+        kwargs = {**kwargs, **({"state": args[1]} if len(args) > 1 else {})}
         if self.context.rank:
             none = {
                 name: item[:, :0] if isinstance(item, Tensor) and item.shape[:2] == x.shape[:2] else item
-                for name, item in given.items()
+                for name, item in kwargs.items()
                 if name != "state"
             }
             with torch.no_grad():
                 _, like = layer.forward(x[:, :0], None, **none)
-            given["state"], anchor = exchange.receive(like, self.context)  # type: ignore[assignment]
+            kwargs["state"], anchor = exchange.receive(like, self.context)  # type: ignore[assignment]
         self.anchors.append(anchor)
-        return args[:1], given
+        return args[:1], kwargs
 
-    def after(self, layer: nn.Module, args: tuple[Any, ...], given: dict[str, Any], found: Any) -> Any:
+    def after(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Hands the state on, and returns the last one."""
-        (y, state), anchor = found, self.anchors.pop()
+        (y, state), anchor = output, self.anchors.pop()
         if not self.context.last:
             anchor = anchor + exchange.send(state, self.context)
         return y + anchor, self.context.final(state, alike=False)
@@ -408,15 +408,15 @@ def sum_gradients(model: nn.Module, context: exchange.Ranks) -> None:
         return
     flags = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=params[0].device)
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=context.group)
-    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p, used in zip(params, flags.tolist(), strict=True):
         if used:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             whole: Any = p.grad
             local = whole.to_local() if hasattr(whole, "to_local") else whole
-            found.setdefault((local.dtype, local.device), []).append(local)
-    for grads in found.values():
+            groups.setdefault((local.dtype, local.device), []).append(local)
+    for grads in groups.values():
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=context.group)
-        for grad, own in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(own.view_as(grad))
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

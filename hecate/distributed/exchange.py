@@ -69,7 +69,7 @@ def _begin(ctx: Any) -> None:
         )
 
 
-def _named(now: str, before: str) -> Any:
+def _collective(now: str, before: str) -> Any:
     """A collective of torch.distributed, by the name of newer or of older versions."""
     import torch.distributed as dist
 
@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, handle: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
         ctx.save_for_backward(handle)
-        return _gathered(mine, ranks)
+        return _all_gather(mine, ranks)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -92,16 +92,16 @@ class _Gather(torch.autograd.Function):
         grad = grads[0].contiguous()
         mine = torch.empty_like(grad[0])
         if mine.numel():
-            _named("reduce_scatter_single", "reduce_scatter_tensor")(
+            _collective("reduce_scatter_single", "reduce_scatter_tensor")(
                 mine.view(-1), grad.view(-1), group=ctx.ranks.group
             )
         return mine, None, None
 
 
-def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
+def _all_gather(mine: Tensor, ranks: Ranks) -> Tensor:
     out = mine.new_empty(ranks.size, *mine.shape)
     if mine.numel():
-        _named("all_gather_single", "all_gather_into_tensor")(
+        _collective("all_gather_single", "all_gather_into_tensor")(
             out.view(-1), mine.contiguous().view(-1), group=ranks.group
         )
     return out
@@ -110,20 +110,20 @@ def _gathered(mine: Tensor, ranks: Ranks) -> Tensor:
 def gather(mine: Tensor, ranks: Ranks) -> Tensor:
     """`[ranks, ...]` of tensors of one shape; the gradient of each is summed over all ranks and brought back."""
     if not mine.is_floating_point():
-        return _gathered(mine, ranks)
+        return _all_gather(mine, ranks)
     return _Gather.apply(mine, _handle(mine), ranks)  # type: ignore[no-untyped-call]
 
 
 def lengths_of(length: int, ranks: Ranks, device: torch.device) -> list[int]:
     """The length of every rank's piece."""
-    return _gathered(torch.tensor([length], device=device), ranks).flatten().tolist()
+    return _all_gather(torch.tensor([length], device=device), ranks).flatten().tolist()
 
 
 def joined(mine: Tensor, lengths: list[int], ranks: Ranks) -> Tensor:
     """A mask `[B, T]` of the whole sequence, from that of every piece."""
     padded = mine.new_zeros(mine.shape[0], max(lengths), dtype=torch.uint8)
     padded[:, : mine.shape[1]] = mine
-    whole = _gathered(padded, ranks)
+    whole = _all_gather(padded, ranks)
     return torch.cat([part[:, :length] for part, length in zip(whole, lengths, strict=True)], 1).to(mine.dtype)
 
 
@@ -135,30 +135,30 @@ class _Swap(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, handle: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
         ctx.ranks, ctx.lengths, ctx.there = ranks, lengths, there
         ctx.save_for_backward(handle)
-        return _swapped(x, ranks, lengths, there)
+        return _all_to_all(x, ranks, lengths, there)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _begin(ctx)
-        return _swapped(grads[0], ctx.ranks, ctx.lengths, not ctx.there), None, None, None, None
+        return _all_to_all(grads[0], ctx.ranks, ctx.lengths, not ctx.there), None, None, None, None
 
 
-def _swapped(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
+def _all_to_all(x: Tensor, ranks: Ranks, lengths: list[int], there: bool) -> Tensor:
     import torch.distributed as dist
 
-    own, (batch, _, heads, width) = lengths[ranks.rank], x.shape
+    tokens, (batch, _, heads, width) = lengths[ranks.rank], x.shape
     if there:
         parts, some = x.chunk(ranks.size, 2), heads // ranks.size
         shapes = [(batch, length, some, width) for length in lengths]
     else:
         parts = x.split(lengths, 1)
-        shapes = [(batch, own, heads, width)] * ranks.size
+        shapes = [(batch, tokens, heads, width)] * ranks.size
     sent = torch.cat([part.reshape(-1) for part in parts])
     sizes = [torch.Size(shape).numel() for shape in shapes]
     got = x.new_empty(sum(sizes))
     dist.all_to_all_single(got, sent, sizes, [part.numel() for part in parts], group=ranks.group)
-    found = [part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)]
-    return torch.cat(found, 1 if there else 2)
+    blocks = [part.view(shape) for part, shape in zip(got.split(sizes), shapes, strict=True)]
+    return torch.cat(blocks, 1 if there else 2)
 
 
 def swap(x: Tensor, ranks: Ranks, lengths: list[int], *, there: bool) -> Tensor:
@@ -174,15 +174,15 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, handle: Tensor, ranks: Ranks, like: list[Tensor]) -> Any:
         ctx.ranks, ctx.floats = ranks, [item.is_floating_point() for item in like]
         ctx.save_for_backward(handle)
-        found = _take(like, ranks, ranks.rank - 1, shaped=True)
-        ctx.mark_non_differentiable(*[item for item in found if not item.is_floating_point()])
-        return tuple(found)
+        tensors = _take(like, ranks, ranks.rank - 1, shaped=True)
+        ctx.mark_non_differentiable(*[item for item in tensors if not item.is_floating_point()])
+        return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _begin(ctx)
-        own = [grad for grad, floats in zip(grads, ctx.floats, strict=True) if floats]
-        _give(own, ctx.ranks, ctx.ranks.rank - 1, shaped=False)
+        floating = [grad for grad, floats in zip(grads, ctx.floats, strict=True) if floats]
+        _give(floating, ctx.ranks, ctx.ranks.rank - 1, shaped=False)
         return None, None, None
 
 
@@ -199,8 +199,8 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         _begin(ctx)
         like = [torch.empty_like(item, device=ctx.device) for item in ctx.like if item.is_floating_point()]
-        found = iter(_take(like, ctx.ranks, ctx.ranks.rank + 1, shaped=False))
-        return None, None, *(next(found) if item.is_floating_point() else None for item in ctx.like)
+        incoming = iter(_take(like, ctx.ranks, ctx.ranks.rank + 1, shaped=False))
+        return None, None, *(next(incoming) if item.is_floating_point() else None for item in ctx.like)
 
 
 def _give(tensors: list[Tensor], ranks: Ranks, to: int, *, shaped: bool) -> None:
@@ -222,11 +222,11 @@ def _take(like: list[Tensor], ranks: Ranks, source: int, *, shaped: bool) -> lis
         sizes = torch.empty(len(like), AXES + 1, dtype=torch.int64, device=like[0].device)
         dist.recv(sizes, group=ranks.group, group_src=source)
         shapes = _shapes(sizes)
-    found = [item.new_empty(shape) for item, shape in zip(like, shapes, strict=True)]
-    for item in found:
+    tensors = [item.new_empty(shape) for item, shape in zip(like, shapes, strict=True)]
+    for item in tensors:
         if item.numel():
             dist.recv(item, group=ranks.group, group_src=source)
-    return found
+    return tensors
 
 
 def _sizes(tensors: list[Tensor]) -> Tensor:
@@ -244,8 +244,8 @@ def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
     tensors = [item.detach() for item in leaves if isinstance(item, Tensor)]
     if not tensors:
         return like, 0.0
-    found = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
-    return _with(leaves, spec, found), anchor_of(*found)
+    received = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
+    return _with(leaves, spec, received), anchor_of(*received)
 
 
 def send(state: Any, ranks: Ranks) -> Tensor | float:
@@ -268,15 +268,15 @@ def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
         sizes = _sizes(tensors)
         dist.broadcast(sizes, group=ranks.group, group_src=ranks.size - 1)
         shapes = _shapes(sizes)
-    found: list[Tensor] = []
+    copies: list[Tensor] = []
     for item, shape in zip(tensors, shapes, strict=True):
-        found.append(item.detach().contiguous() if ranks.last else item.new_empty(shape))
-        if found[-1].numel():
-            dist.broadcast(found[-1], group=ranks.group, group_src=ranks.size - 1)
-    return state if ranks.last else _with(leaves, spec, found)
+        copies.append(item.detach().contiguous() if ranks.last else item.new_empty(shape))
+        if copies[-1].numel():
+            dist.broadcast(copies[-1], group=ranks.group, group_src=ranks.size - 1)
+    return state if ranks.last else _with(leaves, spec, copies)
 
 
 def _with(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
     """The pytree with other tensors, in their order."""
-    own = iter(tensors)
-    return pytree.tree_unflatten([next(own) if isinstance(item, Tensor) else item for item in leaves], spec)
+    replacements = iter(tensors)
+    return pytree.tree_unflatten([next(replacements) if isinstance(item, Tensor) else item for item in leaves], spec)

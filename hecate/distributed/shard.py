@@ -40,8 +40,8 @@ def spread(value: Tensor, like: Any) -> Any:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    own = value.to(like.device).expand(like.shape)
-    return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+    whole = value.to(like.device).expand(like.shape)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def gathered(value: Any) -> Tensor:
@@ -71,13 +71,13 @@ def adapt(model: nn.Module, *, low: bool, recompute: Recompute, compiled: bool) 
         if compiled:
             block.forward = torch.compile(block.forward)
         if low:
-            block.forward = _lowered(block, block.forward, ())
+            block.forward = _in_low(block, block.forward, ())
         if every and index % int(every) == 0:
             from torch.utils.checkpoint import checkpoint
 
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if low:
-        model.forward = _lowered(model, model.forward, blocks)
+        model.forward = _in_low(model, model.forward, blocks)
 
 
 class _Call(nn.Module):
@@ -91,7 +91,7 @@ class _Call(nn.Module):
         return self.function(*args, **kwargs)
 
 
-def _lowered(module: nn.Module, function: Callable[..., Any], without: Iterable[nn.Module]) -> Callable[..., Any]:
+def _in_low(module: nn.Module, function: Callable[..., Any], without: Iterable[nn.Module]) -> Callable[..., Any]:
     """`function`, the forward pass of a module, with its parameters as bfloat16, but for those of parts that see to
     themselves."""
     call, others = _Call(module, function), {id(p) for part in without for p in part.parameters()}

@@ -62,25 +62,25 @@ class ParallelConfig(Config):
 
     def shape(self, size: int) -> tuple[int, int, int]:
         """replicate, data and context of a world of `size` processes."""
-        given = {axis: getattr(self, axis) for axis in AXES}
-        free = [axis for axis, number in given.items() if number == "auto"]
-        rest = prod(number for number in given.values() if number != "auto")
+        extents = {axis: getattr(self, axis) for axis in AXES}
+        free = [axis for axis, number in extents.items() if number == "auto"]
+        rest = prod(number for number in extents.values() if number != "auto")
         if free and size % rest == 0:
-            given[free[0]] = size // rest
+            extents[free[0]] = size // rest
         elif free or rest != size:
-            asked = " x ".join(f"{axis} {given[axis]}" for axis in AXES)
+            asked = " x ".join(f"{axis} {extents[axis]}" for axis in AXES)
             launch = "start it under torchrun" if size == 1 else "start as many processes, or take data: auto"
             raise ConfigError(
                 f"{asked} does not fit {'one process' if size == 1 else f'a world of {size} processes'}; {launch}",
                 ("parallel",),
             )
-        return given["replicate"], given["data"], given["context"]
+        return extents["replicate"], extents["data"], extents["context"]
 
 
 def each_of(batch_size: int, processes: int) -> int:
     """Rows of a batch for each process that shares it."""
-    each, left = divmod(batch_size, processes)
-    if left:
+    each, remainder = divmod(batch_size, processes)
+    if remainder:
         raise ConfigError(
             f"must be a multiple of the {processes} processes that share it (parallel.replicate x parallel.data), got "
             f"{batch_size}",
@@ -147,16 +147,16 @@ class World:
         distributed.all_reduce(total)
         return total
 
-    def rows_of_all(self, own: Tensor) -> Tensor:
+    def rows_of_all(self, tensor: Tensor) -> Tensor:
         """Rows of a batch `[rows, ...]` of every process that shares it, in order, on every rank."""
         if self.batch_ranks == 1:
-            return own
+            return tensor
         from torch import distributed
 
-        rows = len(own)
-        whole = own.new_zeros(rows * self.batch_ranks, *own.shape[1:])
+        rows = len(tensor)
+        whole = tensor.new_zeros(rows * self.batch_ranks, *tensor.shape[1:])
         if self.mesh is not None and self.mesh.get_local_rank("context") == 0:
-            whole[self.batch_rank * rows : (self.batch_rank + 1) * rows] = own
+            whole[self.batch_rank * rows : (self.batch_rank + 1) * rows] = tensor
         distributed.all_reduce(whole)
         return whole
 
@@ -177,38 +177,38 @@ class World:
         """The result of `make` on rank 0, plain JSON, on every rank; a `HecateError` of it is raised on every rank."""
         if self.size == 1:
             return make()
-        own: BaseException | None = None
-        told: dict[str, Any] | None = None
+        fault: BaseException | None = None
+        message: dict[str, Any] | None = None
         if self.main:
             try:
-                told = {"value": make()}
+                message = {"value": make()}
             except HecateError as error:
-                own, told = error, {"error": type(error).__name__, "text": str(error)}
-        answer = self._ask(told, lambda values: values[0])
-        if own is not None:
-            raise own
+                fault, message = error, {"error": type(error).__name__, "text": str(error)}
+        answer = self._ask(message, lambda values: values[0])
+        if fault is not None:
+            raise fault
         if "error" in answer:
-            raise _told(answer["error"], answer["text"])
+            raise _error_of(answer["error"], answer["text"])
         return answer["value"]
 
-    def raise_first(self, own: HecateError | None) -> None:
+    def raise_first(self, error: HecateError | None) -> None:
         """Raises on every rank where one has an error of its own: there that, elsewhere what the lowest of them has,
         with its rank. [DIST-RUN-D3]"""
-        if not self.any(own is not None):
+        if not self.any(error is not None):
             return
-        if own is not None and self.size == 1:
-            raise own
-        first = self.first_of(None if own is None else json.dumps([type(own).__name__, str(own)]))
-        if own is not None:
-            raise own
+        if error is not None and self.size == 1:
+            raise error
+        first = self.first_of(None if error is None else json.dumps([type(error).__name__, str(error)]))
+        if error is not None:
+            raise error
         if first is not None:
             kind, text = json.loads(first[1])
-            raise _told(kind, f"on rank {first[0]}, {text}")
+            raise _error_of(kind, f"on rank {first[0]}, {text}")
 
     def first_of(self, text: str | None) -> tuple[int, str] | None:
         """The lowest rank that has a text to tell, and the text: the same on every rank."""
-        found = self._ask(text, lambda values: next(([n, v] for n, v in enumerate(values) if v is not None), None))
-        return None if found is None else (found[0], found[1])
+        first = self._ask(text, lambda values: next(([n, v] for n, v in enumerate(values) if v is not None), None))
+        return None if first is None else (first[0], first[1])
 
     def destination(self, choose: Callable[[], str]) -> tuple[str, bool]:
         """The folder that rank 0 chooses, for every rank; and whether processes that this launch has started before
@@ -245,19 +245,19 @@ class World:
             others = (self._wait(store, f"{name}/{n}", until - time.monotonic(), n) for n in range(1, self.size))
             texts = [json.dumps(value), *others]
             missing = [n for n, text in enumerate(texts) if text is None]
-            found = [json.loads(text) for text in texts if text is not None]
+            values = [json.loads(text) for text in texts if text is not None]
             late = self._late(store, missing[0]) if missing else ""
-            answer = json.dumps({"late": late, "value": None if missing else judge(found)})
+            answer = json.dumps({"late": late, "value": None if missing else judge(values)})
             store.set(f"{name}/answer", answer)
             if not missing:  # rank 0 may keep the store, and end by what it has found
                 self._wait(store, f"{name}/all", GRACE)
-        told = json.loads(answer)
-        if told["late"]:
-            raise ParallelError(told["late"])
-        return told["value"]
+        message = json.loads(answer)
+        if message["late"]:
+            raise ParallelError(message["late"])
+        return message["value"]
 
     def _late(self, store: Store, rank: int) -> str:
-        if _ended(store, rank):
+        if _has_ended(store, rank):
             return f"rank {rank} of {self.size} has ended; see what it reported"
         asked = f"rank {rank} of {self.size} did not answer within {self.timeout:g} seconds"
         return f"{asked}; see what it reported, or raise budget.timeout"
@@ -276,14 +276,14 @@ class World:
                 return str(store.get(key), "utf-8")
             except (DistError, RuntimeError):  # late, or the process that keeps the store is gone
                 gone = time.monotonic() - began < 0.5 * look
-            if gone or time.monotonic() >= until or (rank is not None and _ended(store, rank)):
+            if gone or time.monotonic() >= until or (rank is not None and _has_ended(store, rank)):
                 return None
 
 
-def _told(kind: str, text: str) -> HecateError:
+def _error_of(kind: str, text: str) -> HecateError:
     """An error of another rank."""
-    found: HecateError = getattr(errors, kind, HecateError)(text)
-    return found
+    error: HecateError = getattr(errors, kind, HecateError)(text)
+    return error
 
 
 def _out() -> str:
@@ -327,13 +327,13 @@ def _difference(ranks: list[dict[str, Any]]) -> str | None:
 
 def _card(local_rank: int) -> torch.device:
     """The CUDA device of a process of this machine."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not found:
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not devices:
         raise ConfigError("is 'cuda', but no CUDA device is available", ("budget", "device"))
-    if local_rank >= found:
+    if local_rank >= devices:
         raise ConfigError(
-            f"is 'cuda', and this machine has {found} CUDA devices for more processes than that; start as many as it "
-            f"has (torchrun --nproc-per-node {found})",
+            f"is 'cuda', and this machine has {devices} CUDA devices for more processes than that; start as many as it "
+            f"has (torchrun --nproc-per-node {devices})",
             ("budget", "device"),
         )
     return torch.device("cuda", local_rank)
@@ -347,13 +347,13 @@ def start(parallel: ParallelConfig, device: torch.device | str = "cpu", timeout:
     Every rank raises where the mesh does not fit the world, and where ranks have other code or settings.
     """
     place = torch.device(device)
-    launched = _launched()
+    launched = _launch_ranks()
     if launched is None:
         parallel.shape(1)
         yield World.alone(place)
         return
     rank, size, local_rank = launched
-    world = _met(World(rank, size, local_rank, place, None, timeout, int(os.environ.get(_RESTARTS, "0"))))
+    world = _meet(World(rank, size, local_rank, place, None, timeout, int(os.environ.get(_RESTARTS, "0"))))
     facts = {"parallel": parallel.model_dump(mode="json"), "budget": {"device": place.type, "timeout": timeout}}
     world.agree({**facts, "code": code(), "torch": torch.__version__})
     shape = parallel.shape(size)
@@ -372,14 +372,14 @@ def start(parallel: ParallelConfig, device: torch.device | str = "cpu", timeout:
     distributed.init_process_group(backend, store=_part(world.store, "torch"), **how)
     try:
         mesh = init_device_mesh(place.type, shape, mesh_dim_names=AXES)
-        with _losing(world):
+        with _naming_loss(world):
             yield replace(world, mesh=mesh)
     finally:
         with suppress(RuntimeError):
             distributed.destroy_process_group()
 
 
-def _launched() -> tuple[int, int, int] | None:
+def _launch_ranks() -> tuple[int, int, int] | None:
     """Rank, size and local rank by the environment; None without torchrun."""
     if "WORLD_SIZE" not in os.environ:
         return None
@@ -387,14 +387,14 @@ def _launched() -> tuple[int, int, int] | None:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
     except (KeyError, ValueError):
-        given = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        raise ParallelError(f"the environment of torchrun is not whole, got {given}; start it by torchrun") from None
+        facts = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        raise ParallelError(f"the environment of torchrun is not whole, got {facts}; start it by torchrun") from None
     if not 0 <= rank < size:
         raise ParallelError(f"RANK must be in 0..{size - 1}, got {rank}; start it by torchrun")
     return rank, size, local_rank
 
 
-def _met(world: World) -> World:
+def _meet(world: World) -> World:
     """With the store at which the ranks meet."""
     from torch.distributed.rendezvous import rendezvous
 
@@ -409,7 +409,7 @@ def _met(world: World) -> World:
     # Between two restarts names of their own: torchrun's store outlives them.
     world = replace(world, store=_part(store, f"hecate/{world.restarts}/{world.size}"))
     if world.store is not None:
-        world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _begun(os.getpid())]))
+        world.store.set(f"process/{world.rank}", json.dumps([_machine(), os.getpid(), _start_time(os.getpid())]))
     return world
 
 
@@ -421,7 +421,7 @@ def _machine() -> str:
     return ""
 
 
-def _begun(process: int) -> str:
+def _start_time(process: int) -> str:
     """When a process of this machine was started; empty where it has ended."""
     with suppress(OSError):
         state, *facts = Path(f"/proc/{process}/stat").read_bytes().rpartition(b") ")[2].split()
@@ -429,12 +429,12 @@ def _begun(process: int) -> str:
     return ""
 
 
-def _ended(store: Store, rank: int) -> bool:
+def _has_ended(store: Store, rank: int) -> bool:
     """True if the process of a rank is known to be gone; it is known of this machine's processes only."""
     if not _machine() or not store.check([f"process/{rank}"]):
         return False
     machine, process, begun = json.loads(store.get(f"process/{rank}"))
-    return bool(machine == _machine() and begun and _begun(process) != begun)
+    return bool(machine == _machine() and begun and _start_time(process) != begun)
 
 
 def _part(store: Any, name: str) -> Store:
@@ -444,7 +444,7 @@ def _part(store: Any, name: str) -> Store:
 
 
 @contextmanager
-def _losing(world: World) -> Iterator[None]:
+def _naming_loss(world: World) -> Iterator[None]:
     """Tells what torch says where another rank is gone as a `ParallelError`."""
     from torch.distributed import DistError
 

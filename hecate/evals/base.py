@@ -103,8 +103,8 @@ class Reader:
     ) -> None:
         self._model, self._piece, self._vocabulary = model, piece, vocabulary
         if device is None:
-            own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-            device = torch.device("cpu") if own is None else own.device
+            parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+            device = torch.device("cpu") if parameter is None else parameter.device
         self._device = device
 
     def read(self, tokens: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -122,11 +122,11 @@ class Reader:
             if self._piece is None:
                 yield first, self._logits(self._model(part), part)
             else:
-                found, state = self._model(part) if state is None else self._model(part, state)
-                yield first, self._logits(found, part)
+                output, state = self._model(part) if state is None else self._model(part, state)
+                yield first, self._logits(output, part)
 
-    def _logits(self, found: Any, tokens: Tensor) -> Tensor:
-        logits = getattr(found, "logits", found)
+    def _logits(self, output: Any, tokens: Tensor) -> Tensor:
+        logits = getattr(output, "logits", output)
         logits = logits[0] if isinstance(logits, tuple) else logits
         if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -181,7 +181,7 @@ class Result:
         """For JSON."""
         plain = {name: getattr(self, name) for name in COLUMNS}
         depths = [{"depth": depth, "exact": share} for depth, share in sorted(self.depths.items())]
-        return {**plain, "depths": depths, "positions": [own._asdict() for own in self.positions]}
+        return {**plain, "depths": depths, "positions": [span._asdict() for span in self.positions]}
 
 
 class _Tally:
@@ -198,25 +198,25 @@ class _Tally:
         targets = torch.from_numpy(np.stack([row.targets for row in rows]))
         right = torch.zeros_like(targets, dtype=torch.bool)
         for first, logits in reader.read(tokens):
-            own = targets[:, first : first + logits.shape[1]]
-            kept = own != IGNORED
-            if not kept.any():
+            labels = targets[:, first : first + logits.shape[1]]
+            mask = labels != IGNORED
+            if not mask.any():
                 continue
-            if int(own.max()) >= logits.shape[-1]:
-                raise ConfigError(f"a label is token {int(own.max())}, and the model has logits for {logits.shape[-1]}")
-            chosen = logits[kept.to(logits.device)].float().cpu()
-            losses = functional.cross_entropy(chosen, own[kept], reduction="none").double()
-            right[:, first : first + logits.shape[1]][kept] = chosen.argmax(-1) == own[kept]
-            self.buckets.add(torch.nonzero(kept)[:, 1] + first, losses)
+            if (largest := int(labels.max())) >= logits.shape[-1]:
+                raise ConfigError(f"a label is token {largest}, and the model has logits for {logits.shape[-1]}")
+            chosen = logits[mask.to(logits.device)].float().cpu()
+            losses = functional.cross_entropy(chosen, labels[mask], reduction="none").double()
+            right[:, first : first + logits.shape[1]][mask] = chosen.argmax(-1) == labels[mask]
+            self.buckets.add(torch.nonzero(mask)[:, 1] + first, losses)
             self.loss += float(losses.sum())
         for row, hits in zip(rows, right.numpy(), strict=True):
             self.row(row, hits)
 
     def row(self, row: Row, hits: Any) -> None:
         """Counts one row, given where the model was right."""
-        kept = row.targets != IGNORED
-        numbers, labels = np.unique(row.answers[kept], return_counts=True)
-        whole = np.array([hits[kept][row.answers[kept] == number].all() for number in numbers])
+        mask = row.targets != IGNORED
+        numbers, labels = np.unique(row.answers[mask], return_counts=True)
+        whole = np.array([hits[mask][row.answers[mask] == number].all() for number in numbers])
         self.rows, self.labels, self.hits = self.rows + 1, self.labels + int(labels.sum()), self.hits + int(hits.sum())
         self.answers, self.right = self.answers + len(whole), self.right + int(whole.sum())
         if row.depth is not None:
@@ -232,9 +232,9 @@ class _Tally:
         )  # fmt: skip
 
 
-def check_lengths(name: str, given: Given, lengths: Sequence[int]) -> None:
+def check_lengths(name: str, inputs: Given, lengths: Sequence[int]) -> None:
     """Refuses lengths that the model cannot read."""
-    if given.longest is not None and max(lengths) > given.longest:
+    if inputs.longest is not None and max(lengths) > inputs.longest:
         raise ConfigError(
-            f"{name} of length {max(lengths)} is beyond the {given.longest} positions of the model; take less"
+            f"{name} of length {max(lengths)} is beyond the {inputs.longest} positions of the model; take less"
         )

@@ -83,56 +83,56 @@ class Report:
 
     def tables(self) -> list[Table]:
         """The scores; exact answers by depth, loss by position and published figures, where there are any."""
-        return [table for table in (self._scores(), self._depths(), self._positions(), self._published()) if table[1]]
+        return [table for table in (self._scores(), self._depths(), self._positions(), self._figures()) if table[1]]
 
     def _scores(self) -> Table:
         header = ("task", "length", "rows", "exact", "accuracy", "loss (nats)", "chance")
         rows = []
-        for own in self.results:
-            shares = [f"{own.exact:.4f}", f"{own.accuracy:.4f}"]
-            chosen = {"exact": 0, "accuracy": 1}.get(own.metric)
+        for part in self.results:
+            shares = [f"{part.exact:.4f}", f"{part.accuracy:.4f}"]
+            chosen = {"exact": 0, "accuracy": 1}.get(part.metric)
             if chosen is None:
                 shares[0] = ""  # windows of text are no answers
             else:
-                shares[chosen] += f" +- {own.error:.4f}"
-            chance = "" if own.chance is None else f"{own.chance:.3g} ({own.metric})"
-            rows.append((own.name, f"{own.length:,}", f"{own.rows:,}", *shares, f"{own.loss:.4f}", chance))
+                shares[chosen] += f" +- {part.error:.4f}"
+            chance = "" if part.chance is None else f"{part.chance:.3g} ({part.metric})"
+            rows.append((part.name, f"{part.length:,}", f"{part.rows:,}", *shares, f"{part.loss:.4f}", chance))
         return header, rows
 
     def _depths(self) -> Table:
-        deep = [own for own in self.results if own.depths]
-        depths = sorted(set(chain.from_iterable(own.depths for own in deep)))
-        cells = [[f"{own.depths[depth]:.2f}" if depth in own.depths else "" for depth in depths] for own in deep]
-        rows = [(own.name, f"{own.length:,}", *row) for own, row in zip(deep, cells, strict=True)]
+        deep = [part for part in self.results if part.depths]
+        depths = sorted(set(chain.from_iterable(part.depths for part in deep)))
+        cells = [[f"{part.depths[depth]:.2f}" if depth in part.depths else "" for depth in depths] for part in deep]
+        rows = [(part.name, f"{part.length:,}", *row) for part, row in zip(deep, cells, strict=True)]
         return ("exact by depth", "length", *(f"{depth:.0%}" for depth in depths)), rows
 
     def _positions(self) -> Table:
-        wanted = [own for own in self.results if own.metric == "loss"]
-        return table_by_position([(own.length, own.positions) for own in wanted]) if wanted else ((), ())
+        wanted = [result for result in self.results if result.metric == "loss"]
+        return table_by_position([(result.length, result.positions) for result in wanted]) if wanted else ((), ())
 
-    def _published(self) -> Table:
+    def _figures(self) -> Table:
         rows = [(f.task, f.at, f.model, f"{f.score:.1f}", f.source, f.differs) for f in beside(self.results)]
         return ("published", "at", "model", "per cent", "source", "what differs"), rows
 
     def json(self, facts: Mapping[str, Any]) -> str:
         """Everything, with facts about what was evaluated."""
         published = [figure._asdict() for figure in beside(self.results)]
-        results = [own.record() for own in self.results]
+        results = [result.record() for result in self.results]
         return json.dumps({**facts, "results": results, "published": published}, indent=1) + "\n"
 
     def csv(self) -> str:
         """A line for each part."""
-        return csv_text((own.record() for own in self.results), COLUMNS)
+        return csv_text((result.record() for result in self.results), COLUMNS)
 
     def images(self) -> dict[str, bytes]:
         """Scores by length beside chance, and the loss by position, by ending; none without matplotlib."""
-        asked = [own for own in self.results if own.metric != "loss"]
-        read = [own for own in self.results if own.metric == "loss"]
+        asked = [result for result in self.results if result.metric != "loss"]
+        read = [result for result in self.results if result.metric == "loss"]
         parts = [part for part in ((_scores, asked), (_losses, read)) if part[1]]
 
         def draw(figure: Any) -> None:
-            for axes, (part, own) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-                part(axes, own)
+            for axes, (part, results) in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
+                part(axes, results)
 
         return images((6.4 * len(parts), 4.0), draw)
 
@@ -143,27 +143,25 @@ class Report:
         with refusing(f"write an evaluation into {folder}", "make room there, or choose another --out"):
             make_folder(folder)
             sweep_evaluations(folder)
-            for target in (folder / (name if n == 1 else f"{name}-{n}") for n in count(1)):
-                if target.exists():
-                    continue
-                with new_folder(target) as fresh:
-                    write_file(fresh / "results.json", self.json(facts))
-                    write_file(fresh / "results.csv", self.csv())
-                    write_images(fresh / "scores", pictures)
-                return target
-        raise CheckpointError(f"{folder} has no free name for an evaluation")
+            places = (folder / (name if n == 1 else f"{name}-{n}") for n in count(1))
+            target = next(place for place in places if not place.exists())
+            with new_folder(target) as fresh:
+                write_file(fresh / "results.json", self.json(facts))
+                write_file(fresh / "results.csv", self.csv())
+                write_images(fresh / "scores", pictures)
+        return target
 
 
 def _scores(axes: Any, results: Sequence[Result]) -> None:
-    names = list(dict.fromkeys(own.name for own in results))
+    names = list(dict.fromkeys(curve.name for curve in results))
     for index, name in enumerate(names):
-        own = sorted((result for result in results if result.name == name), key=lambda result: result.length)
-        lengths, colour = [result.length for result in own], COLOURS[index % len(COLOURS)]
+        curve = sorted((result for result in results if result.name == name), key=lambda result: result.length)
+        lengths, colour = [result.length for result in curve], COLOURS[index % len(COLOURS)]
         style = {"color": colour, "linestyle": DASHES[index % len(DASHES)], "marker": MARKERS[index % len(MARKERS)]}
-        errors = [result.error for result in own]
-        label = f"{name} ({own[0].metric})"
-        axes.errorbar(lengths, [result.score for result in own], errors, label=label, **style)
-        axes.plot(lengths, [result.chance for result in own], color=colour, linewidth=0.8, linestyle=":")
+        errors = [result.error for result in curve]
+        label = f"{name} ({curve[0].metric})"
+        axes.errorbar(lengths, [result.score for result in curve], errors, label=label, **style)
+        axes.plot(lengths, [result.chance for result in curve], color=colour, linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     places = sorted({result.length for result in results})
     axes.set_xticks(places, [f"{place:,}" for place in places])
@@ -172,10 +170,10 @@ def _scores(axes: Any, results: Sequence[Result]) -> None:
 
 
 def _losses(axes: Any, results: Sequence[Result]) -> None:
-    for index, own in enumerate(results):
-        spans = own.positions
+    for index, part in enumerate(results):
+        spans = part.positions
         style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
-        axes.plot([span.first + 1 for span in spans], [span.loss for span in spans], label=f"{own.length:,}", **style)
+        axes.plot([span.first + 1 for span in spans], [span.loss for span in spans], label=f"{part.length:,}", **style)
     axes.set_xscale("log", base=2)
     finish(axes, "Loss by position", "tokens read", "nats per token")
 
@@ -187,8 +185,8 @@ AT_ONCE = 1 << 14
 def task_names() -> list[str]:
     """Names of all tasks: the evaluations in text, then the synthetic tasks."""
     text = [name for name in Evaluation.variants() if name != "synthetic"]
-    own = [name for name, kind in DataConfig.variants().items() if issubclass(kind, Task)]
-    return [*text, "niah_1", "niah_2", "niah_3", *own]
+    synthetic = [name for name, kind in DataConfig.variants().items() if issubclass(kind, Task)]
+    return [*text, "niah_1", "niah_2", "niah_3", *synthetic]
 
 
 def evaluation_of(name: str | Evaluation | Task, **fields: Any) -> Evaluation:
@@ -197,19 +195,18 @@ def evaluation_of(name: str | Evaluation | Task, **fields: Any) -> Evaluation:
     if isinstance(name, Evaluation):
         return name
     if isinstance(name, Task):
-        return Synthetic(data=name, **_shared(Synthetic, fields))
-    if name not in task_names():
-        known = task_names()
+        return Synthetic(data=name, **_known_fields(Synthetic, fields))
+    if name not in (known := task_names()):
         raise ConfigError(f"no task {shorten(name)}{not_known(name, known)}")
     if name in DataConfig.variants():
-        return Synthetic(data=DataConfig.model_validate({"kind": name}), **_shared(Synthetic, fields))
+        return Synthetic(data=DataConfig.model_validate({"kind": name}), **_known_fields(Synthetic, fields))
     if name.startswith("niah_"):
-        return Niah.model_validate({"forms": (int(name[-1]),), **_shared(Niah, fields)})
+        return Niah.model_validate({"forms": (int(name[-1]),), **_known_fields(Niah, fields)})
     kind = Evaluation.variants()[name]
-    return kind(**_shared(kind, fields))
+    return kind(**_known_fields(kind, fields))
 
 
-def _shared(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+def _known_fields(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None and name in kind.model_fields}
 
 
@@ -247,8 +244,8 @@ def evaluate_tasks(
     encoder = None if tokenizer is None else encoder_of(tokenizer)
     piece = PIECE if isinstance(model, LanguageModel) else None
     reader = Reader(model, None if device is None else torch.device(device), piece, vocabulary)
-    given = Given(encoder, text, vocabulary, longest)
-    parts = [part for task in tasks for part in evaluation_of(task).parts(given)]  # what cannot be asked is told first
+    inputs = Given(encoder, text, vocabulary, longest)
+    parts = [part for task in tasks for part in evaluation_of(task).parts(inputs)]  # what cannot be asked is told first
     return [reader.scored(part, tokens_at_once) for part in parts]
 
 
@@ -275,17 +272,17 @@ def evaluate_run(
         return _evaluate_pretrained(folder, tasks, data=data, lengths=lengths, samples=samples, out=out)
     trained = open_model(folder, checkpoint)
     place = Path(out) if out is not None else _evals(folder)
-    own = trained.config.data
-    wanted = [_wanted(name, lengths, samples, own) for name in tasks]
+    config = trained.config.data
+    wanted = [_evaluation(name, lengths, samples, config) for name in tasks]
     for name, task in zip(tasks, wanted, strict=True):
         if not isinstance(task, Synthetic) and not isinstance(trained.tokenizer, Tokenizer):
             raise ConfigError(
-                f"{name} is a task in text, and the run was trained on {own.kind!r} without a tokenizer; take one "
+                f"{name} is a task in text, and the run was trained on {config.kind!r} without a tokenizer; take one "
                 "that was trained on text"
             )
-        if isinstance(task, Synthetic) and name != own.kind:
+        if isinstance(task, Synthetic) and name != config.kind:
             raise ConfigError(
-                f"task {name!r} is for a model that was trained on it, and the run was trained on {own.kind!r}; "
+                f"task {name!r} is for a model that was trained on it, and the run was trained on {config.kind!r}; "
                 f"train one with data.kind={name}"
             )
     text = None
@@ -293,7 +290,7 @@ def evaluate_run(
         text = read_text(Path(data)) if data is not None else _own_text(trained)
     elif data is not None:
         raise ConfigError(f"--data is for tasks in text, and {', '.join(tasks)} have none; leave it out")
-    how: dict[str, Any] = {"text": text, "vocabulary": own.vocabulary(), "device": trained.device}
+    how: dict[str, Any] = {"text": text, "vocabulary": config.vocabulary(), "device": trained.device}
     report = Report(evaluate_tasks(trained.model, trained.tokenizer, wanted, **how))
     facts = {"run": trained.config.name, "step": trained.step, **_facts(text, data or "the run's own", wanted)}
     return report, report.save(place, f"step-{trained.step}", facts)
@@ -306,7 +303,7 @@ def _evaluate_pretrained(
     """The same of a causal model of transformers, upgraded, grafted or as it is. [EVAL-RUN-D2]"""
     from hecate.hf import load, load_tokenizer
 
-    wanted = [_wanted(name, lengths, samples) for name in tasks]
+    wanted = [_evaluation(name, lengths, samples) for name in tasks]
     for name, task in zip(tasks, wanted, strict=True):
         if isinstance(task, Synthetic):
             raise ConfigError(
@@ -320,10 +317,10 @@ def _evaluate_pretrained(
     return report, report.save(Path(out or folder / "evals"), model.config.model_type, facts)
 
 
-def _wanted(name: str, lengths: Sequence[int] | None, samples: int | None, own: Any = None) -> Evaluation:
+def _evaluation(name: str, lengths: Sequence[int] | None, samples: int | None, config: Any = None) -> Evaluation:
     """A task by its name, or the run's own, with its fields."""
     fields = {"lengths": None if lengths is None else tuple(lengths), "samples": samples}
-    return evaluation_of(own if isinstance(own, Task) and name == own.kind else name, **fields)
+    return evaluation_of(config if isinstance(config, Task) and name == config.kind else name, **fields)
 
 
 def _facts(text: str | None, origin: Any, wanted: Sequence[Evaluation]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def encoder_of(tokenizer: Any) -> Encoder:
     """A tokenizer of hecate's or of transformers, as what tasks ask; of the latter a row begins with the token that it
     puts ahead of a text."""
     if isinstance(tokenizer, Tokenizer):
-        return Encoder(lambda texts: [found.astype(np.int64) for found in tokenizer.encode(texts)])
+        return Encoder(lambda texts: [tokens.astype(np.int64) for tokens in tokenizer.encode(texts)])
     if not callable(getattr(tokenizer, "encode", None)):
         raise ConfigError(
             f"tokenizer must be one of hecate's or have transformers' encode(text, add_special_tokens=False), got "
@@ -57,11 +57,11 @@ class Haystack:
         self.text = text
         cuts = [0, *(match.end() for match in (_LINE if lines else _SENTENCE).finditer(text)), len(text)]
         sentences = [text[a:b] for a, b in pairwise(cuts) if text[a:b].strip()]
-        found = [ids for ids in encoder.ids(sentences) if len(ids)] if sentences else []
-        if not found:
+        tokens = [ids for ids in encoder.ids(sentences) if len(ids)] if sentences else []
+        if not tokens:
             raise DataError("the text for the haystack has no sentence; name a file with text")
-        self._ids = np.concatenate(found)
-        self._starts = np.cumsum([0, *(len(ids) for ids in found)])[:-1]
+        self._ids = np.concatenate(tokens)
+        self._starts = np.cumsum([0, *(len(ids) for ids in tokens)])[:-1]
 
     def around(
         self, rng: np.random.Generator, room: int, needles: Sequence[Ids], depths: Sequence[float]
@@ -69,12 +69,9 @@ class Haystack:
         """`room` tokens up to the end of a random sentence, the needles included, and where each needle starts.
 
         A needle stands ahead of the sentence that starts nearest to its depth, a share of the text's tokens; at depth 1
-        it is the last. The first sentence is the one that is cut. Raises ConfigError if `room` is smaller than the
-        needles.
+        it is the last. The first sentence is the one that is cut. `room` is at least that of the needles.
         """
         length, size = room - sum(map(len, needles)), len(self._ids)
-        if length < 0:
-            raise ConfigError(f"{room} tokens cannot hold needles of {room - length}")
         begin = int(self._starts[rng.integers(len(self._starts))]) - length
         text = self._ids[(begin + np.arange(length)) % size]
         laps = np.arange(begin // size, (begin + length) // size + 1)[:, None] * size
@@ -92,14 +89,14 @@ class Haystack:
 
 def read_text(path: Path) -> str:
     """The text of a file or of a folder of them, as far as it is used; `DataError` where there is none."""
-    found, room = [], MOST
+    pieces, room = [], MOST
     for file in find([str(path)]):
         for document in documents(file, limits=Limits(cut=4 * MOST)):  # a character has at most four bytes
-            found.append(document[:room])
-            room -= len(found[-1])
+            pieces.append(document[:room])
+            room -= len(pieces[-1])
             if room <= 0:
-                return "\n".join(found)
-    return "\n".join(found)
+                return "\n".join(pieces)
+    return "\n".join(pieces)
 
 
 Lengths = Annotated[tuple[Annotated[int, Field(ge=16, le=1 << 24)], ...], Field(strict=False, min_length=1)]
@@ -156,15 +153,15 @@ class Niah(Evaluation):
         """A part for every form and length; `DataError` where text is needed and there is none."""
         check_lengths(self.kind, given, self.lengths)
         encoder = _encoder(self.kind, given)
-        found = []
+        parts = []
         for form in self.forms:
             hay = _noise(encoder) if form == 1 else _text(f"niah_{form}", given, encoder)
             chance = 2.0**-122 if form == 3 else 1 / 9_000_000
             for length in self.lengths:
                 row = partial(self._row, form, length, hay, encoder)
                 row(0)  # what does not fit is told before any is asked
-                found.append(Part(f"niah_{form}", length, self.samples, row, "exact", chance))
-        return found
+                parts.append(Part(f"niah_{form}", length, self.samples, row, "exact", chance))
+        return parts
 
     def _row(self, form: int, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
         rng = draws(self.seed, form, index)
@@ -178,7 +175,7 @@ class Niah(Evaluation):
         fixed = [np.array(encoder.start, dtype=np.int64), intro, question, answer]
         room = _room(f"niah_{form}", length, fixed, [needle])
         text, _ = hay.around(rng, room, [needle], [depth])
-        return _answered([*fixed[:2], text, question], [answer], depth)
+        return _row_of([*fixed[:2], text, question], [answer], depth)
 
 
 class VariableTracking(Evaluation):
@@ -206,13 +203,13 @@ class VariableTracking(Evaluation):
         """A part for every length."""
         check_lengths(self.kind, given, self.lengths)
         encoder = _encoder(self.kind, given)
-        hay, found = _noise(encoder), []
+        hay, parts = _noise(encoder), []
         chance = 1 / (self.chains * (1 + self.hops))
         for length in self.lengths:
             row = partial(self._row, length, hay, encoder)
             row(0)
-            found.append(Part(self.kind, length, self.samples, row, "exact", chance))
-        return found
+            parts.append(Part(self.kind, length, self.samples, row, "exact", chance))
+        return parts
 
     def _row(self, length: int, hay: Haystack, encoder: Encoder, index: int) -> Row:
         rng = draws(self.seed, 0, index)
@@ -220,7 +217,7 @@ class VariableTracking(Evaluation):
         chains = [names[n * (1 + self.hops) : (n + 1) * (1 + self.hops)] for n in range(self.chains)]
         sentences, depths = [], []
         for chain, value in zip(chains, values, strict=True):
-            sentences += _assigned(chain, value)
+            sentences += _assignments(chain, value)
             depths += np.sort(rng.random(len(chain))).tolist()
         asked = _ASKED.format(value=values[0], count=1 + self.hops)
         shown = _example(rng, names, values, self.hops)
@@ -229,10 +226,10 @@ class VariableTracking(Evaluation):
         fixed = [np.array(encoder.start, dtype=np.int64), intro, question, *answers]
         room = _room(self.kind, length, fixed, needles)
         text, _ = hay.around(rng, room, needles, depths)
-        return _answered([*fixed[:2], text, question], answers)
+        return _row_of([*fixed[:2], text, question], answers)
 
 
-def _assigned(chain: Sequence[str], value: str) -> list[str]:
+def _assignments(chain: Sequence[str], value: str) -> list[str]:
     """The sentences of a chain, each a line."""
     return [f"VAR {chain[0]} = {value}\n"] + [f"VAR {b} = VAR {a}\n" for a, b in pairwise(chain)]
 
@@ -241,16 +238,16 @@ def _example(rng: np.random.Generator, names: Sequence[str], values: Sequence[st
     """A short task and its answer, of names of 3 letters and a value that the row has not."""
     chain = _absent(" ".join(["VAR", *names]), lambda: _names(rng, 1 + hops, 3))
     (value,) = _absent(" ".join(values), lambda: _values(rng, 1))
-    text = f"{NOISE}\n{''.join(_assigned(chain, value))}{NOISE}"
+    text = f"{NOISE}\n{''.join(_assignments(chain, value))}{NOISE}"
     return f"{_TRACK}{text}{_ASKED.format(value=value, count=1 + hops)} {' '.join(chain)}\n\n"
 
 
 def _names(rng: np.random.Generator, count: int, letters: int = 5) -> list[str]:
     """Different names of capital letters."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(map(chr, 65 + rng.integers(26, size=letters)))] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(map(chr, 65 + rng.integers(26, size=letters)))] = None
+    return list(names)
 
 
 def _values(rng: np.random.Generator, count: int) -> list[str]:
@@ -277,16 +274,16 @@ def _noise(encoder: Encoder) -> Haystack:
     return Haystack(f"{NOISE}\n", encoder, lines=True)
 
 
-def _text(name: str, given: Given, encoder: Encoder) -> Haystack:
-    if given.text is None:
+def _text(name: str, inputs: Given, encoder: Encoder) -> Haystack:
+    if inputs.text is None:
         raise DataError(f"no text for the haystack of {name}; name a file or folder with --data, or take niah_1")
-    return Haystack(given.text, encoder)
+    return Haystack(inputs.text, encoder)
 
 
-def _encoder(name: str, given: Given) -> Encoder:
-    if given.encoder is None:
+def _encoder(name: str, inputs: Given) -> Encoder:
+    if inputs.encoder is None:
         raise ConfigError(f"{name} is a task in text, and the model comes without a tokenizer; give one")
-    return given.encoder
+    return inputs.encoder
 
 
 def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) -> int:
@@ -300,7 +297,7 @@ def _room(name: str, length: int, fixed: Sequence[Ids], needles: Sequence[Ids]) 
     return length - around
 
 
-def _answered(prompt: Sequence[Ids], answers: Sequence[Ids], depth: float | None = None) -> Row:
+def _row_of(prompt: Sequence[Ids], answers: Sequence[Ids], depth: float | None = None) -> Row:
     """Prompt and answers as a row; what comes before a token of an answer is labelled with it."""
     tokens = np.concatenate([*prompt, *answers])
     targets, numbers = np.full_like(tokens, IGNORED), np.full_like(tokens, -1)
@@ -337,7 +334,7 @@ class Synthetic(Evaluation):
 
     def parts(self, given: Given) -> list[Part]:
         """The task at every length; `ConfigError` where the model knows fewer ids."""
-        found = []
+        parts = []
         for task in self._tasks(given):
             length, needs = task.length() or 0, task.vocabulary()
             check_lengths(task.kind, given, [length])
@@ -347,10 +344,10 @@ class Synthetic(Evaluation):
                     f"{given.vocabulary}; train one on it, or take another length"
                 )
             row, chance = partial(self._row, task), max(task.chances().values())
-            found.append(Part(task.kind, length, self.samples, row, "accuracy", chance))
-        return found
+            parts.append(Part(task.kind, length, self.samples, row, "accuracy", chance))
+        return parts
 
-    def _tasks(self, given: Given) -> list[Task]:
+    def _tasks(self, inputs: Given) -> list[Task]:
         task: Any = self.data
         if self.lengths is not None:
             return [task.of_length(length) for length in self.lengths]
@@ -360,7 +357,7 @@ class Synthetic(Evaluation):
             longer = task.of_length(2 * task.length())
         except ConfigError:  # not a length that it can have, such as an even one
             return [task]
-        known = given.vocabulary is None or longer.vocabulary() <= given.vocabulary
+        known = inputs.vocabulary is None or longer.vocabulary() <= inputs.vocabulary
         return [task, longer] if known and longer.vocabulary() == task.vocabulary() else [task]
 
     def _row(self, task: Task, index: int) -> Row:

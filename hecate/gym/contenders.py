@@ -9,8 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import product
+from operator import getitem
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Protocol
@@ -80,7 +81,7 @@ class Rule:
         self.config, self._seed = changed(config, {"read": "before"}), seed
 
     def __call__(self, keys: Tensor, values: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        config, (width, held) = self.config, state or ((keys if values is None else values).shape[-1], None)
+        config, (width, memory) = self.config, state or ((keys if values is None else values).shape[-1], None)
         features, start, mask = config.feature_map.output_dim(keys.shape[-1]), None, None
         params = config.feature_map.init(keys.shape[-1], generator=torch.Generator().manual_seed(self._seed))
         if config.structure.drawn:
@@ -90,8 +91,8 @@ class Rule:
             values = keys.new_zeros(*mask.shape, width)
         k, scale = keys.unsqueeze(2), width**0.5 if config.layer_v_norm == "rms" else 1.0
         how: dict[str, Any] = {"phi_params": params, "initial": start, "write_mask": mask}
-        answers, held = memory_scan(config, k, k, scale * values.unsqueeze(2), state=held, **how)
-        return answers.squeeze(2) / scale, (width, held)
+        answers, memory = memory_scan(config, k, k, scale * values.unsqueeze(2), state=memory, **how)
+        return answers.squeeze(2) / scale, (width, memory)
 
 
 class Together:
@@ -103,11 +104,11 @@ class Together:
 
     def __call__(self, keys: Tensor, values: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         total, states = torch.zeros(()), []
-        for member, own in zip(self.members, state or [None] * len(self.members), strict=True):
-            left = values - total if self.levels and values is not None else values
-            answers, own = member(keys, left, own)
+        for member, part in zip(self.members, state or [None] * len(self.members), strict=True):
+            residual = values - total if self.levels and values is not None else values
+            answers, part = member(keys, residual, part)
             total = total + answers
-            states.append(own)
+            states.append(part)
         return total if self.levels else total / len(states), tuple(states)
 
 
@@ -119,13 +120,10 @@ def numbers(state: Any, rows: int) -> int:
 
 def changed(config: MemoryConfig, setting: Setting) -> MemoryConfig:
     """The config with fields set by their paths, such as `algorithm.lr`."""
-    fields = config.model_dump()
+    fields: Any = config.model_dump()
     for path, value in setting.items():
         *above, last = path.split(".")
-        place = fields
-        for name in above:
-            place = place[name]
-        place[last] = value
+        reduce(getitem, above, fields)[last] = value
     return MemoryConfig.model_validate(fields)
 
 
@@ -148,11 +146,11 @@ def of_rules(
         )
 
     def built(setting: Setting) -> list[MemoryConfig]:
-        own: list[dict[str, Any]] = [{} for _ in configs]
+        overrides: list[dict[str, Any]] = [{} for _ in configs]
         for path, value in setting.items():
             place, _, rest = ("0", "", path) if alone else path.partition(".")
-            own[int(place)][rest] = value
-        return [changed(config, fields) for config, fields in zip(configs, own, strict=True)]
+            overrides[int(place)][rest] = value
+        return [changed(config, fields) for config, fields in zip(configs, overrides, strict=True)]
 
     def build(setting: Setting, seed: int) -> Memory:
         members = [Rule(config, seed + place) for place, config in enumerate(built(setting))]
@@ -174,10 +172,10 @@ def _config(text: str) -> MemoryConfig:
     """The config of a rule's name, of YAML, or of a file of it."""
     try:
         if text.endswith((".yaml", ".yml")):
-            found: Any = read_yaml(Path(text)).value
+            source: Any = read_yaml(Path(text)).value
         else:
-            found = parse_value(text, "contender")[0] if text.startswith("{") else text
-        return MemoryConfig.model_validate(found)
+            source = parse_value(text, "contender")[0] if text.startswith("{") else text
+        return MemoryConfig.model_validate(source)
     except ConfigError as error:
         raise ConfigError(f"contender {shorten(text)}: {error.line}") from None
 
@@ -197,9 +195,9 @@ def _axes(configs: Sequence[MemoryConfig]) -> dict[str, list[Any]]:
         lead = f"{place}." if len(configs) > 1 else ""
         if hasattr(config.algorithm, "lr"):
             axes[f"{lead}algorithm.lr"] = [config.algorithm.lr]
-        kept = getattr(config.retention, "retain", None)
-        if isinstance(kept, float) and (place + 1 == len(configs)):
-            axes[f"{lead}retention.retain"] = [kept, 0.98 if kept == 1 else 1.0]
+        retain = getattr(config.retention, "retain", None)
+        if isinstance(retain, float) and (place + 1 == len(configs)):
+            axes[f"{lead}retention.retain"] = [retain, 0.98 if retain == 1 else 1.0]
         if hasattr(config.feature_map, "sigma") and len(configs) == 1:
             axes["feature_map.sigma"] = [config.feature_map.sigma, config.feature_map.sigma / 2]
     shares = _SHARES[min(len(axes), 3)] if axes else ()
@@ -213,60 +211,60 @@ def _function(text: str) -> Contender:
     """A user's `module:name`: a contender, or a memory."""
     module, _, name = text.partition(":")
     import_modules([module])
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if isinstance(found, Contender):
-        return found
-    if not callable(found):
+        target = getattr(target, part, None)
+    if isinstance(target, Contender):
+        return target
+    if not callable(target):
         raise ConfigError(f"contender {shorten(text)}: {module} has no memory called {name!r}; name a function of it")
-    return of_callable(text, found)
+    return of_callable(text, target)
 
 
 def of_callable(name: str, memory: Memory) -> Contender:
     """A contender of one memory without settings, or, of a class of modules, a layer to train; kept results are those
     of the same source."""
-    held = hashlib.sha256(json.dumps(held_by(memory)).encode()).hexdigest()
-    facts = {"source": source_of(memory), "held": held}
+    digest = hashlib.sha256(json.dumps(held_by(memory)).encode()).hexdigest()
+    facts = {"source": source_of(memory), "held": digest}
     if inspect.isclass(memory) and issubclass(memory, nn.Module):
         return Contender(name, None, facts=facts, layer=memory)
     return Contender(name, lambda setting, seed: memory, facts=facts)
 
 
-def held_by(made: Any, above: tuple[int, ...] = ()) -> Any:
+def held_by(node: Any, above: tuple[int, ...] = ()) -> Any:
     """All that a memory carries along beside its file, as JSON has it: attributes, arguments of a partial, what a
     function closes over, and code, which in a notebook has no file. What none of these tells of is left out."""
-    if made is None or isinstance(made, str | bytes | int | float | complex):
-        return repr(made)
-    if id(made) in above or inspect.ismodule(made):
-        return type(made).__qualname__
-    inner = partial(held_by, above=(*above, id(made)))
-    if isinstance(made, Tensor | np.ndarray):
-        numbers = torch.as_tensor(made).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return [str(made.dtype), list(made.shape), hashlib.sha256(numbers.numpy().tobytes()).hexdigest()]
-    if isinstance(made, BaseModel):
-        return made.model_dump_json()
-    if isinstance(made, Mapping):
-        return [[inner(name), inner(value)] for name, value in made.items()]
-    if isinstance(made, list | tuple):
-        return [inner(item) for item in made]
-    if isinstance(made, partial):
-        return [inner(part) for part in (made.func, made.args, made.keywords)]
-    if isinstance(made, CodeType):
-        return [made.co_code.hex(), made.co_names, inner(made.co_consts)]
-    if isinstance(made, MethodType):
-        return [inner(made.__func__), inner(made.__self__)]
-    if isinstance(made, FunctionType):
-        cells = [cell.cell_contents for cell in made.__closure__ or ()]
-        return [made.__qualname__, *map(inner, (made.__code__, made.__defaults__, made.__kwdefaults__, cells))]
-    if inspect.isclass(made):
-        return [made.__qualname__, inner([own for own in vars(made).values() if isinstance(own, FunctionType)])]
-    return [inner(type(made)), inner(getattr(made, "__dict__", None))]
+    if node is None or isinstance(node, str | bytes | int | float | complex):
+        return repr(node)
+    if id(node) in above or inspect.ismodule(node):
+        return type(node).__qualname__
+    inner = partial(held_by, above=(*above, id(node)))
+    if isinstance(node, Tensor | np.ndarray):
+        numbers = torch.as_tensor(node).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return [str(node.dtype), list(node.shape), hashlib.sha256(numbers.numpy().tobytes()).hexdigest()]
+    if isinstance(node, BaseModel):
+        return node.model_dump_json()
+    if isinstance(node, Mapping):
+        return [[inner(name), inner(value)] for name, value in node.items()]
+    if isinstance(node, list | tuple):
+        return [inner(item) for item in node]
+    if isinstance(node, partial):
+        return [inner(part) for part in (node.func, node.args, node.keywords)]
+    if isinstance(node, CodeType):
+        return [node.co_code.hex(), node.co_names, inner(node.co_consts)]
+    if isinstance(node, MethodType):
+        return [inner(node.__func__), inner(node.__self__)]
+    if isinstance(node, FunctionType):
+        cells = [cell.cell_contents for cell in node.__closure__ or ()]
+        return [node.__qualname__, *map(inner, (node.__code__, node.__defaults__, node.__kwdefaults__, cells))]
+    if inspect.isclass(node):
+        return [node.__qualname__, inner([part for part in vars(node).values() if isinstance(part, FunctionType)])]
+    return [inner(type(node)), inner(getattr(node, "__dict__", None))]
 
 
-def source_of(made: Any) -> str:
+def source_of(target: Any) -> str:
     """Digest of the file that a function or the class of an object stands in; of its name where that has no file."""
-    inner = getattr(made, "func", made)  # of a partial
+    inner = getattr(target, "func", target)  # of a partial
     code = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner)
     try:
         text = Path(inspect.getsourcefile(code) or "").read_text(encoding="utf-8")

@@ -40,7 +40,7 @@ class Attention(NamedTuple):
         length = keys.shape[1]
         if state is None:
             state = keys[:, :0], keys.new_zeros(len(keys), 0, (keys if values is None else values).shape[-1])
-        cache, held = state if values is None else _joined(state, keys, values)
+        cached_keys, cached_values = state if values is None else _append(state, keys, values)
         past = state[0].shape[1]
         answers = []
         for start in range(0, length, BLOCK):
@@ -51,21 +51,21 @@ class Attention(NamedTuple):
             begins = torch.zeros_like(ends) if self.window is None else ends - self.window
             first, last = max(int(begins[0]), 0), int(ends[-1])
             at = torch.arange(first, last)
-            seen = (at >= begins[:, None]) & (at < ends[:, None])
-            past_keys, past_values = cache[:, first:last], held[:, first:last]
-            found = functional.scaled_dot_product_attention(asked, past_keys, past_values, seen, scale=self.beta)
-            answers.append(torch.where(seen.any(1)[:, None], found, 0.0))
-        return torch.cat(answers, 1), self._kept(cache, held)
+            mask = (at >= begins[:, None]) & (at < ends[:, None])
+            past_keys, past_values = cached_keys[:, first:last], cached_values[:, first:last]
+            output = functional.scaled_dot_product_attention(asked, past_keys, past_values, mask, scale=self.beta)
+            answers.append(torch.where(mask.any(1)[:, None], output, 0.0))
+        return torch.cat(answers, 1), self._trim(cached_keys, cached_values)
 
     def write(self, keys: Tensor, values: Tensor, state: Pair | None) -> Pair:
         """The cache with the tokens."""
-        return self._kept(*((keys, values) if state is None else _joined(state, keys, values)))
+        return self._trim(*((keys, values) if state is None else _append(state, keys, values)))
 
-    def _kept(self, keys: Tensor, values: Tensor) -> Pair:
+    def _trim(self, keys: Tensor, values: Tensor) -> Pair:
         return (keys, values) if self.window is None else (keys[:, -self.window :], values[:, -self.window :])
 
 
-def _joined(state: Pair, keys: Tensor, values: Tensor) -> Pair:
+def _append(state: Pair, keys: Tensor, values: Tensor) -> Pair:
     return torch.cat([state[0], keys], 1), torch.cat([state[1], values], 1)
 
 
@@ -98,18 +98,18 @@ class Ridge(NamedTuple):
         for start in range(0, keys.shape[1], BLOCK if values is None else BLOCK // 4):
             block = features[:, start : start + (BLOCK if values is None else BLOCK // 4)]
             factor = torch.linalg.cholesky(gram)
-            found = block @ torch.cholesky_solve(moment, factor)
+            output = block @ torch.cholesky_solve(moment, factor)
             if values is not None:
                 said = values[:, start : start + block.shape[1]].double()
                 age = self.retain ** -torch.arange(1.0, block.shape[1] + 1, dtype=torch.float64)
                 inner = block @ torch.cholesky_solve(block.mT, factor)
                 lower = torch.linalg.cholesky(inner + torch.diag(1 / age))
-                left = torch.linalg.solve_triangular(lower, said - found, upper=False)
+                residual = torch.linalg.solve_triangular(lower, said - output, upper=False)
                 across = torch.linalg.solve_triangular(lower, inner, upper=False)
-                found = found + across.triu(1).mT @ left
+                output = output + across.triu(1).mT @ residual
                 weighted, faded = block.mT * age, self.retain ** block.shape[1]
                 gram, moment = faded * (gram + weighted @ block), faded * (moment + weighted @ said)
-            answers.append(found)
+            answers.append(output)
         return torch.cat(answers, 1).to(keys.dtype), (gram, moment)
 
     def _features(self, keys: Tensor) -> Tensor:
@@ -162,16 +162,16 @@ class TitansPytorch:
             self._module = _neural_memory(keys.shape[-1], *self._gates).to(keys.dtype)
         start, now, momentum, count = state or self._start(len(keys), keys.dtype)
         if values is None:
-            return self._read(now, keys), (start, now, momentum, count)
+            return self._answer(now, keys), (start, now, momentum, count)
         answers, place, block = [], 0, BLOCK // 4
         while place < keys.shape[1]:
             part = slice(place, place + block - count)
             tokens = torch.cat([keys[:, part], values[:, part]], -1)
             how = {"weights": start, "past_state": (now, momentum), "return_surprises": False}
-            found, memory = self._module.store_memories(tokens, **how)
+            updates, memory = self._module.store_memories(tokens, **how)
             now, momentum = (dict(item.items()) for item in memory.states)
-            ahead = {name: weight[:, :-1].flatten(0, 1) for name, weight in found.items()}
-            answers.append(self._read(ahead, keys[:, part].flatten(0, 1).unsqueeze(1)).view_as(values[:, part]))
+            ahead = {name: weight[:, :-1].flatten(0, 1) for name, weight in updates.items()}
+            answers.append(self._answer(ahead, keys[:, part].flatten(0, 1).unsqueeze(1)).view_as(values[:, part]))
             place, count = place + tokens.shape[1], (count + tokens.shape[1]) % block
             start = start if count else now
         answer = torch.cat(answers, 1)
@@ -185,9 +185,8 @@ class TitansPytorch:
         weights = {name: (item * item.shape[0] ** -0.5).expand(rows, *item.shape) for name, item in drawn.items()}
         return weights, weights, {name: torch.zeros_like(item)[None] for name, item in weights.items()}, 0
 
-    def _read(self, weights: Any, keys: Tensor) -> Tensor:
-        found = torch.func.functional_call(self._module.memory_model, {**weights}, (keys,))
-        return torch.as_tensor(found)
+    def _answer(self, weights: Any, keys: Tensor) -> Tensor:
+        return torch.as_tensor(torch.func.functional_call(self._module.memory_model, {**weights}, (keys,)))
 
 
 def _neural_memory(width: int, lr: float, momentum: float) -> Any:
@@ -237,8 +236,8 @@ def _fla() -> Kernel:
 def _qwen3_next() -> Kernel:
     """The gated delta rule that Qwen3-Next's layers of transformers run without a GPU, in chunks of 64."""
     module: Any = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    found = module.torch_chunk_gated_delta_rule
-    kernel: Kernel = getattr(found, "__wrapped__", found)  # the wrapper takes a GPU's kernels where a package has some
+    outer = module.torch_chunk_gated_delta_rule
+    kernel: Kernel = getattr(outer, "__wrapped__", outer)  # the wrapper takes a GPU's kernels where a package has some
     return kernel
 
 

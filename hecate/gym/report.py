@@ -21,21 +21,21 @@ LEAST, MOST = 3e-4, 4.0
 """Errors that the figure shows; what lies outside stands at its edge."""
 
 
-def table(found: Sequence[Result]) -> Table:
+def table(results: Sequence[Result]) -> Table:
     """A row for each task and contender, the best first and flagged ones last."""
     header = ("task", "contender", "score", "chance", "verdict", "p", "as named", "setting", "state", "seconds")
-    return header, [_row(result) for result in _ranked(found)]
+    return header, [_row(result) for result in _rank(results)]
 
 
-def _ranked(found: Sequence[Result]) -> list[Result]:
-    kinds = list(dict.fromkeys(result.task.kind for result in found))
+def _rank(results: Sequence[Result]) -> list[Result]:
+    kinds = list(dict.fromkeys(result.task.kind for result in results))
 
     def rank(result: Result) -> tuple[int, bool, float]:
         sign = 1 if result.task.metric == "error" else -1
         mean = result.spread.mean
         return kinds.index(result.task.kind), bool(result.reason), math.inf if math.isnan(mean) else sign * mean
 
-    return sorted(found, key=rank)
+    return sorted(results, key=rank)
 
 
 def _row(result: Result) -> list[str]:
@@ -47,12 +47,12 @@ def _row(result: Result) -> list[str]:
     return [
         task.kind, result.contender, score, f"{task.chance():.3g}{floor}", verdict,
         "" if result.pair is None else f"{result.pair.adjusted:.2g}", default,
-        _setting(result),
+        _setting_text(result),
         f"{result.state:,}" if result.state else "", f"{result.seconds:.2f}" if result.scores else "",
     ]  # fmt: skip
 
 
-def _setting(result: Result) -> str:
+def _setting_text(result: Result) -> str:
     if not result.scores:
         return ""
     shown = (
@@ -62,10 +62,10 @@ def _setting(result: Result) -> str:
     return (", ".join(shown) + f" (of {result.settings})").strip()
 
 
-def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
+def facts(results: Sequence[Result]) -> list[dict[str, Any]]:
     """A row for each task and contender, in numbers; None where there is none."""
     rows = []
-    for one in found:
+    for one in results:
         pair = one.pair
         row = {
             "task": one.task.kind, "metric": one.task.metric, "contender": one.contender, "verdict": one.verdict,
@@ -79,29 +79,29 @@ def facts(found: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
-def write(found: Sequence[Result], out: Path) -> list[Path]:
+def write(results: Sequence[Result], out: Path) -> list[Path]:
     """Writes gym.json, gym.csv, and gym.png and gym.svg where matplotlib is installed; their paths. [GYM-RUN-D1]"""
-    rows, asked = facts(found), {result.task.kind: result.task for result in found}
-    told = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
-    whole = {"tasks": told, "results": rows, "versions": versions()}
+    rows, asked = facts(results), {result.task.kind: result.task for result in results}
+    entries = {name: {**task.model_dump(mode="json"), "known": task.known()} for name, task in asked.items()}
+    whole = {"tasks": entries, "results": rows, "versions": versions()}
     contents = {
         "gym.json": json.dumps(whole, indent=1, allow_nan=False) + "\n",
         "gym.csv": csv_text(rows, [name for name in rows[0] if name not in ("scores", "parts")]),
     }
-    return write_results(out, contents, "gym", _images(found))
+    return write_results(out, contents, "gym", _images(results))
 
 
-def _images(found: Sequence[Result]) -> dict[str, bytes]:
+def _images(results: Sequence[Result]) -> dict[str, bytes]:
     """A panel for each task, contenders from top to bottom; flagged ones are grey crosses."""
-    kinds = list(dict.fromkeys(one.task.kind for one in found))
-    names = list(dict.fromkeys(one.contender for one in found))
+    kinds = list(dict.fromkeys(one.task.kind for one in results))
+    names = list(dict.fromkeys(one.contender for one in results))
     columns = min(3, len(kinds))
     rows = -(-len(kinds) // columns)
 
     def draw(figure: Any) -> None:
         grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
         for axes, kind in zip(grid.flat, kinds, strict=False):
-            _panel(axes, [one for one in found if one.task.kind == kind], names)
+            _panel(axes, [one for one in results if one.task.kind == kind], names)
         for axes in grid.flat[len(kinds) :]:
             axes.set_visible(False)
         grid[0, 0].set_yticks(range(len(names)), [label(name, 40) for name in names])
@@ -111,10 +111,10 @@ def _images(found: Sequence[Result]) -> dict[str, bytes]:
     return images((2.6 + 3.7 * columns, rows * (1.1 + 0.23 * len(names))), draw)
 
 
-def _panel(axes: Any, own: Sequence[Result], names: Sequence[str]) -> None:
-    task = own[0].task
+def _panel(axes: Any, results: Sequence[Result], names: Sequence[str]) -> None:
+    task = results[0].task
     errors = task.metric == "error"
-    for one in own:
+    for one in results:
         mean, half = one.spread
         if math.isnan(mean):
             continue

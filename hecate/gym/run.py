@@ -94,7 +94,7 @@ class Result:
 
 
 @dataclass
-class _Kept:
+class _Store:
     """Cells of a folder by digest; without a folder they are kept for the call."""
 
     folder: Path | None
@@ -110,11 +110,11 @@ class _Kept:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; delete it, and its cells are run anew") from None
 
-    def get(self, made: Callable[[], Any], *what: Any) -> Any:
+    def get(self, make: Callable[[], Any], *what: Any) -> Any:
         """The cell that is kept under these facts, or made now."""
         digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
         if digest not in self.cells:
-            self.cells[digest] = made()
+            self.cells[digest] = make()
             self.fresh += 1
         return self.cells[digest]
 
@@ -141,8 +141,8 @@ def answered(memory: Memory, stream: Stream, name: str) -> tuple[Tensor, Any]:
         if stream.written[span.start] and not asked[span.start] and hasattr(memory, "write"):
             state = memory.write(keys.clone(), values.clone(), state)
             continue
-        told = values if stream.written[span.start] else None
-        answers[:, span], state = _asked(memory, keys, told, state, values, name, span.start)
+        writes = values if stream.written[span.start] else None
+        answers[:, span], state = _ask(memory, keys, writes, state, values, name, span.start)
     return answers, state
 
 
@@ -155,14 +155,14 @@ def _spans(*masks: Tensor) -> Iterator[slice]:
             yield slice(first, min(first + PIECE, end))
 
 
-def _asked(
+def _ask(
     memory: Memory, keys: Tensor, values: Tensor | None, state: Any, like: Tensor, name: str, start: int = 0
 ) -> tuple[Tensor, Any]:
     """Answers, of the shape of `like`, and the state. Copies go in, for other contenders read the same stream."""
-    given: Any = memory(keys.clone(), None if values is None else values.clone(), state)
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise ConfigError(f"contender {shorten(name)} must return (answers, state), got {described(given)}")
-    answers, state = given
+    output: Any = memory(keys.clone(), None if values is None else values.clone(), state)
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise ConfigError(f"contender {shorten(name)} must return (answers, state), got {described(output)}")
+    answers, state = output
     if not isinstance(answers, Tensor) or answers.shape != like.shape or not answers.is_floating_point():
         raise ConfigError(
             f"contender {shorten(name)} must answer with a floating-point tensor {list(like.shape)}, got "
@@ -180,28 +180,28 @@ def _asked(
 def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
     """Why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty where
     they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
-    whole, state = _asked(memory, keys, values, None, values, name)
-    once, asked = _asked(memory, keys, None, state, values, name)
-    twice = _asked(memory, keys, None, asked, values, name)[0]
-    held, single = None, []
+    whole, state = _ask(memory, keys, values, None, values, name)
+    once, asked = _ask(memory, keys, None, state, values, name)
+    twice = _ask(memory, keys, None, asked, values, name)[0]
+    carried, single = None, []
     for token in range(keys.shape[1]):
         one = slice(token, token + 1)
         # Ahead of the first write no memory knows the width of values: it is asked beside a value of the other sign.
         now, said = keys[:, one], values[:, one]
-        found, asked = _asked(memory, now, None if token else -said, held, said, name, token)
-        single.append(found)
-        held = _asked(memory, now, said, asked if token else None, said, name, token)[1]
-    blind = after = _asked(memory, keys, None, held, values, name)[0]
+        answer, asked = _ask(memory, now, None if token else -said, carried, said, name, token)
+        single.append(answer)
+        carried = _ask(memory, now, said, asked if token else None, said, name, token)[1]
+    blind = after = _ask(memory, keys, None, carried, values, name)[0]
     if hasattr(memory, "write"):
-        blind = _asked(memory, keys, None, memory.write(keys.clone(), values.clone(), None), values, name)[0]
+        blind = _ask(memory, keys, None, memory.write(keys.clone(), values.clone(), None), values, name)[0]
     largest = max(float(item.abs().max()) for item in (whole, values, once))
-    for what, left, right in (
+    for what, expected, actual in (
         ("answers depend on later tokens or on the right answer", whole, torch.cat(single, 1)),
         ("being asked changes its answers", once, twice),
         ("a state handed on in pieces is another", once, after),
         ("writing without an answer leaves another state", after, blind),
     ):
-        if why := _apart(what, left, right, largest):
+        if why := _apart(what, expected, actual, largest):
             return why
     return ""
 
@@ -209,10 +209,10 @@ def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
 def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
     """Why answers of a call, in a stream where nothing is written, are not those of one call a token, the state handed
     on; empty where they are. [GYM-FLAG-D1]"""
-    whole, single, state = _asked(memory, keys, None, None, values, name)[0], [], None
+    whole, single, state = _ask(memory, keys, None, None, values, name)[0], [], None
     for token in range(keys.shape[1]):
-        found, state = _asked(memory, keys[:, token, None], None, state, values[:, token, None], name, token)
-        single.append(found)
+        answer, state = _ask(memory, keys[:, token, None], None, state, values[:, token, None], name, token)
+        single.append(answer)
     what = "answers depend on later tokens, or on more than the state"
     return _apart(what, whole, torch.cat(single, 1), float(whole.abs().max()))
 
@@ -242,9 +242,9 @@ def foreseen(memory: Memory, stream: Stream, name: str) -> str:
     return _apart(what, before[:, : at + 1], after[:, : at + 1], largest)
 
 
-def _apart(what: str, left: Tensor, right: Tensor, largest: float) -> str:
+def _apart(what: str, expected: Tensor, actual: Tensor, largest: float) -> str:
     """Where two answers are first further from each other than rounding takes them; empty where they never are."""
-    apart = (left - right).abs().amax((0, 2)) / largest if largest else left.new_zeros(left.shape[1])
+    apart = (expected - actual).abs().amax((0, 2)) / largest if largest else expected.new_zeros(expected.shape[1])
     if bool((apart <= ROUNDING).all()):
         return ""
     first = int((~(apart <= ROUNDING)).nonzero()[0])
@@ -294,17 +294,17 @@ def run(
     if base not in names:
         raise ConfigError(f"--reference {shorten(base)} is no contender here{not_known(base, names)}")
     folder = None if out is None else Path(out)
-    found: list[Result] = []
+    results: list[Result] = []
     with nullcontext() if folder is None else locked(folder), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", StabilityWarning)
-        kept = _Kept(folder)
+        store = _Store(folder)
         for task in chosen:
             stream = lru_cache(len(reported) + 1)(task.stream)
             rows = []
             # Who cannot enter is told so where it was named.
             for fighter in (one for one in fighters if given or one.name == base or not task.refuses(one)):
                 try:
-                    rows.append(_entered(kept, task, fighter, stream, reported, tuning, quick))
+                    rows.append(_enter(store, task, fighter, stream, reported, tuning, quick))
                 except HecateError:
                     raise
                 except Exception as error:  # another version of a package may be called otherwise
@@ -314,10 +314,10 @@ def run(
                         raise
                     rows.append(Result(task, fighter.name, "not run", f"{fighter.facts['package']} {why}"))
                 finally:
-                    kept.save()
-                say(f"{task.kind}: {fighter.name}: {_told(rows[-1])}")
-            found += _judged(rows, base)
-    return found
+                    store.save()
+                say(f"{task.kind}: {fighter.name}: {_summary(rows[-1])}")
+            results += _judge(rows, base)
+    return results
 
 
 def _task(task: str | GymTask) -> GymTask:
@@ -328,14 +328,14 @@ def _task(task: str | GymTask) -> GymTask:
     return tasks()[task].model_validate({})
 
 
-def _told(row: Result) -> str:
+def _summary(row: Result) -> str:
     score = "" if math.isnan(row.spread.mean) else f"{row.spread.mean:.4g}"
     return ", ".join(filter(None, (score, row.verdict, row.reason)))
 
 
-def _entered(
-    kept: _Kept, task: GymTask, fighter: Contender, stream: Callable[[int], Stream], seeds: Sequence[int], tuning: int,
-    quick: bool,
+def _enter(
+    store: _Store, task: GymTask, fighter: Contender, stream: Callable[[int], Stream], seeds: Sequence[int],
+    tuning: int, quick: bool,
 ) -> Result:  # fmt: skip
     """A contender in a task: its setting chosen, its answers checked, its scores; judged as far as it is alone."""
     length = stream(tuning).keys.shape[1] if fighter.longest is not None else 0
@@ -343,12 +343,12 @@ def _entered(
     why = fighter.missing or task.refuses(fighter) or (f"it reads {fighter.longest:,} tokens at most" if short else "")
     if why:
         return Result(task, fighter.name, "not run", why)
-    made = [source_of(own) for own in (fighter.build, fighter.layer) if own is not None]
-    code = sys.modules["hecate"].__version__, made
+    sources = [source_of(part) for part in (fighter.build, fighter.layer) if part is not None]
+    code = sys.modules["hecate"].__version__, sources
     facts = task.model_dump(mode="json"), fighter.name, dict(fighter.facts), code
 
     def cell(setting: Setting, seed: int) -> Cell:
-        return Cell(*kept.get(lambda: list(_cell(task, fighter, setting, stream(seed), seed)), *facts, setting, seed))
+        return Cell(*store.get(lambda: list(_cell(task, fighter, setting, stream(seed), seed)), *facts, setting, seed))
 
     settings = list(task.settings(fighter))[: 2 if quick else None]
     sign = 1 if task.metric == "error" else -1
@@ -361,11 +361,11 @@ def _entered(
     count = CHECKED // 4 if quick else CHECKED
 
     def suspicion() -> str:
-        memory, own = task.memory(fighter, setting, tuning), stream(tuning)
-        alike = unlike if own.written.any() else unfolded
-        return alike(memory, *own.head(count), fighter.name) or foreseen(memory, own, fighter.name)
+        memory, sample = task.memory(fighter, setting, tuning), stream(tuning)
+        alike = unlike if sample.written.any() else unfolded
+        return alike(memory, *sample.head(count), fighter.name) or foreseen(memory, sample, fighter.name)
 
-    reason = kept.get(suspicion, "checked", count, *facts, setting)
+    reason = store.get(suspicion, "checked", count, *facts, setting)
     cells = [cell(setting, seed) for seed in seeds]
     scores = tuple(one.score for one in cells)
     floors = [stream(seed).floor for seed in seeds]
@@ -400,7 +400,7 @@ def _cell(task: GymTask, fighter: Contender, setting: Setting, stream: Stream, s
         return Cell([], {}, 0, time.perf_counter() - began)
     rows = parts[next(iter(parts))].tolist()
     rows = rows if all(map(math.isfinite, rows)) else []
-    return Cell(rows, {name: float(own.mean()) for name, own in parts.items()}, state, time.perf_counter() - began)
+    return Cell(rows, {name: float(part.mean()) for name, part in parts.items()}, state, time.perf_counter() - began)
 
 
 def _least(stream: Stream) -> float:
@@ -410,22 +410,22 @@ def _least(stream: Stream) -> float:
     return stream.floor * (1 - 25 / scored)
 
 
-def _judged(rows: Sequence[Result], base: str) -> list[Result]:
+def _judge(rows: Sequence[Result], base: str) -> list[Result]:
     """Verdicts beside the reference: the deviation is pooled over it and those that are alive. [GYM-RUN-D1]"""
     sign = 1 if rows[0].task.metric == "error" else -1
-    own = next(row for row in rows if row.contender == base)
-    usable = own.verdict in ("", "no better than chance")
-    compared = [row for row in rows if not row.verdict or (usable and row is own)]
+    control = next(row for row in rows if row.contender == base)
+    usable = control.verdict in ("", "no better than chance")
+    compared = [row for row in rows if not row.verdict or (usable and row is control)]
     values = {row.contender: [sign * score for score in row.scores] for row in compared}
     spreads = pooled_intervals(values) if values else {}
     pairs = {pair.first: pair for pair in against(values, base)} if usable else {}
-    found = []
+    results = []
     for row in rows:
         pair, spread = pairs.get(row.contender), row.spread
         if row.contender in spreads:
             spread = Interval(spread.mean, spreads[row.contender].half)
         if pair is not None:
             pair = pair._replace(difference=Interval(sign * pair.difference.mean, pair.difference.half))
-        beside = "reference" if row is own else pair.verdict if pair is not None else "no reference"
-        found.append(replace(row, verdict=row.verdict or beside, spread=spread, pair=pair))
-    return found
+        beside = "reference" if row is control else pair.verdict if pair is not None else "no reference"
+        results.append(replace(row, verdict=row.verdict or beside, spread=spread, pair=pair))
+    return results

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from hecate.variant import Conflicts, Variant
 
 Array = NDArray[np.float64]
 Metric = Literal["error", "accuracy"]
+Rows = Annotated[Size, Field(ge=1, description="Rows of a seed, whose scores are averaged.")]
+Length = Annotated[Size, Field(le=1 << 20, description="Tokens of a row.")]
 
 
 class Stream(NamedTuple):
@@ -45,11 +47,11 @@ class Stream(NamedTuple):
         """Of each row in a part the sum of |answer - value|^2 over that of |value|^2, or the share of answers whose
         nearest candidate is the value: `[B]`. [GYM-SCORE-D1]"""
         chosen = self.parts[part]
-        given, right = answers[:, chosen].double(), self.values[:, chosen].double()
+        scored, right = answers[:, chosen].double(), self.values[:, chosen].double()
         if self.candidates is None:
-            return (given - right).square().sum((1, 2)) / right.square().sum((1, 2))
+            return (scored - right).square().sum((1, 2)) / right.square().sum((1, 2))
         among = self.candidates.double()
-        return (torch.cdist(given, among).argmin(-1) == torch.cdist(right, among).argmin(-1)).double().mean(1)
+        return (torch.cdist(scored, among).argmin(-1) == torch.cdist(right, among).argmin(-1)).double().mean(1)
 
     def head(self, count: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first tokens of two rows."""
@@ -68,7 +70,7 @@ class Row(NamedTuple):
 class GymTask(Variant, family="gym_task"):
     """A task of the gym: `row` draws a row, `layout` says which tokens are written and which answers are scored."""
 
-    rows: Size = Field(8, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 8
     width: Size = Field(16, ge=4, le=1024, description="Width of keys and of values.")
 
     metric: ClassVar[Metric] = "error"
@@ -113,7 +115,7 @@ class GymTask(Variant, family="gym_task"):
         draws = (np.random.SeedSequence((name, seed, index)) for index in range(self.rows))
         rows = [self.row(np.random.Generator(np.random.PCG64(draw))) for draw in draws]
 
-        def stacked(*arrays: Array) -> Tensor:
+        def stack(*arrays: Array) -> Tensor:
             return torch.from_numpy(np.stack(arrays).astype(np.float32))
 
         candidates = [row.candidates for row in rows if row.candidates is not None]
@@ -124,8 +126,8 @@ class GymTask(Variant, family="gym_task"):
             (row.noise[scored] ** 2).sum() / (row.values[scored] ** 2).sum() for row in rows if row.noise is not None
         ]
         return Stream(
-            stacked(*(row.keys for row in rows)), stacked(*(row.values for row in rows)), written, parts,
-            stacked(*candidates) if candidates else None, float(sum(noisy)) / len(rows),
+            stack(*(row.keys for row in rows)), stack(*(row.values for row in rows)), written, parts,
+            stack(*candidates) if candidates else None, float(sum(noisy)) / len(rows),
         )  # fmt: skip
 
     def _check(self, rows: Sequence[Row], written: Tensor, parts: Mapping[str, Tensor]) -> None:
@@ -160,21 +162,21 @@ def _orthonormal(rng: np.random.Generator, width: int, count: int) -> Array:
     return np.asarray(np.linalg.qr(rng.standard_normal((width, count)))[0].T)
 
 
-def _scaled(values: Array, share: float = 1.0) -> Array:
+def _scale_to(values: Array, share: float = 1.0) -> Array:
     """Values whose mean square length is `share`."""
     return np.asarray(values * math.sqrt(share / (values**2).sum(-1).mean()))
 
 
 def _span(length: int, start: int, end: int) -> Tensor:
-    found = torch.zeros(length, dtype=torch.bool)
-    found[start:end] = True
-    return found
+    mask = torch.zeros(length, dtype=torch.bool)
+    mask[start:end] = True
+    return mask
 
 
 class _Predicted(GymTask):
     """Helper for streams that are predicted from end to end: one map from keys to values, or several."""
 
-    length: Size = Field(8192, ge=64, le=1 << 20, description="Tokens of a row.")
+    length: Annotated[Length, Field(ge=64)] = 8192
 
     def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
         half = self.length // 2
@@ -185,7 +187,7 @@ class _Predicted(GymTask):
         return self.model_copy(update={"rows": 2, "length": max(64, self.length // 8)})
 
 
-def _forgotten(width: int, start: int, end: int) -> float:
+def _mean_error(width: int, start: int, end: int) -> float:
     """Mean of (1 - 1/D)^t over tokens: what the delta rule with lr 1 has left of an error in random directions."""
     rate = 1 - 1 / width
     return (rate**start - rate**end) * width / (end - start)
@@ -204,8 +206,8 @@ class LinearMap(_Predicted):
     """
 
     kind: Literal["linear"] = "linear"
-    length: Size = Field(64, ge=16, le=1 << 20, description="Tokens of a row.")
-    rows: Size = Field(32, ge=1, description="Rows of a seed, whose scores are averaged.")
+    length: Annotated[Length, Field(ge=16)] = 64
+    rows: Rows = 32
     about: ClassVar[str] = "a linear map, learned fast: tokens D to 4 D"
 
     def conflicts(self) -> Conflicts:
@@ -223,7 +225,7 @@ class LinearMap(_Predicted):
     def known(self) -> dict[str, float]:
         """The delta rule with lr 1, and least squares."""
         end = min(4 * self.width, self.length)
-        return {"delta rule, lr 1": _forgotten(self.width, self.width, end), "least squares": 0.0}
+        return {"delta rule, lr 1": _mean_error(self.width, self.width, end), "least squares": 0.0}
 
 
 class NoisyMap(_Predicted):
@@ -238,13 +240,13 @@ class NoisyMap(_Predicted):
     """
 
     kind: Literal["noisy"] = "noisy"
-    length: Size = Field(1024, ge=64, le=1 << 20, description="Tokens of a row.")
+    length: Annotated[Length, Field(ge=64)] = 1024
     noise: float = Field(0.2, gt=0, lt=1, description="Share of the values' energy that is noise.")
     about: ClassVar[str] = "a linear map, noise in the values"
 
     def row(self, rng: np.random.Generator) -> Row:
         keys = _units(rng, self.length, self.width)
-        clean = _scaled(keys @ rng.standard_normal((self.width, self.width)), 1 - self.noise)
+        clean = _scale_to(keys @ rng.standard_normal((self.width, self.width)), 1 - self.noise)
         noise = rng.standard_normal(clean.shape) * math.sqrt(self.noise / self.width)
         return Row(keys, clean + noise, noise=noise)
 
@@ -256,18 +258,18 @@ class NoisyMap(_Predicted):
 class _Teacher(_Predicted):
     """Helper for values V f(W k), W two orthonormal directions times `scale`."""
 
-    rows: Size = Field(4, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 4
 
     scale: float = Field(9.0, gt=0, description="Length of the two directions that the teacher looks along.")
 
     def taught(self, rng: np.random.Generator, keys: Array, share: float = 1.0) -> Array:
         """Values of the teacher, `[T, V]`."""
-        seen = self.bent(keys @ (self.scale * _orthonormal(rng, self.width, 2)).T)
-        return _scaled(seen @ rng.standard_normal((2, self.width)), share)
+        features = self.bent(keys @ (self.scale * _orthonormal(rng, self.width, 2)).T)
+        return _scale_to(features @ rng.standard_normal((2, self.width)), share)
 
-    def bent(self, seen: Array) -> Array:
+    def bent(self, projections: Array) -> Array:
         """f."""
-        return np.tanh(seen)
+        return np.tanh(projections)
 
     def row(self, rng: np.random.Generator) -> Row:
         keys = _units(rng, self.length, self.width)
@@ -309,10 +311,9 @@ class EvenTeacher(_Teacher):
     kind: Literal["even"] = "even"
     about: ClassVar[str] = "a nonlinear map, V |W k|"
 
-    def bent(self, seen: Array) -> Array:
-        found = np.abs(seen)
+    def bent(self, projections: Array) -> Array:
         half = math.lgamma(self.width / 2) - math.lgamma((self.width + 1) / 2)  # E|u| of a coordinate of the sphere
-        return np.asarray(found - self.scale * math.exp(half) / math.sqrt(math.pi))
+        return np.asarray(np.abs(projections) - self.scale * math.exp(half) / math.sqrt(math.pi))
 
 
 class Recall(GymTask):
@@ -354,18 +355,18 @@ class Overwrite(GymTask):
     """
 
     kind: Literal["overwrite"] = "overwrite"
-    rows: Size = Field(16, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 16
     keys: Size = Field(8, ge=1, le=1 << 12, description="Different keys.")
     times: Size = Field(16, ge=2, le=1 << 12, description="Values that each key gets, one after the other.")
     metric: ClassVar[Metric] = "accuracy"
     about: ClassVar[str] = "8 keys, each with 16 values one after the other"
 
     def row(self, rng: np.random.Generator) -> Row:
-        own = _units(rng, self.keys, self.width)
+        keys = _units(rng, self.keys, self.width)
         order = rng.permutation(np.repeat(np.arange(self.keys), self.times))
         values = _units(rng, len(order), self.width)
         last = [int(np.flatnonzero(order == key)[-1]) for key in range(self.keys)]
-        return Row(np.concatenate([own[order], own]), np.concatenate([values, values[last]]), values)
+        return Row(np.concatenate([keys[order], keys]), np.concatenate([values, values[last]]), values)
 
     def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
         written = self.keys * self.times
@@ -402,7 +403,7 @@ class TwoPaces(_Teacher):
         slow = self.taught(rng, keys, 1 - self.fast)
         count = -(-self.length // self.period)
         maps = rng.standard_normal((count, self.width, self.width))[np.arange(self.length) // self.period]
-        return Row(keys, slow + _scaled(np.einsum("td,tdv->tv", keys, maps), self.fast))
+        return Row(keys, slow + _scale_to(np.einsum("td,tdv->tv", keys, maps), self.fast))
 
     def known(self) -> dict[str, float]:
         """The teacher known, the matrix unknown."""
@@ -428,8 +429,8 @@ class Return(GymTask):
     def row(self, rng: np.random.Generator) -> Row:
         first, second = rng.standard_normal((2, self.width, self.width))
         keys = _units(rng, 2 * self.phase + self.scored, self.width)
-        own = np.concatenate([keys[: self.phase] @ first, keys[self.phase : 2 * self.phase] @ second])
-        return Row(keys, np.concatenate([own, keys[2 * self.phase :] @ first]))
+        phases = np.concatenate([keys[: self.phase] @ first, keys[self.phase : 2 * self.phase] @ second])
+        return Row(keys, np.concatenate([phases, keys[2 * self.phase :] @ first]))
 
     def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
         total = 2 * self.phase + self.scored
@@ -437,7 +438,7 @@ class Return(GymTask):
 
     def known(self) -> dict[str, float]:
         """The delta rule with lr 1 from what it holds, and from nothing."""
-        anew = _forgotten(self.width, 0, self.scored)
+        anew = _mean_error(self.width, 0, self.scored)
         return {"delta rule, lr 1": 2 * anew, "delta rule, lr 1, started anew": anew}
 
 
@@ -453,7 +454,7 @@ class Facts(GymTask):
     """
 
     kind: Literal["facts"] = "facts"
-    rows: Size = Field(2, ge=1, description="Rows of a seed, whose scores are averaged.")
+    rows: Rows = 2
     distances: tuple[Size, ...] = Field(
         (100, 1_000, 10_000, 100_000), min_length=1, description="Tokens of noise before each round of questions."
     )
@@ -475,8 +476,8 @@ class Facts(GymTask):
         parts = [(keys, values)]
         for start, end in zip((0, *self.distances), self.distances, strict=False):
             parts += [(noise[start:end], said[start:end]), (keys, values)]
-        told, answers = (np.concatenate(pieces) for pieces in zip(*parts, strict=True))
-        return Row(told, answers, values)
+        tokens, answers = (np.concatenate(pieces) for pieces in zip(*parts, strict=True))
+        return Row(tokens, answers, values)
 
     def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
         count = self.width // 2

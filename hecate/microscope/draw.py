@@ -65,7 +65,7 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
     shown = [round(index * (view.heads - 1) / max(count - 1, 1)) for index in range(count)]
     norm, colours, extend = _scale(maps[shown])
     grid = figure.add_gridspec(1, 2 * len(shown), width_ratios=(0.045, 1) * len(shown), wspace=0.01)
-    seen = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
+    causal = torch.ones(maps.shape[1:], dtype=torch.bool).tril()
     axes: list[Any] = []
     for place, head in enumerate(shown):
         side = figure.add_subplot(grid[2 * place])
@@ -74,7 +74,7 @@ def _maps(figure: Any, view: Any, row: int, most: int) -> None:
         side.set_xlabel("start", fontsize=8, rotation=90)
         axis = figure.add_subplot(grid[2 * place + 1])
         axis.set_facecolor(PALE)
-        masked = torch.where(seen, maps[head].cpu(), torch.nan)
+        masked = torch.where(causal, maps[head].cpu(), torch.nan)
         image = axis.imshow(masked.numpy(), cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
         rows, columns = outstanding(maps[head].cpu())
         axis.plot(columns.numpy(), rows.numpy(), "o", markersize=3.5, markerfacecolor="none", **RING)
@@ -96,9 +96,9 @@ def outstanding(weights: Tensor) -> tuple[Tensor, Tensor]:
     earlier = torch.arange(length).clamp(min=1)
     usual = (past.square().sum(1) / earlier).sqrt()
     most, columns = past.max(1)
-    found = (most > STANDS_OUT * usual) & (length <= 128)
-    looks = columns[found].bincount(minlength=length)
-    rows = (found & (looks[columns] <= MOST_LOOKS)).nonzero().flatten()
+    peaks = (most > STANDS_OUT * usual) & (length <= 128)
+    looks = columns[peaks].bincount(minlength=length)
+    rows = (peaks & (looks[columns] <= MOST_LOOKS)).nonzero().flatten()
     return rows, columns[rows]
 
 
@@ -148,12 +148,12 @@ def _recall(axis: Any, view: Any, row: int) -> None:
     if not view.recall.known(row):
         axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
         return
-    found, chance = (view.recall.by_age(name, row) for name in ("cosine", "chance"))
-    _band(axis, found.ages + 1, found.means, 0, "its own value")
+    cosine, chance = (view.recall.by_age(name, row) for name in ("cosine", "chance"))
+    _band(axis, cosine.ages + 1, cosine.means, 0, "its own value")
     _band(axis, chance.ages + 1, chance.means, 6, "other values (chance)")
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter(lambda age, _: f"{age:g}")
-    low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (found, chance)))
+    low = min(0.0, *(float(item.means.nan_to_num().min()) for item in (cosine, chance)))
     axis.set_ylim(1.1 * low, 1.05)
     axis.axhline(0, color=GREY, linewidth=0.6)
     axis.legend(**LEGEND)

@@ -70,13 +70,11 @@ def look(
     if x.dim() < 2 or 0 in x.shape:
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}
-    given = {name: mask for name, mask in masks.items() if mask is not None}
-    calls = _observed(model, names, lambda: model(x, state, **given))
+    arguments = {name: mask for name, mask in masks.items() if mask is not None}
+    calls = _observe(model, names, lambda: model(x, state, **arguments))
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")
-    return View(
-        {name: MemoryView(name, _scans_of(found), points, unread=found[0].unread) for name, found in calls.items()}
-    )
+    return View({name: MemoryView(name, _scans_of(run), points, unread=run[0].unread) for name, run in calls.items()})
 
 
 class Call(NamedTuple):
@@ -103,16 +101,16 @@ def memory_names(model: nn.Module) -> dict[nn.Module, str]:
     return names
 
 
-def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], Any]) -> dict[str, list[Call]]:
+def _observe(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], Any]) -> dict[str, list[Call]]:
     """Runs a model without gradients, in evaluation mode; the calls of its memories by name.
 
     Modes and hooks are afterwards as they were. [SCOPE-LOOK-I1]
     """
-    seen: dict[nn.Module, list[tuple[dict[str, Any], Any]]] = {module: [] for module in names}
+    records: dict[nn.Module, list[tuple[dict[str, Any], Any]]] = {module: [] for module in names}
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
-        seen[module].append((bound.arguments, output))
+        records[module].append((bound.arguments, output))
 
     with ExitStack() as undo, torch.no_grad():
         for module in model.modules():
@@ -123,9 +121,9 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
         run()
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():
-        for module, found in seen.items():
-            for given, output in found:
-                for suffix, call in _calls(module, given, output):
+        for module, record in records.items():
+            for arguments, output in record:
+                for suffix, call in _calls(module, arguments, output):
                     # A call without a token to write: memory as context looks back that way.
                     write = call.asked.write_mask
                     if call.asked.v.shape[1] and (write is None or bool(write.any())):
@@ -133,42 +131,41 @@ def _observed(model: nn.Module, names: dict[nn.Module, str], run: Callable[[], A
     return calls
 
 
-def _calls(module: nn.Module, given: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
+def _calls(module: nn.Module, arguments: dict[str, Any], output: Any) -> Iterator[tuple[str, Call]]:
     """The calls of memories behind a call of a module, each with what its name is called by."""
     if isinstance(module, Memory):
-        asked, unread = module.seen(**given)
+        asked, unread = module.seen(**arguments)
         if asked.config.writes > 1:
             asked = asked.each_write()
         yield "", Call(asked, output[1].memory, unread)
     elif isinstance(module, LinearAttention):
-        asked, unread = module.asked(**given), None
+        asked, unread = module.asked(**arguments), None
         if module.eps:
             unread = f"eps={module.eps:g} is added to the sum of weights"
         elif module.positions.weighs_distance and module.normalizer == "none" and asked.write_mask is not None:
             unread = "a masked token reads the memory decayed once more than it is"
         yield "", Call(asked, module.per_query_head(output[1]), unread)
     elif isinstance(module, FeatureMemory):
-        masks = {name: given["how"].get(name) for name in ("write_mask", "reset_mask")}
-        q, k, gates = given["q"], given["k"], module.gates(given["x"])
-        v = module.values(k)
-        own: dict[str, Any] = {"phi_params": module.phi_params, "initial": module.initial.tensors}
-        yield "", Call(ScanArguments(module.config, q, k, v, gates, state=given["state"], **own, **masks), output[2])
+        masks = {name: arguments["how"].get(name) for name in ("write_mask", "reset_mask")}
+        q, k, gates = arguments["q"], arguments["k"], module.gates(arguments["x"])
+        start = {"phi_params": module.phi_params, "initial": module.initial.tensors, "state": arguments["state"]}
+        yield "", Call(ScanArguments(module.config, q, k, module.values(k), gates, **start, **masks), output[2])
     elif isinstance(module, Boxes):
-        yield from _boxes(module, given, output[1])
+        yield from _boxes(module, arguments, output[1])
 
 
-def _boxes(boxes: Boxes, given: dict[str, Any], after: MemoryState) -> Iterator[tuple[str, Call]]:
+def _boxes(boxes: Boxes, arguments: dict[str, Any], after: MemoryState) -> Iterator[tuple[str, Call]]:
     """Box by box; a box's values are what it was taught, which the boxes themselves answered."""
-    how, width = given["how"], boxes.heads
-    if given["k"].shape[1] == 0:  # the boxes are made, not written
+    how, width = arguments["how"], boxes.heads
+    if arguments["k"].shape[1] == 0:  # the boxes are made, not written
         return
-    for index, (box, v) in enumerate(zip(boxes.written, given["targets"], strict=True)):
+    for index, (box, v) in enumerate(zip(boxes.written, arguments["targets"], strict=True)):
         heads = slice(index * width, (index + 1) * width)
         state, last = (pytree.tree_map_only(Tensor, lambda x: x[:, heads], item) for item in (how["state"], after))  # noqa: B023
         initial = {name: weight[heads] for name, weight in how["initial"].items()}
         masks = {name: how[name] for name in ("write_mask", "reset_mask")}
-        gates, own = Gates(**given["gates"]), {"phi_params": boxes.params(), "initial": initial, "state": state}
-        call = ScanArguments(boxes.config.memory, given["q"], given["k"], v, gates, **own, **masks)
+        gates, start = Gates(**arguments["gates"]), {"phi_params": boxes.params(), "initial": initial, "state": state}
+        call = ScanArguments(boxes.config.memory, arguments["q"], arguments["k"], v, gates, **start, **masks)
         unread = None if box == "memory" else f"box {box!r} is asked what the layer is given, not q"
         yield f".{box}", Call(call, last, unread)
 
@@ -182,7 +179,7 @@ def _scans_of(calls: list[Call]) -> list[ScanArguments]:
             scans[-1].append(call.asked)
         else:
             scans.append([call.asked])
-    return [_joined(run) for run in scans]
+    return [_join(run) for run in scans]
 
 
 def _goes_on(last: Call, call: Call) -> bool:
@@ -197,7 +194,7 @@ def _goes_on(last: Call, call: Call) -> bool:
     )
 
 
-def _joined(run: list[ScanArguments]) -> ScanArguments:
+def _join(run: list[ScanArguments]) -> ScanArguments:
     tokens = ([asked.q, asked.k, asked.v, *asked.gates] for asked in run)
     q, k, v, *gates = (torch.cat(x, 1) if isinstance(x[0], Tensor) else x[0] for x in zip(*tokens, strict=True))
     masks: dict[str, Any] = {

@@ -83,35 +83,35 @@ def implicit_attention(asked: ScanArguments) -> Attention:
         )
     asked = in_double(asked)
     batch, length, heads, width = asked.v.shape
-    # Copy n of the sequences has ones in the values of tokens n * own, n * own + 1, ..., each in a coordinate of its
-    # own, or in all of them where coordinates do not mix; the last copy has none.
+    # Copy n of the sequences has ones in the values of tokens n * stride, n * stride + 1, ..., each in a coordinate of
+    # its own, or in all of them where coordinates do not mix; the last copy has none.
     diagonal = asked.config.structure.diagonal
-    own = 1 if diagonal else width
-    copies = -(-length // own)
-    ones = torch.eye(copies * own, dtype=asked.v.dtype, device=asked.v.device)[:, :length]
-    values = torch.cat([ones.unflatten(0, (copies, own)).mT, ones.new_zeros(1, length, own)])
+    stride = 1 if diagonal else width
+    copies = -(-length // stride)
+    ones = torch.eye(copies * stride, dtype=asked.v.dtype, device=asked.v.device)[:, :length]
+    values = torch.cat([ones.unflatten(0, (copies, stride)).mT, ones.new_zeros(1, length, stride)])
     values = values[:, None, :, None].expand(-1, batch, -1, heads, width).flatten(0, 1)
-    y, _ = _repeated(asked, copies + 1)._replace(v=values).scan()
+    y, _ = _repeat(asked, copies + 1)._replace(v=values).scan()
     y = y.unflatten(0, (copies + 1, batch)).transpose(2, 3)
-    found, start = y[:-1] - y[-1], y[-1]
-    found = found.movedim(0, 3) if diagonal else found.movedim(0, 3).flatten(3)[..., :length]
+    weights, start = y[:-1] - y[-1], y[-1]
+    weights = weights.movedim(0, 3) if diagonal else weights.movedim(0, 3).flatten(3)[..., :length]
     # What rounding leaves of a weight of 0, such as that of a token to come, is 0.
     noise = 16 * torch.finfo(y.dtype).eps * start.flatten(2).norm(dim=2)
-    found = torch.where(found.abs() > noise.reshape(batch, heads, *[1] * (found.dim() - 2)), found, 0.0)
-    attention = Attention(found, start)
+    weights = torch.where(weights.abs() > noise.reshape(batch, heads, *[1] * (weights.dim() - 2)), weights, 0.0)
+    attention = Attention(weights, start)
     if length:
         _check(asked, attention)
     return attention
 
 
-def _repeated(asked: ScanArguments, times: int) -> ScanArguments:
+def _repeat(asked: ScanArguments, times: int) -> ScanArguments:
     """So many copies of all sequences, one after the other."""
     rule, initial, (batch, _, heads, width) = asked.config, asked.initial, asked.v.shape
     if initial is not None:  # it may be shared by all sequences
         shapes = rule.structure.shapes(rule.feature_map.output_dim(asked.k.shape[-1]), width)
         initial = {name: item.expand(batch, heads, *shapes[name]) for name, item in initial.items()}
-    given = asked._replace(phi_params=None, initial=initial)
-    copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), given)
+    source = asked._replace(phi_params=None, initial=initial)
+    copied = pytree.tree_map_only(Tensor, lambda x: x.repeat(times, *[1] * (x.dim() - 1)), source)
     return copied._replace(phi_params=asked.phi_params)
 
 
@@ -226,15 +226,15 @@ class MemoryView:
         """
         if self.unread is not None:
             raise ConfigError(f"{self.name} has no attention map: {self.unread}")
-        found = [implicit_attention(asked) for asked in self.scans]
-        shape = list(found[0].map.shape)
+        maps = [implicit_attention(asked) for asked in self.scans]
+        shape = list(maps[0].map.shape)
         shape[2] = shape[3] = self.length
-        whole, at = found[0].map.new_zeros(shape), 0
-        for item in found:
+        whole, at = maps[0].map.new_zeros(shape), 0
+        for item in maps:
             end = at + item.map.shape[2]
             whole[:, :, at:end, at:end] = item.map
             at = end
-        return Attention(whole, torch.cat([item.start for item in found], 2))
+        return Attention(whole, torch.cat([item.start for item in maps], 2))
 
     @cached_property
     @torch.no_grad()
@@ -294,8 +294,8 @@ class MemoryView:
             ranks.append(_ranks_of(weights, diagonal=self.config.structure.diagonal))
             recalled.append(written.recalled(tokens, state))
             times.append(tokens)
-        columns = {name: item.cpu() for name, item in _stacked(recalled).items()}
-        return Recall(torch.tensor(times), **columns), _stacked(norms), _stacked(ranks)
+        columns = {name: item.cpu() for name, item in _stack(recalled).items()}
+        return Recall(torch.tensor(times), **columns), _stack(norms), _stack(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:
         """Draws sequence `row` and at most so many heads' maps; returns the matplotlib figure."""
@@ -342,12 +342,12 @@ class View(dict[str, MemoryView]):
 
 def _file_names(names: list[str]) -> dict[str, str]:
     """Names of files; two memories whose names differ in odd characters only get numbers."""
-    found: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     for name in names:
         stem = "microscope-" + re.sub(r"[^A-Za-z0-9._-]+", "_", name)
         files = chain([f"{stem}.png"], (f"{stem}-{number}.png" for number in count(2)))
-        found[name] = next(file for file in files if file not in found.values())
-    return found
+        file_names[name] = next(file for file in files if file not in file_names.values())
+    return file_names
 
 
 class _Written:
@@ -364,20 +364,20 @@ class _Written:
         """Cosine, error and chance of the answers of a state after so many tokens, `[B, H, T]`: see `Recall`."""
         answers = answered(self.config, state, self.keys)
         v = torch.where(self.present[..., None], self.values, 0.0)
-        unit, own = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
-        cosine = (unit * own).sum(-1)
+        unit, target = (normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny) for x in (answers, v))
+        cosine = (unit * target).sum(-1)
         at = max(tokens, 1)
         same = self.document == self.document[:, at - 1 : at]
         place = torch.arange(self.keys.shape[1], device=self.keys.device)
         present = self.present & (same & (place < tokens)).unsqueeze(-1)
-        shown = present.to(own.dtype)
-        total = (own * shown[..., None]).sum(1, keepdim=True)
+        shown = present.to(target.dtype)
+        total = (target * shown[..., None]).sum(1, keepdim=True)
         others = (shown.sum(1, keepdim=True) - 1).clamp(min=1)
         chance = ((unit * total).sum(-1) - cosine) / others
         length = v.norm(dim=-1)  # of a value of 0 there is no relative error
         error = (answers - v).norm(dim=-1) / torch.where(length > 0, length, torch.nan)
-        found = {"cosine": cosine, "error": error, "chance": chance}
-        return {name: torch.where(present, item, torch.nan).transpose(1, 2) for name, item in found.items()}
+        curves = {"cosine": cosine, "error": error, "chance": chance}
+        return {name: torch.where(present, item, torch.nan).transpose(1, 2) for name, item in curves.items()}
 
 
 def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
@@ -403,12 +403,12 @@ def _moments(scans: list[ScanArguments], points: int) -> Iterator[tuple[int, Mem
     yield 0, scans[0].between(0, 0, scans[0].state).scan()[1]
     begun = 0
     for asked in scans:
-        own, state = asked.v.shape[1], asked.state
-        for at, end in pairwise([0, *sorted(c - begun for c in cuts if 0 < c - begun < own), own]):
+        tokens, state = asked.v.shape[1], asked.state
+        for at, end in pairwise([0, *sorted(c - begun for c in cuts if 0 < c - begun < tokens), tokens]):
             _, state = asked.between(at, end, state).scan()
             if begun + end in cuts:
                 yield begun + end, state
-        begun += own
+        begun += tokens
 
 
 def _ranks_of(weights: dict[str, Tensor], *, diagonal: bool) -> dict[str, Tensor]:
@@ -444,5 +444,5 @@ def joined_mask(scans: list[ScanArguments], name: str) -> Tensor:
     return torch.cat([default.bool() if mask is None else mask for mask, default in masks], 1)
 
 
-def _stacked(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _stack(moments: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack([item[name] for item in moments], 2) for name in moments[0]}

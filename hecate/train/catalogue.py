@@ -80,7 +80,7 @@ def catalogue(family: str | None = None) -> Table:
     if family is None:
         kinds = {name: list(root.variants()) for name, root in VARIANTS.items()}
         named = {**kinds, "engines": list(Engine.registry), "rules": list(RULES), "presets": compose.folded_presets()}
-        return ["family", "count", "kinds"], [[name, str(len(own)), " ".join(own)] for name, own in named.items()]
+        return ["family", "count", "kinds"], [[name, str(len(names)), " ".join(names)] for name, names in named.items()]
     _check_known("family", family, FAMILIES)
     return FAMILIES[family]()
 
@@ -96,9 +96,9 @@ def variant_rows(root: type[Variant]) -> Table:
     for kind, variant in root.variants().items():
         # Families without derivatives of their own have no such columns.
         derivative = "hand-written" if variant.hand_written() else "torch.func"
-        own = [_traits(variant), derivative] if root._derivatives else []
-        own += [_kernel(variant)] if root in _PRINTED else [_exact(variant)] if root in _FAST else []
-        rows.append([kind, variant.formula(), *own, _section(_REFERENCE, variant)])
+        cells = [_traits(variant), derivative] if root._derivatives else []
+        cells += [_kernel(variant)] if root in _PRINTED else [_exact(variant)] if root in _FAST else []
+        rows.append([kind, variant.formula(), *cells, _section(_REFERENCE, variant)])
     kernel = ["kernel"] if root in _PRINTED else ["exact engines"] if root in _FAST else []
     return ["kind", "formula", *(["traits", "gradient"] if root._derivatives else []), *kernel, "paper"], rows
 
@@ -116,33 +116,33 @@ def formula_text(text: str, family: str = "bias") -> str:
     others = [name for name in families if isinstance(kind, str) and kind in VARIANTS[name].variants()]
     if others and family not in others:
         raise ConfigError(f"{kind!r} is no {family} but a {others[0]}: give --family {others[0]}")
-    given: Any = VARIANTS[family].model_validate(value)
+    variant: Any = VARIANTS[family].model_validate(value)
     if family == "bias":
-        found = formula.bias_formula(given)
-        texts = [found.psi, found.pull]
+        functions = formula.bias_formula(variant)
+        texts = [functions.psi, functions.pull]
     elif family == "retention":
-        texts = formula.retention_texts(given)
+        texts = formula.retention_texts(variant)
     elif family == "algorithm":
-        texts = formula.algorithm_texts(given)
+        texts = formula.algorithm_texts(variant)
     else:
-        texts = [formula.printable(formula.map_formula(given))]
-    return "\n".join(f"{own.source}# c = {own.numbers}\n" for own in texts)
+        texts = [formula.printable(formula.map_formula(variant))]
+    return "\n".join(f"{function.source}# c = {function.numbers}\n" for function in texts)
 
 
 def _kernel(variant: Any) -> str:
     """Where a variant runs at its default settings: in printed kernels, or in the token loop and why."""
     try:
         # At its defaults: whether a formula prints may hang on settings.
-        found: Any = _PRINTED[variant._family_type](variant())
+        form: Any = _PRINTED[variant._family_type](variant())
     except ConfigError:
         return "depends on its settings"
     if issubclass(variant, phi.FeatureMap):  # ahead of a memory features are made in torch
-        return f"torch: {found}" if isinstance(found, str) else "printed, in optimisers"
-    if isinstance(found, str):
-        return f"token loop: {found}"
-    if isinstance(found, formula.RetentionFormula):
-        return "printed" if found.cellwise else "printed, for whole weights"
-    return "printed" if getattr(found, "coordinatewise", True) else "printed, for whole rows"
+        return f"torch: {form}" if isinstance(form, str) else "printed, in optimisers"
+    if isinstance(form, str):
+        return f"token loop: {form}"
+    if isinstance(form, formula.RetentionFormula):
+        return "printed" if form.cellwise else "printed, for whole weights"
+    return "printed" if getattr(form, "coordinatewise", True) else "printed, for whole rows"
 
 
 def _exact(variant: Any) -> str:
@@ -183,18 +183,18 @@ def _rules() -> Table:
         config = rule.config
         knobs = [getattr(config, knob).kind for knob in MemoryRule.model_fields]
         engine = choose(Plan.sketch(config, length=LENGTH)).name
-        rows.append([name, ", ".join([*knobs, *_beside(config)]), engine, rule.text])
+        rows.append([name, ", ".join([*knobs, *_other_settings(config)]), engine, rule.text])
     return ["rule", "knobs and settings", "engine", "paper"], rows
 
 
-def _beside(config: MemoryConfig) -> list[str]:
+def _other_settings(config: MemoryConfig) -> list[str]:
     """The fields beside the four knobs that are not at their default, as `--set` takes them."""
-    plain, found = MemoryConfig(), []
+    plain, fields = MemoryConfig(), []
     for name in type(config).model_fields:
         value = getattr(config, name)
         if name not in MemoryRule.model_fields and value != getattr(plain, name):
-            found.append(f"{name}={getattr(value, 'kind', value)}")
-    return found if not config.structure.transposed else ["structure.learns=key", *found]
+            fields.append(f"{name}={getattr(value, 'kind', value)}")
+    return fields if not config.structure.transposed else ["structure.learns=key", *fields]
 
 
 def _engines() -> Table:
@@ -208,7 +208,7 @@ def _engines() -> Table:
 
 def _presets() -> Table:
     shipped = {name: load_experiment(name) for name in shipped_presets()}
-    rows = [[name, own.data.kind, preset_about(name), str(own.budget.steps)] for name, own in shipped.items()]
+    rows = [[name, config.data.kind, preset_about(name), str(config.budget.steps)] for name, config in shipped.items()]
     rows += [[f"{name}-RULE", "", f"{name} with the memory of that rule", ""] for name in compose.BY_RULE]
     rows += [["lm-SIZE-" + name, "", preset_about(name, compose.BACKBONES), ""] for name in compose.BACKBONES]
     return ["preset", "data", "what it is", "steps"], rows
@@ -226,10 +226,10 @@ FAMILIES: dict[str, Callable[[], Table]] = {
 def machine() -> Table:
     """Versions, threads and devices."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = [[name, version] for name, version in versions(PACKAGES).items()]
+    packages = [[name, version] for name, version in versions(PACKAGES).items()]
     system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    rows = [["python", platform.python_version()], *found, ["machine", system], ["torch on a CPU", threads]]
+    rows = [["python", platform.python_version()], *packages, ["machine", system], ["torch on a CPU", threads]]
     return ["what", "here"], [*rows, ["CUDA", ", ".join(devices) or "no device"]]
 
 
@@ -265,7 +265,7 @@ def kernels() -> Table:
     """Kernels for a GPU that were tried on this machine, and which are not used and why. [TRAIN-DOCTOR-D2]"""
 
     def shown(facts: dict[str, Any]) -> list[str]:
-        rule = ", ".join(f"{name}={own}" for name, own in facts.get("rule", {}).items()) or "MemoryConfig()"
+        rule = ", ".join(f"{name}={setting}" for name, setting in facts.get("rule", {}).items()) or "MemoryConfig()"
         widths = " x ".join(map(str, facts.get("widths", ())))
         return [" ".join([rule, *facts.get("beside", ())]), f"{facts.get('dtype')} {widths}", str(facts.get("card"))]
 
@@ -314,15 +314,15 @@ PATHS = {
 def field_rows(schema: Mapping[str, Any]) -> list[list[str]]:
     """Name, accepted values, default and meaning of every field of an object in the JSON schema."""
     # A field without a text of its own has that of its class.
-    about = str(schema.get("description", "")).split("\n\n")[0].split("\n")
+    about = str(schema.get("description", "")).split("\n\n")[0].split()
     rows = []
-    for name, own in schema.get("properties", {}).items():
-        if name == "kind" or own.get("deprecated"):
+    for name, field in schema.get("properties", {}).items():
+        if name == "kind" or field.get("deprecated"):
             continue
-        text = str(own.get("description", ""))
-        meaning = "" if text.split() == " ".join(about).split() else text
+        text = str(field.get("description", ""))
+        meaning = "" if text.split() == about else text
         required = name in schema.get("required", ())
-        rows.append([name, accepts(own), "required" if required else flow(own.get("default")), meaning])
+        rows.append([name, accepts(field), "required" if required else flow(field.get("default")), meaning])
     return rows
 
 
@@ -333,8 +333,8 @@ def accepts(schema: Mapping[str, Any]) -> str:
         return f"a {name} kind" if name[0].islower() else name
     # Optional fields are a choice between a type and null.
     if "anyOf" in schema or "oneOf" in schema:
-        found = [accepts(own) for own in schema.get("anyOf") or schema["oneOf"]]
-        return " or ".join(dict.fromkeys(found))
+        choices = [accepts(choice) for choice in schema.get("anyOf") or schema["oneOf"]]
+        return " or ".join(dict.fromkeys(choices))
     if "enum" in schema:
         return ", ".join(flow(item) for item in schema["enum"])
     if "const" in schema:
@@ -368,14 +368,14 @@ def variant_page(family: str, name: str) -> tuple[str, Table | None, str]:
     if family == "engines":
         _check_known("engine", name, Engine.registry)
         return inspect.getdoc(type(Engine.registry[name])) or name, None, "hecate show quickstart --engine"
-    own = VARIANTS[family].variants()
-    _check_known(family, name, own)
-    schema = own[name].model_json_schema()
+    variants = VARIANTS[family].variants()
+    _check_known(family, name, variants)
+    schema = variants[name].model_json_schema()
     rows = field_rows(schema)
     path = PATHS.get(family, family)
-    given = {"kind": name} | {row[0]: "..." for row in rows if row[2] == "required"}
-    example = f"{path}: {flow(given) if len(given) > 1 else name}"
-    text = inspect.getdoc(own[name]) or name
+    settings = {"kind": name} | {row[0]: "..." for row in rows if row[2] == "required"}
+    example = f"{path}: {flow(settings) if len(settings) > 1 else name}"
+    text = inspect.getdoc(variants[name]) or name
     return text, (HEADER, rows) if rows else None, example
 
 
@@ -390,13 +390,13 @@ def starter(source: str | Path = "quickstart", target: str = "my.yaml") -> str:
         f"# `hecate show {target}` prints the whole experiment, `hecate train {target}` trains it.",
     ]
     for name in type(config).model_fields:
-        value, own = getattr(config, name), written.get(name)
+        value, section = getattr(config, name), written.get(name)
         if name not in SECTIONS:
             lines += ["", *_entry(type(config), name, value, written, "")]
             continue
-        lines += ["", f"{name}:" if own else f"#{name}:"]
+        lines += ["", f"{name}:" if section else f"#{name}:"]
         for field in type(value).model_fields:
-            lines += _entry(type(value), field, getattr(value, field), own or {}, "  ", unset=not own)
+            lines += _entry(type(value), field, getattr(value, field), section or {}, "  ", unset=not section)
     return "\n".join(lines) + "\n"
 
 
@@ -409,10 +409,10 @@ def _entry(
     if name not in written:
         mark = f"#{pad}" if unset else f"{pad}#"
         return [*lines, f"{mark}{name}: {flow(short(value))}"]
-    own = written[name]
-    if not own or not isinstance(own, (list, dict)):
-        return [*lines, f"{pad}{name}: {flow(own)}"]
-    text = yaml.safe_dump(own, default_flow_style=None, sort_keys=False, allow_unicode=True, width=100)
+    setting = written[name]
+    if not setting or not isinstance(setting, (list, dict)):
+        return [*lines, f"{pad}{name}: {flow(setting)}"]
+    text = yaml.safe_dump(setting, default_flow_style=None, sort_keys=False, allow_unicode=True, width=100)
     flat = text.startswith(("{", "[")) and text.count("\n") == 1
     return [*lines, f"{pad}{name}: {text.rstrip()}"] if flat else [
         *lines, f"{pad}{name}:", *(f"{pad}  {line}" for line in text.splitlines()),
@@ -422,4 +422,4 @@ def _entry(
 @cache
 def _descriptions(owner: type[BaseModel]) -> dict[str, str]:
     schema = compose.experiment_schema() if owner is ExperimentConfig else owner.model_json_schema()
-    return {name: own.get("description", "") for name, own in schema["properties"].items()}
+    return {name: field.get("description", "") for name, field in schema["properties"].items()}

@@ -129,9 +129,9 @@ class Manifest(Config):
         for name, base in self.aliases.items():
             if name in self.tensors or base not in self.tensors:
                 yield ("aliases", name), f"must name a stored tensor, got {base!r}"
-        own = self.facts.get("step", self.step)
-        if type(own) is not int or own != self.step:
-            yield ("facts", "step"), f"must be the step {self.step}, got {own!r}"
+        step = self.facts.get("step", self.step)
+        if type(step) is not int or step != self.step:
+            yield ("facts", "step"), f"must be the step {self.step}, got {step!r}"
         metrics = self.facts.get("metrics", {})
         if not isinstance(metrics, dict):
             yield ("facts", "metrics"), f"must be a mapping, got {metrics!r}"
@@ -170,8 +170,8 @@ class ShardedContent(Manifest):
 
 def _itemsize(dtype: str) -> int:
     """Bytes of a number; of a dtype that there is not one."""
-    found = getattr(torch, dtype, None)
-    return found.itemsize if isinstance(found, torch.dtype) else 1
+    kind = getattr(torch, dtype, None)
+    return kind.itemsize if isinstance(kind, torch.dtype) else 1
 
 
 def tiles(boxes: list[list[tuple[int, int]]], shape: tuple[int, ...]) -> bool:
@@ -251,7 +251,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if isinstance(content, ShardedContent):
         check_listed(path, content)
         check_files(path, content, content.files)
-        stored = _gathered(path, content)
+        stored = _join_blocks(path, content)
     else:
         stored = dict(whole(path, content))
     tensors = {**stored, **{name: stored[base] for name, base in content.aliases.items()}}
@@ -267,15 +267,15 @@ def check_name(path: Path, step: int) -> None:
 def whole(path: Path, content: Content, share: slice = slice(None)) -> Iterator[tuple[str, Tensor]]:
     """The tensors of version 1, or a share of them, each verified when it is its turn."""
     file = path / TENSORS
-    with _opened(file) as opened:
+    with _open_tensors(file) as opened:
         # An order of names, so that the ranks' shares are the same whatever the file's.
         names = sorted(opened.keys())
         if odd := sorted(set(names) ^ set(content.tensors)):
             raise bad(file, f"does not hold the tensors of its manifest (first difference {odd[0]!r})")
         for name in names[share]:
             tensor, expected = opened.get_tensor(name), content.tensors[name].model_dump(mode="json")
-            for key, found in summary(tensor).items():
-                if found != expected[key]:
+            for key, fact in summary(tensor).items():
+                if fact != expected[key]:
                     raise bad(file, f"is damaged: tensor {name!r} has another {key} than recorded")
             yield name, tensor
 
@@ -292,14 +292,14 @@ def check_files(path: Path, content: ShardedContent, names: Iterable[str]) -> No
     for name in names:
         refuse_link(path / name)
         try:
-            found = describe_file(path / name)
+            file = describe_file(path / name)
         except FileNotFoundError:
             raise bad(path / name, "is missing") from None
         except OSError as error:
             raise bad(path / name, f"cannot be read ({error.strerror or error})") from None
-        if found.bytes < content.files[name].bytes:
-            raise bad(path / name, f"is cut off: {found.bytes} of {content.files[name].bytes} bytes")
-        if found != content.files[name]:
+        if file.bytes < content.files[name].bytes:
+            raise bad(path / name, f"is cut off: {file.bytes} of {content.files[name].bytes} bytes")
+        if file != content.files[name]:
             raise bad(path / name, "is damaged: it has another sha256 than recorded")
 
 
@@ -312,24 +312,23 @@ def describe_file(file: Path) -> StoredFile:
     return StoredFile(bytes=file.stat().st_size, sha256=digest)
 
 
-def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
+def _join_blocks(path: Path, content: ShardedContent) -> dict[str, Tensor]:
     """The tensors of version 2, put together from verified files."""
     blocks: dict[str, dict[str, Piece]] = {file: {} for file in content.files}
     for name, spread in content.tensors.items():
         for piece in spread.pieces:
             blocks[piece.file][name] = piece
     for file, listed in blocks.items():  # before anything of the manifest's sizes is made
-        with _opened(path / file) as opened:
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
-        for name in sorted({*found, *listed}):
-            if name not in listed or found.get(name) != listed[name].shape:
-                raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
+        with _open_tensors(path / file) as opened:
+            shapes = {(name, tuple(opened.get_slice(name).get_shape())) for name in opened.keys()}
+        for name, _ in sorted(shapes ^ {(name, piece.shape) for name, piece in listed.items()}):
+            raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
     # By now files have what the manifest says; whether there is room is another question.
     sizes = [_itemsize(item.dtype) * math.prod(item.shape) for item in content.tensors.values()]
     check_room(sum(sizes), f"{path} has tensors", "open it with more processes", error=CheckpointError)
     stored = {name: torch.empty(x.shape, dtype=dtype_of(path, name, x)) for name, x in content.tensors.items()}
     for file, listed in blocks.items():
-        with _opened(path / file) as opened:
+        with _open_tensors(path / file) as opened:
             for name, piece in listed.items():
                 block = opened.get_tensor(name)
                 if block.dtype != stored[name].dtype:
@@ -340,7 +339,7 @@ def _gathered(path: Path, content: ShardedContent) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open_tensors(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened
@@ -408,10 +407,10 @@ def prune_checkpoints(folder: Path, keep: int, better: str = "validation_loss", 
         raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
     sound = [path for path in _readable(folder) if upto is None or _age(path)[0] <= upto]
     last = {_age(path)[0]: path for path in sound}
-    kept = {*list(last.values())[-keep:], best_checkpoint(folder, better)}
+    survivors = {*list(last.values())[-keep:], best_checkpoint(folder, better)}
     with files.refusing(f"delete checkpoints in {folder}", "make the folder writable"):
         for path in sound:
-            if path not in kept:
+            if path not in survivors:
                 files.remove_folder(path)
         files.sweep(folder)
 
@@ -489,11 +488,11 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _readable(folder: Path) -> dict[Path, Content | ShardedContent]:
-    found = {}
+    contents = {}
     for path in checkpoints(folder):
         with suppress(CheckpointError):
-            found[path] = read_manifest(path)
-    return found
+            contents[path] = read_manifest(path)
+    return contents
 
 
 def _age(path: Path) -> tuple[int, bool, int]:

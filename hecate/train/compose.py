@@ -65,9 +65,9 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
     if isinstance(overrides, str):
         raise ConfigError(f"overrides must be a list of path=value, got {overrides!r}; write [{overrides!r}]")
     # Files first, then `--set`, then the schema: each problem is told where it was written.
-    document = _extended(_open(str(source), None), [])
+    document = _extend(_open(str(source), None), [])
     if overrides:
-        document = _overridden(document, [_parse_override(text) for text in overrides])
+        document = _apply(document, [_parse_override(text) for text in overrides])
     try:
         return ExperimentConfig.model_validate(document.value)
     except ConfigError as error:
@@ -81,7 +81,7 @@ def load_experiment(source: str | Path, overrides: Sequence[str] = ()) -> Experi
 
 def raw_settings(source: str | Path) -> dict[str, Any]:
     """The settings that a preset or a file writes, and those of the files that it extends, as they are written."""
-    return dict(_extended(_open(str(source), None), []).value)
+    return dict(_extend(_open(str(source), None), []).value)
 
 
 def dump_experiment(config: ExperimentConfig) -> str:
@@ -106,12 +106,12 @@ def _open(name: str, folder: Path | None) -> tuple[Document, Path]:
         return _preset(name)
     path = Path(name) if folder is None else folder / name
     # Links are followed first: a config must not read beyond its folder.
-    if folder is not None and not _resolved(path).is_relative_to(_resolved(folder)):
+    if folder is not None and not _real_path(path).is_relative_to(_real_path(folder)):
         raise ConfigError(f"must name a preset or a file in the folder of the config, got {name!r}", ("extends",))
     return read_yaml(path), path
 
 
-def _resolved(path: Path) -> Path:
+def _real_path(path: Path) -> Path:
     return Path(os.path.realpath(path))  # unlike `Path.resolve`, without an error for loops
 
 
@@ -139,9 +139,9 @@ def _preset(name: str) -> tuple[Document, Path]:
     return Document({**document.value, "name": name, "model": model}, marks, document.label), _FILES[stem]
 
 
-def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
+def _extend(opened: tuple[Document, Path], chain: list[Path]) -> Document:
     document, path = opened
-    if _resolved(path) in chain or len(chain) >= MAX_EXTENDS:
+    if _real_path(path) in chain or len(chain) >= MAX_EXTENDS:
         names = " -> ".join(p.name for p in [*chain, path])
         raise ConfigError(f"'extends' goes in a circle or too deep: {names}")
     if "extends" not in document.value:
@@ -151,7 +151,7 @@ def _extended(opened: tuple[Document, Path], chain: list[Path]) -> Document:
     if not isinstance(base_name, str) or not base_name or "\0" in base_name:
         raise ConfigError(f"must be a preset or a file name, got {shorten(base_name)}  [{mark}]", ("extends",))
     try:
-        base = _extended(_open(base_name, path.parent), [*chain, _resolved(path)])
+        base = _extend(_open(base_name, path.parent), [*chain, _real_path(path)])
     except ConfigError as error:
         if any("  [" in p.message for p in error.problems):
             raise
@@ -210,36 +210,36 @@ def _parse_override(text: str) -> _Override:
     return _Override(parts, parse_value(value, label)[0], label)
 
 
-def _overridden(document: Document, overrides: list[_Override]) -> Document:
+def _apply(document: Document, overrides: list[_Override]) -> Document:
     """Applies overrides, those that choose a kind before those that set its fields."""
     try:  # on the resolved settings, so that a field of a default can be reached as well
         config = ExperimentConfig.model_validate(document.value)
         value = config.model_dump(mode="json")
         known = list(paths(value))
-        value = _told(config, value)
+        value = _drop_unset(config, value)
     except ConfigError:  # the overrides may be what repairs it
         value = document.value
         known = list(paths(value))
     resolved = [item._replace(path=_full_path(item, known)) for item in overrides]
-    marks, seen = dict(document.marks), dict[Location, str]()
+    marks, texts = dict(document.marks), dict[Location, str]()
     # Outer settings first: one that chooses a kind would throw away fields set before it.
     for item in sorted(resolved, key=lambda item: len(_subject(item.path))):
         subject = _subject(item.path)
-        if subject in seen:
-            raise ConfigError(f"set twice, {seen[subject]} and {item.text}", subject)
-        seen[subject] = item.text
+        if subject in texts:
+            raise ConfigError(f"set twice, {texts[subject]} and {item.text}", subject)
+        texts[subject] = item.text
         value = _assign(value, item.path, (), item, marks)
     return Document(value, marks, document.label)
 
 
-def _told(config: Any, value: Any) -> Any:
+def _drop_unset(config: Any, value: Any) -> Any:
     """The written values of a config without the fields that others decide and nobody set: these may be overridden."""
     if isinstance(value, list):
-        return [_told(*pair) for pair in zip(config, value, strict=True)]
+        return [_drop_unset(*pair) for pair in zip(config, value, strict=True)]
     if not isinstance(config, Config) or not isinstance(value, dict):  # one without settings is written as its kind
         return value
-    left = set(config.follows) - config.model_fields_set
-    return {name: _told(getattr(config, name), item) for name, item in value.items() if name not in left}
+    unset = set(config.follows) - config.model_fields_set
+    return {name: _drop_unset(getattr(config, name), item) for name, item in value.items() if name not in unset}
 
 
 def _subject(path: Location) -> Location:

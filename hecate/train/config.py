@@ -80,8 +80,8 @@ class PartialKind(OptimizerKind):
     @classmethod
     def _takes_any_parameter(cls, fallback: OptimizerKind) -> OptimizerKind:
         if isinstance(fallback, PartialKind):
-            given = f"{fallback.kind!r}, which trains {fallback.about}"
-            raise ConfigError(f"must be a kind for any parameter, got {given}; take adamw")
+            choice = f"{fallback.kind!r}, which trains {fallback.about}"
+            raise ConfigError(f"must be a kind for any parameter, got {choice}; take adamw")
         return fallback
 
 
@@ -119,9 +119,9 @@ class DGD(PartialKind, optim.DGD.Options):
                     f"those of {group['period']} for {group['param_names'][0]!r}; leave it at 1"
                 )
         bare = [{k: v for k, v in group.items() if k != "period"} for group in groups]
-        made = optim.DGD(bare, lr, rescaled="follow", **self.options())
-        made.attach(model)
-        return made
+        optimizer = optim.DGD(bare, lr, rescaled="follow", **self.options())
+        optimizer.attach(model)
+        return optimizer
 
 
 class MatrixKind(PartialKind):
@@ -177,12 +177,12 @@ def is_vector(name: str, p: Tensor) -> bool:
 
 def outer_layers(model: nn.Module) -> set[int]:
     """Embeddings with what is tied to them, and the output layer, by identity."""
-    found = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    outer = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     # A model of transformers, which may lie within another module, tells its own.
     parts: list[Any] = [m for m in model.modules() if hasattr(m, "get_output_embeddings")]
     heads = [part.get_output_embeddings() for part in parts]
-    found |= {id(p) for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
-    return found | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}
+    outer |= {id(p) for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
+    return outer | {id(p) for n, p in model.named_parameters() if n.startswith("head.")}
 
 
 TEXT_LENGTH = 256
@@ -192,7 +192,7 @@ OF_ADAMW = ("betas", "eps")
 """Fields of `optim.optimizer` that were fields of `optim` while AdamW was the only kind."""
 
 
-def _frozen(periods: dict[str, int]) -> FrozenDict[str, int]:
+def _freeze(periods: dict[str, int]) -> FrozenDict[str, int]:
     """By a function, since pydantic asks for a signature and a generic class has none from Python 3.12 on."""
     return FrozenDict(periods)
 
@@ -219,7 +219,7 @@ class OptimConfig(Config):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     final: float = Field(0.1, ge=0, le=1)
     clip: float | None = Field(1.0, gt=0)
-    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_frozen)] = Field(default_factory=dict)
+    periods: Annotated[dict[str, Annotated[Count, Field(ge=1)]], AfterValidator(_freeze)] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -228,8 +228,8 @@ class OptimConfig(Config):
         old = {name: data[name] for name in OF_ADAMW if name in data} if isinstance(data, Mapping) else {}
         if not old:
             return data
-        given = data.get("optimizer", "adamw")
-        chosen = {"kind": given} if isinstance(given, str) else given
+        kind = data.get("optimizer", "adamw")
+        chosen = {"kind": kind} if isinstance(kind, str) else kind
         plain = isinstance(chosen, Mapping) and chosen.get("kind") == "adamw"
         for name in old:
             if not plain or name in chosen:
@@ -360,17 +360,17 @@ class ExperimentConfig(Config):
 
     def conflicts(self) -> Conflicts:
         """Parts of an experiment that do not fit together."""
-        given = self.model.vocab_size
+        size = self.model.vocab_size
         try:
             needed = self.data.vocabulary()
         except ConfigError as error:
             raise error.or_at("path").under("data") from None
         except DataError as error:
             raise ConfigError(str(error), ("data", "path")) from None
-        if given is not None and given != needed:
+        if size is not None and size != needed:
             yield (
                 ("model", "vocab_size"),
-                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {given}; leave it out and it is "
+                f"must equal the vocabulary of data {self.data.kind!r}, {needed}, got {size}; leave it out and it is "
                 "filled in",
             )
         try:
@@ -432,8 +432,8 @@ class ExperimentConfig(Config):
     def widened(self) -> dict[str, tuple[str, int, int]]:
         """Of each memory whose features are of another width than its keys, by its path: the map, both widths."""
         maps = {path: (rule.config.feature_map, rule.d_key) for path, rule in self.model.rules().items()}
-        found = {path: (phi.kind, phi.output_dim(d_key), d_key) for path, (phi, d_key) in maps.items()}
-        return {path: (kind, width, d_key) for path, (kind, width, d_key) in found.items() if width != d_key}
+        widths = {path: (phi.kind, phi.output_dim(d_key), d_key) for path, (phi, d_key) in maps.items()}
+        return {path: (kind, width, d_key) for path, (kind, width, d_key) in widths.items() if width != d_key}
 
     def model_for_data(self) -> LanguageModelConfig:
         """The model's config with the vocabulary filled in from the data."""

@@ -48,8 +48,8 @@ def peak_flops(name: str, precision: str) -> float | None:
     if re.search(r"\b(MIG|Laptop|Max-Q)\b", name):  # a part of one, or a slower one
         return None
     # In the order of the table: of H100 the longer names come first.
-    found = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
-    return None if found is None else found[precision == "float32"] * 1e12
+    rates = next((peaks for words, peaks in PEAKS.items() if re.search(rf"\b{words}\b", name)), None)
+    return None if rates is None else rates[precision == "float32"] * 1e12
 
 
 def peak_memory(device: torch.device) -> int:
@@ -126,7 +126,7 @@ class Progress:
 
     def line(self, grad_norm: float) -> str:
         """The state of the run in a line: the loss is an average over some 20 steps, the speed one over the run."""
-        start, speed = self._settled(), []
+        start, speed = self._rates_start(), []
         if start is not None:
             tokens = self._now.tokens - start.tokens
             computing = tokens / max(self._now.computing - start.computing, 1e-9)
@@ -141,7 +141,7 @@ class Progress:
         ]
         if self._flops is not None and start is not None:
             parts.append(f"MFU {computing * self._flops:.0%}")
-        return "  ".join([*parts, f"ETA {duration(self.left())}"])
+        return "  ".join([*parts, f"ETA {duration(self.seconds_left())}"])
 
     def _loss(self) -> str:
         """The mean loss, in the unit of the scores."""
@@ -154,21 +154,21 @@ class Progress:
         bits = self._metric == "bits_per_byte"
         return f"loss {score.value(self._metric):.3f} bits per byte" if bits else f"loss {score.loss:.3f} nats"
 
-    def _settled(self) -> _Mark | None:
+    def _rates_start(self) -> _Mark | None:
         """Where the steps begin that rates are of; None before the first of them."""
         count = len(self._marks)
         # Later steps compile, too, where shapes are new: the first quick one ends the warming.
         warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)
         return self._marks[warm - 1] if 0 < warm < self._now.steps else None
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds to the end, evaluations and checkpoints included, if it goes on as it did."""
-        budget, took, start = self._config.budget, time.monotonic() - self._began, self._settled()
-        left = math.inf
+        budget, took, start = self._config.budget, time.monotonic() - self._began, self._rates_start()
+        seconds = math.inf
         if start is not None:
             # By the clock, so that evaluations and checkpoints count as they came.
-            left = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
-        return left if budget.minutes is None else max(min(left, 60 * budget.minutes - took), 0.0)
+            seconds = (budget.steps - self.step) * (took - start.at) / (self._now.steps - start.steps)
+        return seconds if budget.minutes is None else max(min(seconds, 60 * budget.minutes - took), 0.0)
 
     def _peak(self) -> float | None:
         """The share of the peak of all processes' GPUs that a token per second takes."""

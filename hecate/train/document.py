@@ -108,14 +108,14 @@ def short(value: Any) -> Any:
         fields = {name: getattr(value, name) for name in type(value).model_fields}
         kind = {"kind": fields.pop("kind")} if "kind" in fields else {}
         defaults = type(value).model_fields
-        told = {
-            name: short(own) for name, own in fields.items()
-            if defaults[name].is_required() or own != defaults[name].get_default(call_default_factory=True)
+        settings = {
+            name: short(setting) for name, setting in fields.items()
+            if defaults[name].is_required() or setting != defaults[name].get_default(call_default_factory=True)
         }  # fmt: skip
-        return kind["kind"] if kind and not told else kind | told
+        return kind["kind"] if kind and not settings else kind | settings
     if isinstance(value, Mapping):
-        return {key: short(own) for key, own in value.items()}
-    return [short(own) for own in value] if isinstance(value, (tuple, list)) else value
+        return {key: short(entry) for key, entry in value.items()}
+    return [short(entry) for entry in value] if isinstance(value, (tuple, list)) else value
 
 
 def read_yaml(path: Path) -> Document:
@@ -189,7 +189,7 @@ class _Reader:
             self._open.discard(id(node))
 
     def _mapping(self, node: yaml.MappingNode, path: Location) -> dict[str, Any]:
-        seen: dict[str, int] = {}
+        lines: dict[str, int] = {}
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
@@ -198,9 +198,9 @@ class _Reader:
                 raise self._refuse(path, f"a key must be a text, got {shown}", key_node)
             if key == "<<":
                 raise self._refuse(path, "merge keys (<<) are not supported; use 'extends'", key_node)
-            if key in seen:
-                raise self._refuse((*path, key), f"given twice, in lines {seen[key]} and {line}; keep one", key_node)
-            seen[key] = line
+            if key in lines:
+                raise self._refuse((*path, key), f"given twice, in lines {lines[key]} and {line}; keep one", key_node)
+            lines[key] = line
             self.marks[(*path, key)] = _place(self.label, key_node.start_mark)
             result[key] = self.read(value_node, (*path, key))
         return result

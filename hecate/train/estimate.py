@@ -67,12 +67,12 @@ def sizes_of(config: ExperimentConfig, shards: int = 1) -> Sizes:
     def weights(module: nn.Module) -> int:
         return sum(item.weight.numel() for item in module.modules() if isinstance(item, nn.Linear))
 
-    def own(module: nn.Module) -> int:
+    def shard(module: nn.Module) -> int:
         return sum(-(-len(p) // shards) * (p.numel() // max(len(p), 1)) for p in module.parameters())
 
     tied = model.embedding.weight.numel() if model.head is None else 0
-    found = Sizes(whole(_numbers), _numbers(model.blocks[0]), whole(own), layers * bytes_of(state), whole(weights))
-    return found._replace(work=found.work + tied)
+    parameters, block = whole(_numbers), _numbers(model.blocks[0])
+    return Sizes(parameters, block, whole(shard), layers * bytes_of(state), whole(weights) + tied)
 
 
 @lru_cache(maxsize=256)
@@ -149,8 +149,8 @@ def check_memory(config: ExperimentConfig, limit: int | None, processes: int = 1
         raise ConfigError(
             f"{place} at least {readable(needed)}, more than the limit of {readable(limit)}: "
             f"{readable(weights)} for {sizes.own:,} parameters, the rest for batches of "
-            f"{share.rows:,} sequences of {share.tokens:,} tokens; lower {_listed(knobs)}, or raise "
-            f"{_listed([*raises, '--mem-limit'])}",
+            f"{share.rows:,} sequences of {share.tokens:,} tokens; lower {_join_names(knobs)}, or raise "
+            f"{_join_names([*raises, '--mem-limit'])}",
             ("model",) if 2 * weights > needed else ("budget", "batch_size"),
         )
 
@@ -181,16 +181,16 @@ def check_opening(config: ExperimentConfig, stored: Mapping[str, Tensor], where:
         check_room(size, what, "lower budget.batch_size in the config of the run", device=config.budget.device)
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def parse_bytes(text: str) -> int:
     """A size such as 8G, 512M or 1.5TiB in bytes; units are powers of 1024."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.I)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?)(?:i?B)?", text.strip(), re.I)
+    if match is None or not float(match[1]):
         raise ConfigError(f"--mem-limit must be a size such as 8G or 512M, got {shorten(text)}")
-    return math.ceil(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+    return math.ceil(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _numbers(module: nn.Module) -> int:
@@ -213,8 +213,8 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
     taken = [(what, readable(size)) for what, size in parts.items() if size]
     if processes > 1:
         shape = ", ".join(f"{n:,} {axis}" for axis, n in zip(AXES, config.parallel.shape(processes), strict=True))
-        own = f"{sizes.own:,} ({sizes.own / sizes.parameters:.2%})"
-        taken = [(f"each of {processes:,} processes", shape), ("parameters on one", own), *taken]
+        parameters = f"{sizes.own:,} ({sizes.own / sizes.parameters:.2%})"
+        taken = [(f"each of {processes:,} processes", shape), ("parameters on one", parameters), *taken]
     return [
         ("parameters", f"{sizes.parameters:,}"),
         (f"of which in each of {config.model.layers} blocks", f"{sizes.block:,}"),
@@ -236,7 +236,7 @@ def estimate_rows(config: ExperimentConfig, processes: int = 1) -> list[tuple[st
 def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[str, float]]]:
     """Every memory of a model's block, by its path, scanned over random tokens: the tape and the norms of the
     cotangents by label, from a unit cotangent of the output. [TRAIN-EST-D2]"""
-    heads, found = config.model.heads, {}
+    heads, tapes = config.model.heads, {}
     for path, (memory, d_key, d_value, _) in config.model.rules().items():
         source = torch.Generator().manual_seed(0)
         each = (tokens, heads) if memory.writes == 1 else (tokens, memory.writes, heads)
@@ -253,5 +253,5 @@ def taped(config: ExperimentConfig, tokens: int) -> dict[str, tuple[str, dict[st
         with torch.no_grad():
             y, _ = memory_scan(memory, q, k, v, Gates(), phi_params=params, initial=start, tape=tape)
             tape.backward([y], [torch.full_like(y, y.numel() ** -0.5)], [q, k, v])
-        found[path] = str(tape), {name: float(norm) for name, norm in tape.norms().items()}
-    return found
+        tapes[path] = str(tape), {name: float(norm) for name, norm in tape.norms().items()}
+    return tapes

@@ -92,11 +92,11 @@ def evaluate(
     shared = world is not None and world.extent("context") > 1
     with evaluating(model):
         for batch in batches:
-            own = batch if world is None else _own_part(batch, world)
-            tokens, targets = own.tokens.to(device), own.targets.to(device)
-            logits, _ = model(tokens, **resets_of(own, device, shared=shared))
+            part = batch if world is None else _own_part(batch, world)
+            tokens, targets = part.tokens.to(device), part.targets.to(device)
+            logits, _ = model(tokens, **resets_of(part, device, shared=shared))
             count = int((targets != IGNORED).sum())
-            size += count if lengths is None else int(lengths[own.targets[own.targets != IGNORED]].sum())
+            size += count if lengths is None else int(lengths[part.targets[part.targets != IGNORED]].sum())
             # A mean times its count: every label weighs the same, whatever batch it is in.
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
             correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
@@ -164,8 +164,8 @@ def loss_by_position(
                     ignore_index=IGNORED,
                     reduction="none",
                 ).cpu()
-                kept = part.targets.flatten() != IGNORED
-                buckets.add(places[:, first : first + piece].flatten()[kept], losses[kept].double())
+                labelled = part.targets.flatten() != IGNORED
+                buckets.add(places[:, first : first + piece].flatten()[labelled], losses[labelled].double())
     return buckets.positions()
 
 
@@ -175,11 +175,11 @@ def _own_part(batch: Batch, world: World) -> Batch:
     if world.batch_ranks > 1:
         # Rounded up: the last ranks may have fewer rows, or none.
         each = -(-len(batch.tokens) // world.batch_ranks)
-        own = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
-        if not len(own.tokens):
-            own = batch.part(range(1))
-            own = own._replace(targets=torch.full_like(own.targets, IGNORED))
-        batch = own
+        rows = batch.part(range(world.batch_rank * each, (world.batch_rank + 1) * each))
+        if not len(rows.tokens):
+            rows = batch.part(range(1))
+            rows = rows._replace(targets=torch.full_like(rows.targets, IGNORED))
+        batch = rows
     ranks = world.extent("context")
     return batch if ranks == 1 or world.mesh is None else piece(batch, world.mesh.get_local_rank("context"), ranks)
 
@@ -201,10 +201,10 @@ def state_leaves(model: nn.Module, source: Source, seq_len: int, device: torch.d
 def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> dict[str, list[LevelHealth]]:
     """`CMS.health` of every layer of levels, on what it is given on one validation sequence."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, CMS)}
-    seen: dict[nn.Module, Tensor] = {}
+    activations: dict[nn.Module, Tensor] = {}
 
     def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[layer] = inputs[0].detach()
+        activations[layer] = inputs[0].detach()
 
     with ExitStack() as hooks:
         for layer in layers.values():
@@ -214,8 +214,8 @@ def model_health(model: nn.Module, source: Source, seq_len: int, device: torch.d
     with warnings.catch_warnings(), unsharded(model):
         warnings.simplefilter("ignore", HealthWarning)  # the table has a column for it
         # called by itself a layer has its own parameters, which a run in bfloat16 lends it in that
-        given = {layer: x.to(next(layer.parameters()).dtype) for layer, x in seen.items()}
-        return {name: layer.health(given[layer]) for name, layer in layers.items() if layer in given}
+        activations = {layer: x.to(next(layer.parameters()).dtype) for layer, x in activations.items()}
+        return {name: layer.health(activations[layer]) for name, layer in layers.items() if layer in activations}
 
 
 def solved_example(model: nn.Module, source: Source, seq_len: int, device: torch.device) -> str:
@@ -237,8 +237,8 @@ def likely(logits: Tensor, temperature: float, top_k: int | None = None, top_p: 
     logits = (logits - logits.max()) / max(temperature, torch.finfo(logits.dtype).tiny)
     if top_k is not None and top_k < len(logits):
         # -inf in the others, so that the softmax is over the likeliest alone.
-        kept = torch.topk(logits, top_k).indices
-        logits = torch.full_like(logits, -torch.inf).index_copy(0, kept, logits[kept])
+        indices = torch.topk(logits, top_k).indices
+        logits = torch.full_like(logits, -torch.inf).index_copy(0, indices, logits[indices])
     chances = torch.softmax(logits, -1)
     if top_p is not None and top_p < 1:
         ordered, order = chances.sort(descending=True, stable=True)
@@ -333,26 +333,26 @@ def written(tokenizer: Tokenizer, prompt: Sequence[int], ids: Iterator[int], sto
     of `stop`, which is not shown. [TRAIN-GEN-D3]"""
     if not all(text and text.encode("utf-8", "ignore").decode() == text for text in stop):
         raise ConfigError("--stop must be a text of at least one character, in UTF-8")
-    ahead, held = len(tokenizer.decode(prompt)), ""
+    ahead, pending = len(tokenizer.decode(prompt)), ""
     for text in tokenizer.pieces(chain(prompt, ids)):
-        shown, held = text[:ahead], held + text[ahead:]
+        shown, pending = text[:ahead], pending + text[ahead:]
         ahead -= len(shown)
         # Of several stops the one that comes first.
-        found = [place for place in map(held.find, stop) if place >= 0]
-        if found:
-            yield shown + held[: min(found)]
+        places = [place for place in map(pending.find, stop) if place >= 0]
+        if places:
+            yield shown + pending[: min(places)]
             return
         # The end of what is known may begin a stop: it is held back until more is known.
-        open_ = max((n for text in stop for n in range(1, len(text)) if held.endswith(text[:n])), default=0)
-        yield shown + held[: len(held) - open_]
-        held = held[len(held) - open_ :]
-    yield held
+        open_ = max((n for text in stop for n in range(1, len(text)) if pending.endswith(text[:n])), default=0)
+        yield shown + pending[: len(pending) - open_]
+        pending = pending[len(pending) - open_ :]
+    yield pending
 
 
 def prompts_of(tokenizer: Tokenizer, texts: Sequence[str], size: int, where: str) -> list[list[int]]:
     """The ids of prompts, all of which a model of `size` tokens knows."""
-    found = [ids.tolist() for ids in tokenizer.encode(list(texts))]
-    for text, ids in zip(texts, found, strict=True):
+    prompts = [ids.tolist() for ids in tokenizer.encode(list(texts))]
+    for text, ids in zip(texts, prompts, strict=True):
         if ids and max(ids) >= size:
             raise DataError(f"the prompt {text[:40]!r} has token {max(ids)}, and the model of {where} knows {size}")
-    return found
+    return prompts

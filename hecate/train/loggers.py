@@ -62,8 +62,8 @@ class Tensorboard(LoggerKind):
     def open(self, folder: Path, config: Mapping[str, Any]) -> Logger:
         writer = importlib.import_module(self.package).SummaryWriter(str(folder / "tensorboard"))
 
-        def tell(found: dict[str, float], record: Mapping[str, Any]) -> None:
-            for name, value in found.items():
+        def tell(scalars: dict[str, float], record: Mapping[str, Any]) -> None:
+            for name, value in scalars.items():
                 writer.add_scalar(name, value, record["step"], walltime=record.get("time"))
 
         return _Library(tell, writer.close)
@@ -95,7 +95,7 @@ class Wandb(LoggerKind):
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # steps that a resume repeats are told again
-        return _Library(lambda found, record: run.log({**found, "step": record["step"]}), run.finish)
+        return _Library(lambda scalars, record: run.log({**scalars, "step": record["step"]}), run.finish)
 
 
 class Trackio(LoggerKind):
@@ -120,7 +120,7 @@ class Trackio(LoggerKind):
             with redirect_stdout(sys.stderr):
                 run.finish()
 
-        return _Library(lambda found, record: run.log(found, step=record["step"]), end)
+        return _Library(lambda scalars, record: run.log(scalars, step=record["step"]), end)
 
 
 class _Library(Logger):
@@ -130,8 +130,8 @@ class _Library(Logger):
         self._tell, self._end = tell, end
 
     def log(self, record: Mapping[str, Any]) -> None:
-        if found := numbers(record):
-            self._tell(found, record)
+        if scalars := numbers(record):
+            self._tell(scalars, record)
 
     def close(self) -> None:
         self._end()
@@ -148,20 +148,20 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 def identity_of(folder: Path) -> str:
     """By what a logger knows the run in a folder again, drawn when it is first asked for."""
-    own = folder / "logger-id.txt"
-    with refusing(f"write {own}", "make it writable"):
-        if not own.exists():
-            write_file(own, secrets.token_hex(8))
-        return own.read_text(encoding="utf-8").strip()
+    file = folder / "logger-id.txt"
+    with refusing(f"write {file}", "make it writable"):
+        if not file.exists():
+            write_file(file, secrets.token_hex(8))
+        return file.read_text(encoding="utf-8").strip()
 
 
 def check_loggers(asked: Iterable[tuple[Place, LoggerKind]]) -> None:
     """Refuses a logger whose package is not here, by the setting that asks for it, and two of one kind."""
-    seen: set[str] = set()
+    kinds: set[str] = set()
     for path, kind in asked:
-        if kind.kind in seen:
+        if kind.kind in kinds:
             raise ConfigError(f"{kind.kind!r} is given twice; keep one", path)
-        seen.add(kind.kind)
+        kinds.add(kind.kind)
         try:
             importlib.import_module(kind.package)
         except ImportError as error:
@@ -251,7 +251,7 @@ class MetricsWriter:
         """
         # Whole lines alone: what a killed process has left of one is cut.
         lines = _lines(self._path)
-        records = [(n, record) for n, record in enumerate(map(_parsed, lines), 1) if record and record["step"] <= step]
+        records = [(n, record) for n, record in enumerate(map(_parse, lines), 1) if record and record["step"] <= step]
         self._cut(sum(map(len, lines[: records[-1][0] if records else 0])))
         # An evaluation at the step of the checkpoint is done again, and is not to be told twice.
         self._again = [_timeless(record) for _, record in records if record["step"] == step]
@@ -292,7 +292,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[Record]:
     """The records of the run as it stands: those that a later resume has undone are left out."""
     records: list[Record] = []
-    for record in filter(None, map(_parsed, _lines(path))):
+    for record in filter(None, map(_parse, _lines(path))):
         if record["event"] == "resume":
             records = [r for r in records if r["step"] <= record["step"]]
         records.append(record)
@@ -310,7 +310,7 @@ def _lines(path: Path) -> list[bytes]:
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
-def _parsed(line: bytes) -> Record | None:
+def _parse(line: bytes) -> Record | None:
     """A record, with its event and step; None for what no run has written."""
     try:
         record = json.loads(line)
@@ -342,5 +342,5 @@ def _replace(path: Path, step: int, more: bytes) -> None:
     with refusing(f"write {path}", then=_AFTER):
         _, *parts = _HEADER.split(read_whole(path) if path.exists() else b"")
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        kept = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
-        write_file(path, b"".join(kept) + more)
+        samples = [b"--- step %s\n%s" % pair for pair in pairs if int(pair[0]) <= step]
+        write_file(path, b"".join(samples) + more)

@@ -61,7 +61,7 @@ def write_report(
         "Settings": _settings(trainer),
         "Data": _facts(trainer.source.describe()),
         "State after one validation sequence": _states(leaves, config.seq_len) if leaves else "",
-        "Repeat": _commands(folder, environment, own=trainer.own_model),
+        "Repeat": _commands(folder, environment, foreign=trainer.own_model),
     }
     first = [
         f"# {config.name}", _outcome(trainer, environment, status), _result(metric, score, baselines),
@@ -111,7 +111,7 @@ def _outcome(trainer: Trainer, environment: Mapping[str, Any], status: str) -> s
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    return markdown_table(("fact", "value"), [(name, _line(str(own))) for name, own in facts.items()])
+    return markdown_table(("fact", "value"), [(name, _line(str(fact))) for name, fact in facts.items()])
 
 
 def _line(text: str) -> str:
@@ -172,9 +172,9 @@ def _levels(health: Mapping[str, Sequence[LevelHealth]]) -> str:
 
 def _settings(trainer: Trainer) -> str:
     """The settings that are not at their defaults, and what each optimiser trained."""
-    told, own = short(trainer.config), trainer.own_model
-    settings = dump_yaml({name: value for name, value in told.items() if not (own and name == "model")})
-    beside = f", but for those of `model`: it was the caller's {type(trainer.model).__name__}" if own else ""
+    foreign = trainer.own_model
+    settings = dump_yaml({k: v for k, v in short(trainer.config).items() if not (foreign and k == "model")})
+    beside = f", but for those of `model`: it was the caller's {type(trainer.model).__name__}" if foreign else ""
     lines = [f"Other than the defaults; `config.yaml` has all of them{beside}.\n\n```yaml\n{settings}```\n"]
     for kind, optimizer in trainer.optimizers.items():
         groups = optimizer.param_groups
@@ -195,12 +195,12 @@ def _states(leaves: Mapping[str, Tensor], length: int) -> str:
     return f"{length} tokens read.\n\n" + markdown_table(("tensor", "shape", "bytes", "norm"), rows)
 
 
-def _commands(folder: Path, environment: Mapping[str, Any], *, own: bool) -> str:
+def _commands(folder: Path, environment: Mapping[str, Any], *, foreign: bool) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     places = folder / "config.yaml", f"{folder}-again", folder
     config, again, run = (_line(shlex.quote(str(path))) for path in places)
     lines = f"hecate train {config} --out {again}\nhecate eval {run}\nhecate generate {run}"
-    if own:
+    if foreign:
         lines = f"run_experiment(load_experiment({str(places[0])!r}), {str(places[1])!r}, model=...)  # of hecate.train"
     return (
         f"```\n{lines}\n```\n\nPython "
@@ -214,13 +214,13 @@ def column(records: Iterable[Mapping[str, Any]], event: str, name: str) -> list[
     return [record[name] for record in records if record["event"] == event and name in record]
 
 
-def table_by_position(found: Iterable[tuple[int, Iterable[Positions]]]) -> Table:
+def table_by_position(curves: Iterable[tuple[int, Iterable[Positions]]]) -> Table:
     """The loss by position for each length of sequences, side by side."""
-    lengths, positions = zip(*found, strict=True)
+    lengths, positions = zip(*curves, strict=True)
     losses = [{(span.first, span.last): span.loss for span in spans} for spans in positions]
     rows = []
     for first, last in sorted(set(chain.from_iterable(losses))):
-        cells = [f"{own[first, last]:.4f}" if (first, last) in own else "" for own in losses]
+        cells = [f"{loss[first, last]:.4f}" if (first, last) in loss else "" for loss in losses]
         rows.append((f"{first:,}" if first == last else f"{first:,} to {last:,}", *cells))
     return ("tokens read", *(f"loss at {length:,}" for length in lengths)), rows
 
@@ -259,7 +259,7 @@ def _figures(
             if key == "validation_loss":
                 steps, losses = curve("train", "loss", scale)
                 axes.plot(steps, losses, color=PALE, linewidth=0.8)
-                axes.plot(steps, _smoothed(losses), color=COLOURS[0], label="training, smoothed")
+                axes.plot(steps, _smooth(losses), color=COLOURS[0], label="training, smoothed")
             axes.plot(*curve("eval", key, scale), "o-", color=COLOURS[1], label="validation")
             for index, (label, value) in enumerate(levels.items()):
                 axes.axhline(value, color=GREY, linewidth=1, linestyle=DASHES[index % 7], label=label)
@@ -278,7 +278,7 @@ def _figures(
     return loss + "\n\n" + draw("accuracy", "accuracy", "accuracy", 1.0, baselines, ylim=(-0.02, 1.02))
 
 
-def _smoothed(values: Iterable[float]) -> list[float]:
+def _smooth(values: Iterable[float]) -> list[float]:
     """Exponential moving average of weight 0.95, corrected for its start."""
     averages = list(accumulate(values, lambda mean, value: 0.95 * mean + 0.05 * value, initial=0.0))[1:]
     return [mean / (1 - 0.95**count) for count, mean in enumerate(averages, start=1)]

@@ -118,27 +118,27 @@ def run_experiment(
         shown.doing(f"loading data ({config.data.kind}) and building the model")
         trainer = Trainer(config, source=source, model=model, world=world)
 
-        def opened() -> None:
+        def open_writer() -> None:
             check_loggers(config.asked_loggers())
             with refusing(f"write run folder {folder}", "choose another --out"):
                 make_folder(folder)
-            found.append(stack.enter_context(MetricsWriter(folder / "metrics.jsonl")))
+            writers.append(stack.enter_context(MetricsWriter(folder / METRICS)))
             check_folder(folder, resume)  # again: another process may have trained here since
 
-        def begun() -> None:
+        def begin() -> None:
             _begin(config, folder)
             for logger in open_loggers(config.asked_loggers(), folder, config.model_dump(mode="json")):
-                found[0].loggers.append(logger)
+                writers[0].loggers.append(logger)
 
-        found: list[MetricsWriter] = []
-        world.from_main(opened)
+        writers: list[MetricsWriter] = []
+        world.from_main(open_writer)
         signals = stack.enter_context(Signals(interrupts=world.size == 1))
         behind, group = config.budget.save == "async", group_of(world)
         saver = stack.enter_context(Saver(folder / CHECKPOINTS, config.budget.keep, behind=behind, group=group))
-        run = _Run(trainer, folder, shown, found[0] if found else None, signals, saver, hooks, allow)
+        run = _Run(trainer, folder, shown, writers[0] if writers else None, signals, saver, hooks, allow)
         # A folder is written only when its checkpoint is known to fit: nothing of another run is lost.
         run.restore()
-        world.from_main(begun)
+        world.from_main(begin)
         world.remember(str(folder))
         return run.go()
 
@@ -151,7 +151,7 @@ def _begin(config: ExperimentConfig, folder: Path) -> None:
         text = getattr(config.data.tokenizer(), "text", None)
         if text is not None:  # generation is not to need the data
             write_file(folder / TOKENIZER, text)
-        write_file(folder / "config.yaml", dump_experiment(config))
+        write_file(folder / CONFIG, dump_experiment(config))
         write_file(folder / "env.json", json.dumps(environment(config), indent=1) + "\n")
 
 
@@ -196,14 +196,14 @@ def fresh_folder(name: str) -> Path:
 def latest_folder(source: str | None) -> Path:
     """The run of this experiment that was written last."""
     name = load_experiment(source or "quickstart").name
-    found = [
+    folders = [
         path
         for path in Path("runs").glob(f"{name}*")
-        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / "config.yaml").exists()
+        if re.fullmatch(r"(-\d+)?", path.name.removeprefix(name)) and (path / CONFIG).exists()
     ]
-    if not found:
+    if not folders:
         raise CheckpointError(f"there is no run of {name!r} in runs/ to resume; give its folder: --out")
-    return max(found, key=lambda path: (path / "config.yaml").stat().st_mtime_ns)
+    return max(folders, key=lambda path: (path / CONFIG).stat().st_mtime_ns)
 
 
 def environment(config: ExperimentConfig) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def environment(config: ExperimentConfig) -> dict[str, Any]:
 
 def versions(packages: Iterable[str] = ("torch", "numpy", "pydantic", "safetensors", "PyYAML")) -> dict[str, str]:
     """Of hecate, however it came here, and of packages: by default those that numbers depend on."""
-    found = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
+    installed = {"hecate": sys.modules["hecate"].__version__} | dict.fromkeys(packages, "not installed")
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 @dataclass
@@ -250,9 +250,9 @@ class _Run:
 
     def restore(self) -> None:
         """Continues from the newest sound checkpoint; what was written after it is dropped."""
-        found = self.saver.newest(self.trainer)
-        if found is not None:
-            path, checkpoint, skipped = found
+        newest = self.saver.newest(self.trainer)
+        if newest is not None:
+            path, checkpoint, skipped = newest
             for item in skipped:
                 self.display.say(f"skipped {item.path.name}: {item.reason}")
             checkpoint, self.changed = allowing(checkpoint, self.trainer, self.allow)
@@ -261,19 +261,19 @@ class _Run:
             done = self.trainer.step >= self.trainer.config.budget.steps
             more = ", the last of its budget: --steps N trains on" if done else ""
             self.display.say(f"resumed from {path} at step {self.trainer.step}{more}")
-        elif (self.folder / "config.yaml").exists():
+        elif (self.folder / CONFIG).exists():
             self.display.say("no checkpoint yet: starting from the beginning")
-        if found is None and self.trainer.config.init_from is not None:
+        if newest is None and self.trainer.config.init_from is not None:
             for line in begin_from(self.trainer, Path(self.trainer.config.init_from)):
                 self.display.say(line)
-        kept = self.trainer.step if found else -1
+        step = self.trainer.step if newest else -1
 
-        def rewound() -> Record:
-            last = {} if self.metrics is None else self.metrics.rewind(kept)
-            rewind_samples(self.folder / "samples.txt", kept)
+        def rewind() -> Record:
+            last = {} if self.metrics is None else self.metrics.rewind(step)
+            rewind_samples(self.folder / "samples.txt", step)
             return last
 
-        self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewound))
+        self.progress.go_on(self.trainer.step, self.trainer.world.from_main(rewind))
 
     def go(self) -> RunResult:
         trainer, budget = self.trainer, self.trainer.config.budget
@@ -286,7 +286,7 @@ class _Run:
         self.display.start(trainer.config.name, trainer.step, budget.steps)
         try:
             if trainer.step:
-                self._between()  # what a signal has cut short there
+                self._follow_up()  # what a signal has cut short there
             while trainer.step < budget.steps and self._status() == "finished":
                 began = time.monotonic()
                 result = trainer.train_step()
@@ -296,7 +296,7 @@ class _Run:
                 record = self._tell("train", **facts, **speed)
                 self.display.step(trainer.step, partial(self.progress.line, result.grad_norm))
                 self._call("on_step", record)
-                self._between()
+                self._follow_up()
             status: Status = self._status()
             baselines = self._finish(status)
         except Interrupted:  # what it found is saved, and reported without evaluating anything
@@ -317,12 +317,12 @@ class _Run:
                 self.metrics.write(record)
         return record
 
-    def _call(self, name: str, given: Any) -> None:
+    def _call(self, name: str, argument: Any) -> None:
         """Calls the hooks of this rank in turn; an exception of one is told as `HookError` with its name."""
         with self._alone():
             for hook in self.hooks:
                 with telling(f"hook {type(hook).__name__}.{name}"):
-                    getattr(hook, name)(self.trainer, given)
+                    getattr(hook, name)(self.trainer, argument)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -350,7 +350,7 @@ class _Run:
             raise Interrupted
         return "out of time" if lates else "finished"
 
-    def _between(self) -> None:
+    def _follow_up(self) -> None:
         """The save comes last: a run that is resumed there has all that went before."""
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
@@ -395,15 +395,15 @@ class _Run:
         with self._alone():
             if self.metrics is not None:
                 self.metrics.sync()
-        self._landed()
+        self._await_checkpoint()
         self._meet()
         self.saver.save(step, self.trainer.checkpoint(metrics))
         self.saved = (step, metrics)
         self.unseen = self.folder / CHECKPOINTS / f"step_{step:08d}"
         if self.trainer.config.budget.save == "sync":
-            self._landed()
+            self._await_checkpoint()
 
-    def _landed(self) -> None:
+    def _await_checkpoint(self) -> None:
         """Waits for the checkpoint that is being written, and tells the hooks of it."""
         self.saver.wait()
         path, self.unseen = self.unseen, None
@@ -432,7 +432,7 @@ class _Run:
         return baselines
 
     def _end(self, status: Status) -> None:
-        self._landed()
+        self._await_checkpoint()
         self.ended = True
         seconds = time.monotonic() - self.began
         self._tell("end", status=status, seconds=seconds)

@@ -114,12 +114,12 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
 
     Every rank gives the same names, as `DTensor`s or, the same on all ranks, plain tensors, of which the lowest rank's
     are written. Rank 0 says what is an alias: a rank whose part of a tensor is empty could not."""
-    tensors = {name: _summed(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
+    tensors = {name: _sum_parts(tensor) for name, tensor in sorted(checkpoint.tensors.items())}
 
-    def known() -> list[Any]:
+    def describe() -> list[Any]:
         return [store.aliases_of(tensors), {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}]
 
-    every = team.all("save a checkpoint", known)
+    every = team.all("save a checkpoint", describe)
     for rank, (_, shapes) in enumerate(every):
         for name in sorted({*shapes, *every[0][1]}):
             one, other = (x.get(name, "missing") for x in (every[0][1], shapes))
@@ -132,7 +132,7 @@ def staged(step: int, checkpoint: Checkpoint, team: Team) -> Staged:
     return Staged(step, store.copies(tensors, aliases), aliases, checkpoint.facts)
 
 
-def _summed(tensor: Tensor) -> Tensor:
+def _sum_parts(tensor: Tensor) -> Tensor:
     """A `DTensor` whose parts are still to be added up has no blocks to store."""
     if is_sharded(tensor) and any(placement.is_partial() for placement in getattr(tensor, "placements")):  # noqa: B009
         return gathered(tensor)
@@ -146,23 +146,21 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
     Facts are those of rank 0. Raises the same `CheckpointError` on all ranks.
     """
     what, first = f"write checkpoint {folder / f'step_{checkpoint.step:08d}'}", team.rank == 0
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def begin() -> list[str] | None:
-            return (
-                [str(path) for path in held.enter_context(store.publishing(folder, checkpoint.step))] if first else None
-            )
+            return list(map(str, stack.enter_context(store.publishing(folder, checkpoint.step)))) if first else None
 
         temporary, target = map(Path, team.all(what, begin)[0])
 
-        def seen() -> None:
+        def check_folder() -> None:
             if not temporary.is_dir():
                 raise CheckpointError(
                     f"cannot {what}: rank {team.rank} does not see the folder that rank 0 has made; give an --out on a "
                     "disk that all machines share"
                 )
 
-        team.all(what, seen)
+        team.all(what, check_folder)
         _write_blocks(what, temporary, checkpoint.tensors, team)
         parts = team.all(what, lambda: _blocks(temporary, team.rank))
 
@@ -171,7 +169,7 @@ def write_sharded(folder: Path, checkpoint: Staged, team: Team) -> Path:
                 write_file(temporary / store.MANIFEST, _manifest(checkpoint, temporary, parts))
 
         team.all(what, conclude)
-        team.all(what, held.close)  # here rank 0 publishes it
+        team.all(what, stack.close)  # here rank 0 publishes it
     return target
 
 
@@ -202,8 +200,8 @@ def _write_blocks(what: str, folder: Path, stored: Mapping[str, Tensor], team: T
 
 def _reasons(error: Any) -> str:
     """Failures in an error of DCP, by rank."""
-    found = sorted((rank, pair[0]) for rank, pair in error.failures.items())
-    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in found)
+    faults = sorted((rank, pair[0]) for rank, pair in error.failures.items())
+    return "; ".join(f"rank {rank}: {getattr(fault, 'strerror', None) or fault}" for rank, fault in faults)
 
 
 def _blocks(folder: Path, rank: int) -> dict[str, Any]:
@@ -214,13 +212,13 @@ def _blocks(folder: Path, rank: int) -> dict[str, Any]:
     files = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
     described, pieces = {file.name: store.describe_file(file).model_dump() for file in files}, []
     if files:
-        for name, file, offset, shape, _ in _stored(HuggingFaceStorageReader(str(folder)).read_metadata()):
+        for name, file, offset, shape, _ in _stored_blocks(HuggingFaceStorageReader(str(folder)).read_metadata()):
             if file in described:
                 pieces.append([name, Piece(file=file, offset=offset, shape=shape).model_dump(mode="json")])
     return {"files": described, "pieces": pieces}
 
 
-def _stored(metadata: Metadata) -> list[Block]:
+def _stored_blocks(metadata: Metadata) -> list[Block]:
     """The blocks in a folder, as DCP understands it."""
     return [
         (index.fqn, Path(info.relative_path).name, tuple(index.offset or ()), tuple(info.shape), named(info.dtype))
@@ -250,7 +248,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
     """The content of a checkpoint whose files are what was written; together."""
     read: list[Content | ShardedContent] = []
 
-    def own() -> str:
+    def verify() -> str:
         content = store.read_manifest(path)
         store.check_name(path, content.step)
         store.check_listed(path, content)
@@ -264,7 +262,7 @@ def verified(path: Path, team: Team) -> Content | ShardedContent:
         return hashlib.sha256(content.model_dump_json().encode()).hexdigest()
 
     # The same path may be another folder on another machine.
-    if len(set(team.all(f"read {path}", own))) > 1:
+    if len(set(team.all(f"read {path}", verify))) > 1:
         raise CheckpointError(f"{path} is not the same on all ranks; give an --out on a disk that all machines share")
     return read[0]
 
@@ -292,11 +290,11 @@ def fill(path: Path, content: Content | ShardedContent, tensors: Mapping[str, Te
 
     what = f"read {path}"
     team.all(what, fits)
-    left = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
-    while left:  # names of one stored tensor may have another placement each
-        now = {content.aliases.get(name, name): name for name in left}
+    views = {name: tensor.detach() for name, tensor in sorted(tensors.items())}
+    while views:  # names of one stored tensor may have another placement each
+        now = {content.aliases.get(name, name): name for name in views}
         try:
-            load({base: left.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
+            load({base: views.pop(name) for base, name in now.items()}, storage_reader=reader, process_group=team.group)
         except CheckpointException as error:
             raise CheckpointError(f"cannot {what}: {_reasons(error)}") from None
         except RuntimeError as error:
@@ -311,7 +309,7 @@ def _check_blocks(path: Path, content: Content | ShardedContent, metadata: Metad
         whole = Piece(file=store.TENSORS, offset=(0,) * len(item.shape), shape=item.shape)
         pieces = item.pieces if isinstance(item, Spread) else (whole,)
         expected |= {(name, p.file, p.offset, p.shape, item.dtype) for p in pieces}
-    for name, file, *_ in sorted(expected ^ set(_stored(metadata))):
+    for name, file, *_ in sorted(expected ^ set(_stored_blocks(metadata))):
         raise bad(path / file, f"does not hold the block of tensor {name!r} that its manifest lists")
 
 
@@ -349,7 +347,7 @@ class Saver:
         if team is None:
             return store.newest_checkpoint(folder)
 
-        def listed() -> list[Path]:
+        def list_paths() -> list[Path]:
             names = team.all(f"read {folder}", lambda: [path.name for path in store.checkpoints(folder)])[0]
             return [folder / name for name in names]
 
@@ -361,7 +359,7 @@ class Saver:
             fill(path, content, tensors, team)
             return Checkpoint(tensors, content.facts)
 
-        return store.newest_of(folder, listed, load)
+        return store.newest_of(folder, list_paths, load)
 
     def wait(self) -> None:
         """Returns once what was saved is on disk. Raises `CheckpointError` where it could not be written."""

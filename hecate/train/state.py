@@ -50,7 +50,7 @@ class Carried:
     def __init__(self) -> None:
         self._states: list[Any] = []
 
-    def given(self, micro: int = 0) -> Sequence[Any]:
+    def arguments(self, micro: int = 0) -> Sequence[Any]:
         """The state ahead of a micro-batch, as the model's second argument; empty if there is none yet."""
         return self._states[micro : micro + 1]
 
@@ -68,8 +68,8 @@ class Carried:
             return {}
         parts = [leaves(state) for state in self._states]
         return {
-            PREFIX + path: world.rows_of_all(own if len(parts) == 1 else torch.cat([other[path] for other in parts]))
-            for path, own in parts[0].items()
+            PREFIX + path: world.rows_of_all(leaf if len(parts) == 1 else torch.cat([other[path] for other in parts]))
+            for path, leaf in parts[0].items()
         }
 
     def load(
@@ -94,11 +94,11 @@ class Carried:
             raise CheckpointError(
                 f"{where} {side} carried state {path!r}: it is of another model, or of data.state=fresh"
             )
-        for path, own in wanted.items():
-            found = saved[path]
-            if found.dtype != own.dtype or found.dim() != own.dim() or found.shape[0] < rows.stop:
+        for path, leaf in wanted.items():
+            tensor = saved[path]
+            if tensor.dtype != leaf.dtype or tensor.dim() != leaf.dim() or tensor.shape[0] < rows.stop:
                 raise CheckpointError(
-                    f"{where}: carried state {path!r} is {list(found.shape)} {found.dtype}, which is not of "
+                    f"{where}: carried state {path!r} is {list(tensor.shape)} {tensor.dtype}, which is not of "
                     f"{rows.stop} rows of this model"
                 )
         count = len(rows) // micros
@@ -106,10 +106,10 @@ class Carried:
         for first in range(rows.start, rows.stop, count):
             # clone: what a model does with a state must not reach the checkpoint
             part = {path: x[first : first + count].to(device, copy=True) for path, x in saved.items()}
-            self._states.append(_replaced(shape, part))
+            self._states.append(_replace_tensors(shape, part))
 
 
-def _replaced(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _replace_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The same tree with other tensors."""
     return pytree.tree_map_with_path(
         lambda path, leaf: tensors[pytree.keystr(path)] if isinstance(leaf, Tensor) else leaf, state
@@ -163,17 +163,17 @@ def run_facts(facts: Mapping[str, Any], where: str) -> RunFacts:
 
 def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, where: str) -> None:
     """Names the settings that differ from those of a checkpoint, with both values."""
-    own, fault = config.model_dump(mode="json"), None
+    expected, fault = config.model_dump(mode="json"), None
     try:
         saved = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     except ConfigError as error:  # a kind that is not registered here, or no config
         fault = error
     for part in _MUST_MATCH:
-        lines = differences(saved.get(part, _MISSING), own[part], part)
+        lines = differences(saved.get(part, _MISSING), expected[part], part)
         if not lines:
             continue
         if any(line.startswith("optim.optimizer.kind ") for line in lines):
-            there, here = (settings["optim"]["optimizer"]["kind"] for settings in (saved, own))
+            there, here = (settings["optim"]["optimizer"]["kind"] for settings in (saved, expected))
             what = f"optimizer {there!r}, this run has {here!r}"
         else:
             more = f"; and {len(lines) - _SHOWN} more" if lines[_SHOWN:] else ""
@@ -187,15 +187,15 @@ def refuse_other_config(saved: Mapping[str, Any], config: ExperimentConfig, wher
         raise CheckpointError(f"{where} has a config that is not valid: {fault}; use an earlier checkpoint")
 
 
-def differences(saved: Any, own: Any, path: str) -> list[str]:
+def differences(saved: Any, expected: Any, path: str) -> list[str]:
     """Differences of two trees of settings: path, the saved value and this run's."""
-    if isinstance(saved, Mapping) and isinstance(own, Mapping):
-        keys = [*own, *(key for key in saved if key not in own)]
-        pairs = [(saved.get(k, _MISSING), own.get(k, _MISSING), f"{path}.{k}") for k in keys]
+    if isinstance(saved, Mapping) and isinstance(expected, Mapping):
+        keys = [*expected, *(key for key in saved if key not in expected)]
+        pairs = [(saved.get(k, _MISSING), expected.get(k, _MISSING), f"{path}.{k}") for k in keys]
         return [line for pair in pairs for line in differences(*pair)]
-    if saved == own and isinstance(saved, bool) == isinstance(own, bool):
+    if saved == expected and isinstance(saved, bool) == isinstance(expected, bool):
         return []
-    return [f"{path} is {shorten(saved)} there and {shorten(own)} here"]
+    return [f"{path} is {shorten(saved)} there and {shorten(expected)} here"]
 
 
 def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -215,7 +215,7 @@ def pack(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[dict[str, T
                     values.setdefault(names[index], {})[key] = value
         for group, params in zip(state["param_groups"], named, strict=True):
             groups.append({**{k: v for k, v in group.items() if k != "param_names"}, "params": params})
-    return tensors, {"optimizer": _called(optimizers), "groups": groups, "values": values}
+    return tensors, {"optimizer": _class_names(optimizers), "groups": groups, "values": values}
 
 
 def unpack(
@@ -223,16 +223,16 @@ def unpack(
 ) -> None:
     """Loads what `pack` gave; `CheckpointError` names the first thing that does not fit."""
     optimizers = list(optimizers)
-    if facts.optimizer != _called(optimizers):
-        raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_called(optimizers)}")
-    own = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
-    if [_sorted(group.get("params")) for group in facts.groups] != [sorted(names) for names in own]:
+    if facts.optimizer != _class_names(optimizers):
+        raise CheckpointError(f"{where} was trained with {facts.optimizer}, this run uses {_class_names(optimizers)}")
+    group_names = [names for optimizer in optimizers for names in _parameter_names(model, optimizer)]
+    if [_sort_names(group.get("params")) for group in facts.groups] != [sorted(names) for names in group_names]:
         raise CheckpointError(
             f"{where} optimises other parameters than this model, or in other groups; use its own config"
         )
-    entries = _entries(chain(*own), tensors, facts.values, where)
+    entries = _entries(chain(*group_names), tensors, facts.values, where)
     # By name: a version may have registered the same parameters in another order.
-    groups = iter([{**group, "params": names} for group, names in zip(facts.groups, own, strict=True)])
+    groups = iter([{**group, "params": names} for group, names in zip(facts.groups, group_names, strict=True)])
     saved = model_state(model, tensors, where)
     try:
         states = [_state(o, list(islice(groups, len(o.param_groups))), entries) for o in optimizers]
@@ -244,7 +244,7 @@ def unpack(
     model.load_state_dict(saved)
 
 
-def _sorted(names: Any) -> Any:
+def _sort_names(names: Any) -> Any:
     """Names in an order; what is no list of names as it is."""
     listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return sorted(names) if listed else names
@@ -253,9 +253,9 @@ def _sorted(names: Any) -> Any:
 def alike(model: nn.Module, optimizers: Iterable[Optimizer], names: Iterable[str]) -> dict[str, Any]:
     """The run's own tensor that each of a checkpoint's is to be placed as, by name: of state that no step has made yet
     its parameter; None for what the run has not."""
-    own, _ = pack(model, optimizers)
+    tensors, _ = pack(model, optimizers)
     params = {f"optimizer/{name}": value for name, value in model.named_parameters()}
-    return {name: own.get(name, params.get(name.rpartition("/")[0])) for name in names}
+    return {name: tensors.get(name, params.get(name.rpartition("/")[0])) for name in names}
 
 
 def blank(
@@ -266,70 +266,70 @@ def blank(
     What is sharded here is a `DTensor` of the same placement, the rest is whole, on the CPU, and so is what this run
     has not: it is for `restore` to say what differs.
     """
-    return {name: _blank(own, *stored[name]) for name, own in alike(model, optimizers, stored).items()}
+    return {name: _blank_tensor(target, *stored[name]) for name, target in alike(model, optimizers, stored).items()}
 
 
-def _blank(own: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if not is_sharded(own) or own.shape != shape:
+def _blank_tensor(target: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if not is_sharded(target) or target.shape != shape:
         return torch.zeros(shape, dtype=dtype)
     from torch.distributed import tensor
 
-    return tensor.zeros(*shape, dtype=dtype, device_mesh=own.device_mesh, placements=own.placements)
+    return tensor.zeros(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
 
 
 def _entries(
     names: Iterable[str], tensors: Mapping[str, Tensor], values: Mapping[str, dict[str, Any]], where: str
 ) -> dict[str, dict[str, Any]]:
     """The state of each parameter by its name; of names that nothing here has it is refused."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    entries: dict[str, dict[str, Any]] = {name: {} for name in names}
     for key in [*tensors, *(f"optimizer/{name}/" for name in values)]:
         name, _, entry = key.removeprefix("optimizer/").rpartition("/")
         if not key.startswith(("model/", "optimizer/", "rng/", "carried/")):
             raise CheckpointError(f"{where} has an unknown tensor {key!r}")
         if key.startswith("optimizer/"):
-            if name not in found:
+            if name not in entries:
                 raise CheckpointError(f"{where} has state {key!r} of a parameter that is not trained")
             # clone: optimisers step in place, and the caller's checkpoint must not change
-            found[name] |= {entry: tensors[key].clone()} if key in tensors else values[name]
-    return found
+            entries[name] |= {entry: tensors[key].clone()} if key in tensors else values[name]
+    return entries
 
 
 def _state(optimizer: Optimizer, saved: list[dict[str, Any]], entries: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """The state dict of one optimiser, of groups and entries that fit it."""
     groups, names = [], list(chain(*(group["params"] for group in saved)))
     order = {name: index for index, name in enumerate(names)}
-    for number, (group, own) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        _check_options(f"groups.{number}", group, own)
+    for number, (group, options) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
+        _check_options(f"groups.{number}", group, options)
         # The rate of a schedule, and where a window stands, are the run's; all else is the config's.
         moved = {key: group[key] for key in MOVING if key in group}  # other options are the run's own
         named = group["params"]
-        merged = {**own, **moved, "params": [order[name] for name in named], "param_names": named}
+        merged = {**options, **moved, "params": [order[name] for name in named], "param_names": named}
         if "commits" not in group:
             merged.pop("commits", None)  # of a version that did not count: not 0, which would drop the state as unused
         groups.append(merged)
-    stepped = _stepped(optimizer)
+    stepped = _probe_states(optimizer)
     for index, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        made = None if stepped is None else stepped[index]
-        _check_entries(names[index], entries[names[index]], made, p if isinstance(optimizer, Leveled) else None)
+        known = None if stepped is None else stepped[index]
+        _check_entries(names[index], entries[names[index]], known, p if isinstance(optimizer, Leveled) else None)
     return {"state": {order[name]: entries[name] for name in names if entries[name]}, "param_groups": groups}
 
 
-def _check_options(path: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_options(path: str, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Options are those of the config, but for the rate and where a window stands."""
     # Through JSON, as the saved ones came: tuples are lists there.
-    kept = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (own, saved))
-    here, there = (json.loads(json.dumps(options)) for options in kept)
+    bound = ({k: v for k, v in options.items() if k not in (*MOVING, *WAYS)} for options in (expected, saved))
+    here, there = (json.loads(json.dumps(options)) for options in bound)
     lines = differences({**here, **there}, here, path)  # older versions had fewer
     lr, elapsed = saved.get("lr"), saved.get("elapsed", 0)
     if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < math.inf:
         lines.append(f"{path}.lr must be a finite number >= 0, got {shorten(lr)}")
-    if type(elapsed) is not int or not 0 <= elapsed < own.get("period", 1):
+    if type(elapsed) is not int or not 0 <= elapsed < expected.get("period", 1):
         lines.append(f"{path}.elapsed must be within a period, got {elapsed!r}")
     if lines:
         raise ConfigError("; ".join(lines))
 
 
-def _check_entries(name: str, saved: Mapping[str, Any], own: Mapping[str, Any] | None, leveled: Tensor | None) -> None:
+def _check_entries(name: str, saved: Mapping[str, Any], spec: Mapping[str, Any] | None, leveled: Tensor | None) -> None:
     """Entries are those of a parameter that has stepped, or none; one that is `leveled` may have a window, too."""
     entries = dict(saved)
     if leveled is not None:
@@ -337,13 +337,13 @@ def _check_entries(name: str, saved: Mapping[str, Any], own: Mapping[str, Any] |
         window = entries.pop("window", None)
         if window is not None and (not isinstance(window, Tensor) or window.shape != leveled.shape):
             raise ConfigError(f"the window of {name} has not its shape {list(leveled.shape)}")
-    if entries and own is not None:
-        found, known = ({k: _kind(v) for k, v in item.items()} for item in (entries, own))
-        if lines := differences(found, known, f"the state of {name}"):
+    if entries and spec is not None:
+        kinds, expected = ({k: _kind(v) for k, v in item.items()} for item in (entries, spec))
+        if lines := differences(kinds, expected, f"the state of {name}"):
             raise ConfigError("; ".join(lines))
 
 
-def _stepped(optimizer: Optimizer) -> list[dict[str, Any]] | None:
+def _probe_states(optimizer: Optimizer) -> list[dict[str, Any]] | None:
     """State of each parameter after a first step, without storage; None where only the step itself could tell."""
     inner = optimizer.inner if isinstance(optimizer, Leveled) else optimizer
     if isinstance(inner, MatrixOptimizer):
@@ -377,11 +377,11 @@ def _kind(value: Any) -> str:
 def model_state(model: nn.Module, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Parameters and buffers among saved tensors; names, shapes and dtypes must be those of the model."""
     saved = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-    own = model.state_dict()
-    for name in sorted(set(own) ^ set(saved)):
-        side = "lacks" if name in own else "has an unknown"
+    state = model.state_dict()
+    for name in sorted(set(state) ^ set(saved)):
+        side = "lacks" if name in state else "has an unknown"
         raise CheckpointError(f"{where} {side} tensor {name!r}: it belongs to another model config")
-    for name, value in own.items():
+    for name, value in state.items():
         there, here = (f"{list(x.shape)} {x.dtype}" for x in (saved[name], value))
         if there != here:
             raise CheckpointError(
@@ -396,7 +396,7 @@ def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _called(optimizers: Iterable[Optimizer]) -> str:
+def _class_names(optimizers: Iterable[Optimizer]) -> str:
     """Names of the classes: `Muon + AdamW`, `Leveled(AdamW)`."""
     return " + ".join(
         f"Leveled({type(o.inner).__name__})" if isinstance(o, Leveled) else type(o).__name__ for o in optimizers
@@ -445,7 +445,7 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
     are refused where rows go on from batch to batch with their states.
     """
     facts, changed = dict(checkpoint.facts), Changes()
-    saved, own = facts.get("config"), trainer.config.model_dump(mode="json")
+    saved, settings = facts.get("config"), trainer.config.model_dump(mode="json")
     if not names or not isinstance(saved, Mapping):
         return checkpoint, changed
     # What the caller holds stays as it was read.
@@ -454,7 +454,7 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
         tree = ExperimentConfig.model_validate(saved).model_dump(mode="json")
     for name in names:
         path = parse_path(name) or ()
-        here, there = _at(own, path), _at(tree, path)
+        here, there = _at(settings, path), _at(tree, path)
         if here is not None and there is not None and here != there:
             changed[name] = (there[0], here[0])
             reduce(getitem, path[:-1], tree)[path[-1]] = here[0]
@@ -470,22 +470,22 @@ def allowing(checkpoint: Checkpoint, trainer: Restorable, names: Sequence[str]) 
 def _cursor(saved: Any, trainer: Restorable, names: Sequence[str], changed: Changes) -> Any:
     if not isinstance(saved, Mapping):
         return saved
-    own, cursor = trainer.loader.state_dict(), dict(saved)
+    position, cursor = trainer.loader.state_dict(), dict(saved)
     free = [entry for entry, setting in CURSOR.items() if any(_within(name, setting) for name in names)]
     free += ["fingerprint"] if any(_within("data", name) for name in names) else []
     free += ["seq_len"] if "data" in names else []
-    if trainer.source.carries and any(cursor.get(entry) != own[entry] for entry in free):
+    if trainer.source.carries and any(cursor.get(entry) != position[entry] for entry in free):
         raise CheckpointError(
             "--allow: rows go on from batch to batch with their states (data.state=carry), and only those of the same "
             "data, seed and batch; start another run, with init_from"
         )
-    step, before, now = cursor.get("step"), _tokens(cursor), _tokens(own)
+    step, before, now = cursor.get("step"), _tokens(cursor), _tokens(position)
     if trainer.source.ordered and {"batch_size", "seq_len"} & set(free) and isinstance(step, int) and before and now:
         # In tokens, rounded up: no token is read twice where batches have another size.
         cursor["step"] = -(-step * before // now)
-    if "fingerprint" in free and cursor.get("fingerprint") != own["fingerprint"]:
-        changed.setdefault("data", (cursor.get("fingerprint"), own["fingerprint"]))
-    return cursor | {entry: own[entry] for entry in free}
+    if "fingerprint" in free and cursor.get("fingerprint") != position["fingerprint"]:
+        changed.setdefault("data", (cursor.get("fingerprint"), position["fingerprint"]))
+    return cursor | {entry: position[entry] for entry in free}
 
 
 def _tokens(cursor: Mapping[str, Any]) -> int:
@@ -501,8 +501,8 @@ def _options(saved: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[st
     whole = {"optim", "optim.optimizer"} & set(names)
     wanted = None if whole else {name.rpartition(".")[2] for name in names}
     merged = [
-        there | {k: v for k, v in own.items() if k in there and k not in MOVING and (wanted is None or k in wanted)}
-        for there, own in zip(saved["groups"], groups, strict=True)
+        there | {k: v for k, v in options.items() if k in there and k not in MOVING and (wanted is None or k in wanted)}
+        for there, options in zip(saved["groups"], groups, strict=True)
     ]
     return {**saved, "groups": merged}
 

@@ -127,8 +127,8 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     model = build_model(config)
     model.load_state_dict(model_state(model, checkpoint.tensors, str(path)))
     home = home_of(path)
-    own = None if home is None else home / TOKENIZER  # a copy: the data are not needed
-    tokenizer = open_tokenizer(own) if own is not None and own.is_file() else config.data.tokenizer()
+    file = None if home is None else home / TOKENIZER  # a copy: the data are not needed
+    tokenizer = open_tokenizer(file) if file is not None and file.is_file() else config.data.tokenizer()
     return Trained(model.to(place).eval(), config, facts.step, tokenizer, place)
 
 
@@ -136,12 +136,14 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
     """The `best` verified checkpoint of a run folder, or the newest where it is asked for or none was evaluated."""
     check_entries(folder)
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    found = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
-    if found is None and (folder / WEIGHTS).is_file():
+    if path is not None:
+        return path, load_checkpoint(path)
+    newest = newest_checkpoint(folder / CHECKPOINTS)
+    if newest is None and (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
-    if found is None:
+    if newest is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    return found[0], found[1]
+    return newest[:2]
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
@@ -174,9 +176,9 @@ class OfLength(NamedTuple):
 
 def parse_lengths(text: str) -> list[int]:
     """Numbers of tokens, such as 512,4k: k is 1,024, m its square."""
-    found = [re.fullmatch(r"(\d{1,9})([km]?)", part.strip(), re.I) for part in text.split(",")]
-    lengths = [int(x[1]) * 1024 ** " km".index(x[2].lower() or " ") for x in found if x]
-    if len(lengths) < len(found) or not all(0 < length <= 1 << 30 for length in lengths):
+    matches = [re.fullmatch(r"(\d{1,9})([km]?)", part.strip(), re.I) for part in text.split(",")]
+    lengths = [int(match[1]) * 1024 ** " km".index(match[2].lower() or " ") for match in matches if match]
+    if len(lengths) < len(matches) or not all(0 < length <= 1 << 30 for length in lengths):
         raise ConfigError(f"--lengths must be numbers of tokens such as 1k,4k,16k, got {shorten(text)}")
     return sorted(set(lengths))
 
@@ -192,10 +194,10 @@ def source_of(trained: Trained, path: Path | None) -> Source:
                 f"{path} are no token shards, which this run was trained on; make some with: hecate data tokenize "
                 f"{path} --tokenizer TOKENIZER --out FOLDER"
             )
-        own = getattr(trained.tokenizer, "sha256", None)
+        digest = getattr(trained.tokenizer, "sha256", None)
         other = data.model_copy(update={"path": str(path), "validation": str(path), "tokenizer_file": None})
         theirs = other.tokenizer()
-        if own is not None and theirs is not None and theirs.sha256 != own:
+        if digest is not None and theirs is not None and theirs.sha256 != digest:
             raise DataError(
                 f"the tokens of {path} are of another tokenizer than those of the run; tokenize it with that"
             )
@@ -213,25 +215,26 @@ def by_length(trained: Trained, source: Source, lengths: Sequence[int]) -> list[
             f"--lengths: data {trained.config.data.kind!r} has sequences of length {fixed}, got "
             f"{', '.join(map(str, lengths))}; leave it out"
         )
-    found = []
+    scores = []
     for length in lengths:
         # As many tokens a batch as in training, which is known to fit.
         rows = max(1, min(budget.batch_size, budget.batch_size * trained.config.seq_len // length))
         batches = list(source.validation_batches(rows, length, budget.eval_batches))
         sequences = sum(len(batch.tokens) for batch in batches)
-        found.append(OfLength(length, sequences, loss_by_position(trained.model, batches, trained.device)))
-    return found
+        scores.append(OfLength(length, sequences, loss_by_position(trained.model, batches, trained.device)))
+    return scores
 
 
-def tables(trained: Trained, source: Source, found: Sequence[OfLength]) -> list[Table]:
+def tables(trained: Trained, source: Source, scores: Sequence[OfLength]) -> list[Table]:
     """The printed tables: a row for each length, and the loss by position of all of them."""
     each = source.metric == "bits_per_byte" and source.lengths is None
     header = "length", "sequences", "labels", "loss (nats)", "bits per byte" if each else "perplexity"
     rows = []
-    for own in found:
-        last = own.loss / math.log(2) if each else math.exp(min(own.loss, 700))
-        rows.append((f"{own.length:,}", f"{own.sequences:,}", f"{own.labels:,}", f"{own.loss:.4f}", f"{last:.4f}"))
-    return [(header, rows), table_by_position((own.length, own.positions) for own in found)]
+    for score in scores:
+        counts, loss = (score.length, score.sequences, score.labels), score.loss
+        last = loss / math.log(2) if each else math.exp(min(loss, 700))
+        rows.append((*(f"{count:,}" for count in counts), f"{loss:.4f}", f"{last:.4f}"))
+    return [(header, rows), table_by_position((score.length, score.positions) for score in scores)]
 
 
 # Weights.
@@ -253,17 +256,17 @@ def read_weights(path: Path, which: str = "best") -> dict[str, Tensor]:
         home, checkpoint = chosen_checkpoint(path, which)
         return _model(checkpoint, home)
     if path.is_dir():
-        files = _listed(path) if (path / _INDEX).exists() else [path / WEIGHTS]
-        return {name: value for file in files for name, value in _read(file).items()}
-    return _read(path)
+        files = _indexed_files(path) if (path / _INDEX).exists() else [path / WEIGHTS]
+        return {name: value for file in files for name, value in _read_file(file).items()}
+    return _read_file(path)
 
 
 def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
     """The tensors of the model, which every caller copies: refused where there is no room for them, or for what the
     checkpoint claims."""
     stored = checkpoint.tensors.items()
-    found = {name.removeprefix("model/"): value for name, value in stored if name.startswith("model/")}
-    if not found:
+    weights = {name.removeprefix("model/"): value for name, value in stored if name.startswith("model/")}
+    if not weights:
         raise CheckpointError(f"{path} holds no model; name a checkpoint of a run")
     try:
         config = ExperimentConfig.model_validate(checkpoint.facts.get("config"))
@@ -271,12 +274,12 @@ def _model(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         config = None
     if config is not None:
         check_weights(config)
-    size = sum(value.nbytes for value in found.values())
+    size = sum(value.nbytes for value in weights.values())
     check_room(size, f"{path} has tensors of a model", "use a larger machine", error=CheckpointError)
-    return found
+    return weights
 
 
-def _listed(folder: Path) -> list[Path]:
+def _indexed_files(folder: Path) -> list[Path]:
     """Files that an index lists, of this folder alone."""
     try:
         names = sorted(set(json.loads(read_whole(folder / _INDEX))["weight_map"].values()))
@@ -288,7 +291,7 @@ def _listed(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def _read_file(file: Path) -> dict[str, Tensor]:
     if file.suffix in (".pt", ".pth", ".bin", ".ckpt") or (file.parent / ".metadata").exists():
         raise CheckpointError(
             f"{file} is a pickle, which can run code when it is read; write its tensors with "
@@ -363,9 +366,9 @@ def import_weights(source: Path, out: Path, config: ExperimentConfig | None = No
         named = {f"model/{name}": value for name, value in weights.items()}
         trainer.model.load_state_dict(model_state(trainer.model, named, str(source)))
         # With an optimiser that has not stepped, and the data at their beginning.
-        given = trainer.checkpoint()
+        checkpoint = trainer.checkpoint()
     with written_folder(out, "choose another --out") as folder:
-        save_checkpoint(folder / CHECKPOINTS, 0, given)
+        save_checkpoint(folder / CHECKPOINTS, 0, checkpoint)
         write_file(folder / CONFIG, dump_experiment(config))
         _copy_tokenizer(beside.parent, folder)
     return out
@@ -383,46 +386,46 @@ def begin_from(trainer: Trainer, path: Path) -> list[str]:
     Floating-point numbers take the model's dtype.
     """
     settle(trainer.model)
-    own, found, lines, fault = trainer.model.state_dict(), dict[str, Tensor](), list[str](), None
+    state, weights, lines, fault = trainer.model.state_dict(), dict[str, Tensor](), list[str](), None
     try:
-        found, lines = _fitting(path, own)
+        weights, lines = _fitting_tensors(path, state)
     except CheckpointError as error:
         fault = str(error)
-    if told := trainer.world.first_of(fault):  # on every rank, for the others would wait
-        raise CheckpointError(f"init_from: {told[1]}")
+    if first := trainer.world.first_of(fault):  # on every rank, for the others would wait
+        raise CheckpointError(f"init_from: {first[1]}")
     if trainer.world.size > 1:  # each has read it where it runs
-        trainer.world.agree({"init_from": {name: summary(value)["sha256"] for name, value in found.items()}})
+        trainer.world.agree({"init_from": {name: summary(value)["sha256"] for name, value in weights.items()}})
     with torch.no_grad():
-        for name, value in found.items():
-            overwrite(own[name], value.to(own[name].dtype))
+        for name, value in weights.items():
+            overwrite(state[name], value.to(state[name].dtype))
     return lines
 
 
-def _fitting(path: Path, own: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def _fitting_tensors(path: Path, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """The stored tensors that a model takes, and notes on these and on the rest."""
-    given = read_weights(path)
-    found = {name: value for name, value in given.items() if name in own}
-    if not found:
+    weights = read_weights(path)
+    matches = {name: value for name, value in weights.items() if name in state}
+    if not matches:
         raise CheckpointError(
-            f"no tensor of {path} has a name of this model; there are {_named(given)} there and {_named(own)} here"
+            f"no tensor of {path} has a name of this model; there are {_names(weights)} there and {_names(state)} here"
         )
-    for name, value in found.items():
-        _check_kind(f"tensor {name!r} of {path}", value, own[name])
-    sides = {"not there, and drawn anew": own.keys() - found.keys(), "left over": given.keys() - own.keys()}
-    lines = [f"{what}: {_named(sorted(names))}" for what, names in sides.items() if names]
-    return found, [f"began from {path}: {len(found)} tensors", *lines]
+    for name, value in matches.items():
+        _check_kind(f"tensor {name!r} of {path}", value, state[name])
+    sides = {"not there, and drawn anew": state.keys() - matches.keys(), "left over": weights.keys() - state.keys()}
+    lines = [f"{what}: {_names(sorted(names))}" for what, names in sides.items() if names]
+    return matches, [f"began from {path}: {len(matches)} tensors", *lines]
 
 
-def _check_kind(where: str, value: Tensor, own: Tensor) -> None:
+def _check_kind(where: str, value: Tensor, target: Tensor) -> None:
     """Refuses another shape, and numbers of another kind."""
-    if value.shape != own.shape:
+    if value.shape != target.shape:
         raise CheckpointError(
-            f"{where} is {list(value.shape)}, the model has {list(own.shape)}: they are of other sizes"
+            f"{where} is {list(value.shape)}, the model has {list(target.shape)}: they are of other sizes"
         )
-    if value.is_floating_point() != own.is_floating_point() or value.is_complex() != own.is_complex():
-        raise CheckpointError(f"{where} is {value.dtype}, the model has {own.dtype}")
+    if value.is_floating_point() != target.is_floating_point() or value.is_complex() != target.is_complex():
+        raise CheckpointError(f"{where} is {value.dtype}, the model has {target.dtype}")
 
 
-def _named(names: Iterable[str]) -> str:
+def _names(names: Iterable[str]) -> str:
     shown = list(names)
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if shown[SHOWN:] else "")

@@ -171,16 +171,16 @@ class Trainer:
                     # Without any label in the step the loss is NaN: a mean over nothing.
                     share = count / total if total else math.nan
                     loss, state = self._objective(
-                        micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.given(index),
+                        micro.tokens.to(self.device), micro.targets.to(self.device), *self.carried.arguments(index),
                         labelled=count > 0, keeps=self.source.carries, **masks,
                     )  # fmt: skip
                     states.append(state)
-                    own = float(loss.detach()) * share  # waits for the device, where every look has arrived
-                    value += own
+                    micro_loss = float(loss.detach()) * share  # waits for the device, where every look has arrived
+                    value += micro_loss
                     try:
                         look(wait=True)
-                        if not math.isfinite(own):
-                            raise NonFiniteError(f"the loss is {own} at learning rate {lr:g}")
+                        if not math.isfinite(micro_loss):
+                            raise NonFiniteError(f"the loss is {micro_loss} at learning rate {lr:g}")
                     except NonFiniteError as error:
                         if world.size == 1:
                             raise
@@ -292,26 +292,28 @@ class Trainer:
             self.loader.load_state_dict(facts.cursor)
         except DataError as error:
             raise CheckpointError(f"{where}: {error}") from None
-        held, budget = Carried(), self.config.budget
+        carried, budget = Carried(), self.config.budget
         if self.source.carries and facts.step:
             rows = self.world.rows(budget.batch_size)
             with self.whole_sequences():
-                held.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
+                carried.load(checkpoint.tensors, self.model, rows, self.device, where, budget.accumulate)
         settle(self.model)
-        unpack(self.model, self.optimizers.values(), self._spread(checkpoint.tensors), facts.optimizer, where)
-        self.carried = held
+        unpack(self.model, self.optimizers.values(), self._place(checkpoint.tensors), facts.optimizer, where)
+        self.carried = carried
         torch.set_rng_state(checkpoint.tensors["rng/torch"])
         if cuda:
             torch.cuda.set_rng_state(checkpoint.tensors["rng/cuda"], self.device)
         self.step = facts.step
 
-    def _spread(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _place(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a checkpoint placed as this world's parameters and their states are."""
         if not any(is_sharded(value) for value in self.model.state_dict().values()):
             return dict(tensors)
-        own = alike(self.model, self.optimizers.values(), tensors)
-        apart = {n for n, x in tensors.items() if is_sharded(own[n]) and not is_sharded(x) and x.shape == own[n].shape}
-        return {name: spread(x, own[name]) if name in apart else x for name, x in tensors.items()}
+        like = alike(self.model, self.optimizers.values(), tensors)
+        apart = {
+            n for n, x in tensors.items() if is_sharded(like[n]) and not is_sharded(x) and x.shape == like[n].shape
+        }
+        return {name: spread(x, like[name]) if name in apart else x for name, x in tensors.items()}
 
 
 def check_parts(config: ExperimentConfig, world: World, rows: int) -> None:
@@ -394,55 +396,55 @@ def has_unused(objective: nn.Module, config: ExperimentConfig, device: torch.dev
         loss.backward()
         forget()  # what its numbers are is of no interest
     params = [p for p in objective.parameters() if p.requires_grad]
-    found = any(p.grad is None for p in params)
+    unused = any(p.grad is None for p in params)
     for p in params:
         p.grad = None
-    return found
+    return unused
 
 
 def build_optimizers(model: nn.Module, optim: OptimConfig) -> dict[str, Optimizer]:
     """The optimisers of a run by kind: one, or two with a fallback. [TRAIN-OPTIM-D2]"""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     kind: OptimizerKind = optim.optimizer
-    own = kind.trains(model)
+    parameters = kind.trains(model)
     try:
         levels = level_groups(named, optim.periods) if optim.periods else []
     except ConfigError as error:
         raise error.or_at("optim", "periods") from None
     periods = {p: level["period"] for level in levels for p in level["params"]}
-    trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, own)}
+    trained: dict[tuple[str, ...], tuple[OptimizerKind, Named]] = {("optim", "optimizer"): (kind, parameters)}
     if isinstance(kind, PartialKind):
-        if not own:
+        if not parameters:
             raise ConfigError(
                 f"{kind.kind!r} trains {kind.about}, and this model has none; choose a kind for any parameter, such as "
                 "adamw",
                 ("optim", "optimizer"),
             )
-        chosen = {name for name, _ in own}
+        chosen = {name for name, _ in parameters}
         others = [(name, p) for name, p in named if name not in chosen]
         trained["optim", "optimizer", "fallback"] = kind.fallback, others
-    found: dict[str, Optimizer] = {}
+    optimizers: dict[str, Optimizer] = {}
     for path, (kind, owned) in trained.items():
         try:
             if owned:
                 groups = parameter_groups(owned, optim.weight_decay, periods)
                 build = partial(kind.build, model, lr=optim.lr)
-                found[kind.kind] = Leveled(groups, build) if kind.windowed and periods else build(groups)
+                optimizers[kind.kind] = Leveled(groups, build) if kind.windowed and periods else build(groups)
         except ConfigError as error:
             raise error.under(*path) from None
-    return found
+    return optimizers
 
 
 def parameter_groups(named: Named, weight_decay: float, periods: Mapping[Tensor, int] | None = None) -> list[Group]:
     """Groups by decay and period: matrices decay, vectors (scales, biases) do not. [TRAIN-OPTIM-D1]"""
-    found: dict[tuple[bool, int], Group] = {}
+    groups: dict[tuple[bool, int], Group] = {}
     for name, p in named:
         # Scales and biases are kept at their size; decay is for maps.
         vector, period = is_vector(name, p), (periods or {}).get(p, 1)
-        group = found.setdefault((vector, period), {"params": [], "param_names": []})
+        group = groups.setdefault((vector, period), {"params": [], "param_names": []})
         group["params"].append(p)
         group["param_names"].append(name)
         group["weight_decay"] = 0.0 if vector else weight_decay
         if periods:
             group["period"] = period
-    return [found[key] for key in sorted(found)]
+    return [groups[key] for key in sorted(groups)]

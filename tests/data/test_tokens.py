@@ -216,7 +216,7 @@ def test_carried_states_by_rows(folder):
         y = model(tokens, whole, reset_mask=mask)[0]
         for micro in range(2):
             row = slice(micro + 1, micro + 2)
-            near(model(tokens[row], *part.given(micro), reset_mask=mask[row])[0], y[row])
+            near(model(tokens[row], *part.arguments(micro), reset_mask=mask[row])[0], y[row])
     first = next(iter(same))
     for damaged, message in (
         ({name: x for name, x in same.items() if name != first}, "lacks carried state"),

@@ -343,7 +343,7 @@ def test_a_checkpoint_does_not_bind_the_way_of_a_step():
     weights = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(2))]
     fused = AdamW().build(torch.nn.Module(), [{"params": weights}], lr=0.1)
     assert fused.param_groups[0]["fused"] is True
-    stepped = state._stepped(fused)
+    stepped = state._probe_states(fused)
     assert stepped is not None and stepped[0]["exp_avg"].shape == (3, 2)
     own = fused.param_groups[0]
     state._check_options("groups.0", {**own, "fused": None, "foreach": True, "params": ["a", "b"]}, own)

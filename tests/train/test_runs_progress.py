@@ -121,11 +121,11 @@ def test_the_loss_is_smoothed_and_the_time_left_is_that_of_the_whole_run(monkeyp
     mean = (0.95 * 0.05 * 4.0 + 0.05 * 2.0) / (1 - 0.95**2)
     line = progress.line(0.5)
     assert f"loss {mean:.3f}" in line and "64 tokens" in line and "32 tokens/s (11 of the run)" in line
-    assert progress.left() == 8 * 3.0 and line.endswith("ETA 0:00:24")
+    assert progress.seconds_left() == 8 * 3.0 and line.endswith("ETA 0:00:24")
     limited = Progress(tiny(budget={"steps": 10, "minutes": 0.1}), World.alone())
     now[0] += 2.0
     limited.take(1.0, 32, 1.0)
-    assert limited.left() == pytest.approx(4.0)
+    assert limited.seconds_left() == pytest.approx(4.0)
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")
@@ -141,7 +141,7 @@ def test_steps_in_which_kernels_compile_count_neither_as_speed_nor_towards_the_e
             assert progress.line(1.0).endswith("ETA -") and "tokens/s" not in progress.line(1.0)
     late = slow[20:]  # so late that they are none of the first
     seconds, steps = sum(late) + 5.0, len(late) + 10
-    assert progress.left() == pytest.approx((100 - progress.step) * (seconds + 0.5 * steps) / steps)
+    assert progress.seconds_left() == pytest.approx((100 - progress.step) * (seconds + 0.5 * steps) / steps)
     speed, whole = 32 * steps / seconds, 32 * steps / (seconds + 0.5 * steps)
     assert f"{speed:,.0f} tokens/s ({whole:,.0f} of the run)" in progress.line(1.0)
 
@@ -154,7 +154,7 @@ def test_a_first_step_that_is_the_fastest_leaves_an_estimate(monkeypatch):
     for seconds in (0.1, 1.0, 1.0):
         now[0] += seconds
         progress.take(1.0, 32, seconds)
-    assert progress.left() == pytest.approx(7.0)
+    assert progress.seconds_left() == pytest.approx(7.0)
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")

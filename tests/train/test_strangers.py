@@ -302,7 +302,7 @@ def test_results_of_a_comparison_that_are_none_are_one_error(tmp_path, result):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / RESULT).write_text(result)
     with pytest.raises(HecateError, match="cannot be read: .*; delete it and its run is finished anew"):
-        work._read(job)
+        work._read_result(job)
     (tmp_path / RECORDS).write_text(json.dumps({"run": "a", "result": 7}) + "\n")
     with pytest.raises(HecateError, match="cannot be read: .*; delete it, and runs without folders are run anew"):
-        work._recall()
+        work._read_records()
