@@ -67,10 +67,10 @@ def cascaded(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
         for at in range(2)
     ]
     first = tokens._replace(phi_k=keys, phi_q=queries, v=codes)
-    z, own = parallel(_linear(config, _Behind(form)), first, parts[0], initial[:1], run=run)
+    z, front = parallel(_linear(config, _Behind(form)), first, parts[0], initial[:1], run=run)
     second = tokens._replace(phi_k=codes, phi_q=one(run(form.link, z, label="codes")))
-    y, last = parallel(_linear(config, config.bias), second, parts[1], initial[1:], run=run)
-    return y, carry._replace(memory=(*own.memory, *last.memory), slots=(*own.slots, *last.slots))
+    y, rear = parallel(_linear(config, config.bias), second, parts[1], initial[1:], run=run)
+    return y, carry._replace(memory=(*front.memory, *rear.memory), slots=(*front.slots, *rear.slots))
 
 
 class _Behind:
