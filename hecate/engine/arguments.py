@@ -151,7 +151,7 @@ def filled_gates(
     if forms.per_head and gates.retain is None and k.shape[1]:
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
     for name, gate, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
-        filled.append(_filled(name, gate, default, k, write, top, looks))
+        filled.append(_gate_tensor(name, gate, default, k, write, top, looks))
     return filled
 
 
@@ -165,7 +165,7 @@ def further_gates(
     rows = (*pairs, (gates.retain_value, 1.0), (gates.floor, math.inf))
     names = ("erase", "write", "retain_value", "floor")
     return tuple(
-        None if gate is None else _filled(name, gate, 1.0, k, write, top, looks)
+        None if gate is None else _gate_tensor(name, gate, 1.0, k, write, top, looks)
         for name, (gate, top) in zip(names, rows, strict=True)
     )
 
@@ -218,7 +218,7 @@ def _check_channel_gate(name: str, gate: Tensor, k: Tensor, width: int, channel:
     expect_beside(gate, k, f"gates.{name}")
 
 
-def _filled(
+def _gate_tensor(
     name: str, gate: Any, default: float, k: Tensor, write: Tensor | None, top: float, looks: bool | None = None
 ) -> Tensor:
     """A gate as a tensor, with its numbers in [0, top] where tokens are written; any number if top is below 0."""
@@ -289,10 +289,10 @@ def readout_gates(
         gate, top = getattr(gates, name), 1.0 if name == "mix" else math.inf
         if name != "mix" and isinstance(gate, Tensor):
             _check_channel_gate(name, gate, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
-            gate = _filled(name, gate, 0.0, k, None, top if name == "ridge" else -1.0)
+            gate = _gate_tensor(name, gate, 0.0, k, None, top if name == "ridge" else -1.0)
         elif gate is not None:
             _check_gate(name, gate, k, top)
-            gate = _filled(name, gate, 0.0, k, None, top)
+            gate = _gate_tensor(name, gate, 0.0, k, None, top)
         if isinstance(gate, Tensor) and gate.dtype != dtype:
             gate = one(run(cast(dtype), gate, label="inputs"))
         tensors.append(gate)

@@ -47,10 +47,10 @@ RATES = "lr of each weight"  # as `Plan.general` has it
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 MOST = 64  # plans, or programs of a token, that a config keeps
-_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
+DEFAULTS, NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
 _OF_TENSORS = ("flat", "inputs", "retain", "seen")
-_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
+_TENSORS, NUMERIC, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
 class Inputs(NamedTuple):
@@ -161,16 +161,16 @@ class Plan:
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         names = tuple(params["learned"]), tuple(params["frozen"])
 
-        def made() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
+        def blank() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
             plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
             plan.wide, plan.by_tensors = wide, True
             plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
             plan.names, plan.first = names, len(Inputs._fields) + sum(map(len, names))
             return plan
 
-        plan = made()
+        plan = blank()
         if config.normalizer != "none":  # the same memory with bias dot and the value 1 at every token
-            plan.counter = made()
+            plan.counter = blank()
             plan.counter.counting = True
             plan.counter._lay_out(config.counting, None if state is None else state.normalizer, None, k, 1)
         plan._lay_out(config, state, initial, k, v.shape[-1])
@@ -305,7 +305,7 @@ def looks_in(arguments: Any, tensors: list[Any]) -> list[object] | None:
         elif type(item) is dict:
             looks.append(tuple(item))
             tensors += item.values()
-        elif type(item) in _NUMBERS:
+        elif type(item) in NUMERIC:
             looks += (type(item), item)
         else:
             looks.append(Tensor)
@@ -347,7 +347,7 @@ class Call:
         write_mask: Tensor | None = None, reset_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Call:  # fmt: skip
         """From the arguments of `memory_scan`: by the plan that others of the same looks have left, else checked."""
-        gates, params = _DEFAULTS if gates is None else gates, _NO_PARAMS if phi_params is None else phi_params
+        gates, params = DEFAULTS if gates is None else gates, NO_PARAMS if phi_params is None else phi_params
         if cu_seqlens is not None:
             check_tokens(q, k, v)
             reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
@@ -434,7 +434,7 @@ def _looks(
     """All that checks and engines ask of a call but its numbers; None where torch has to see every operation, and where
     something is not what it should be. The one place where a scan asks torch whether it has."""
     plain = isinstance(config, MemoryConfig) and type(gates) is Gates and type(params) is dict
-    if torch.compiler.is_compiling() or not plain or params.keys() != _NO_PARAMS.keys():
+    if torch.compiler.is_compiling() or not plain or params.keys() != NO_PARAMS.keys():
         return None
     arguments: tuple[Any, ...] = (*gates, write, reset, initial, params["learned"], params["frozen"])
     if state is not None:
@@ -457,8 +457,8 @@ def keep(cache: dict[Any, Any], looks: object, entry: Any) -> None:
     cache[looks] = entry
 
 
-def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
-    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
+def carry_of(state: MemoryState) -> Carry:
+    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
     pending = dict(state.pending)
     retain, keys = pending.pop("retain", None), pending.pop("keys", None)
     rest = {} if retain is None else {"retain": retain}, {} if keys is None else {"keys": keys}
@@ -466,8 +466,7 @@ def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
     for tensors in (state.memory, state.slots, state.anchor, pending, *rest):
         flat: list[Tensor] = []
         for item in tensors.values():
-            item = item.flatten(0, 1)
-            flat.append(item.to(dtype) if dtype is not None and item.is_floating_point() else item)
+            flat.append(item.flatten(0, 1))
         kinds.append(tuple(flat))
     return Carry(*kinds, state.position.flatten())  # type: ignore[call-arg]
 
@@ -533,7 +532,7 @@ def complete(
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
     check_alike(q, k, v, write_mask, reset_mask)
-    gates = _DEFAULTS if gates is None else gates
+    gates = DEFAULTS if gates is None else gates
     check_gates(config, gates, k, v)
     first, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
     return Inputs(q, k, v, *first, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]

@@ -92,9 +92,9 @@ def coefficients(
         restarts = reset.to(retain.dtype) * (retain if decays else 1.0)
         bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
 
-    before = [alive(_shifted(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + form.momentum])]
+    before = [alive(_shift(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + form.momentum])]
     if reset is not None:
-        before.append(torch.where(reset, 1.0, _shifted(bases[-1], 0.0)))
+        before.append(torch.where(reset, 1.0, _shift(bases[-1], 0.0)))
     earlier = within(pad(writes[..., :-1, :], (0, 0, 1, 0)))
     return Combined(writes, tuple(bases)), Combined(earlier, tuple(before)), slot
 
@@ -126,7 +126,7 @@ def neutral(gate: Tensor, write: Tensor | None) -> Tensor:
     return gate if write is None else torch.where(write, gate, 1.0)
 
 
-def _shifted(weight: Tensor, first: float) -> Tensor:
+def _shift(weight: Tensor, first: float) -> Tensor:
     return pad(weight[..., :-1], (1, 0), value=first)
 
 
@@ -304,7 +304,7 @@ def walk_linear(matrices: Matrices, v: Tensor, states: States) -> tuple[Tensor, 
     if states.initial is not None:
         all_states[1:, ..., keys.shape[-1] :] = states.initial
     if taken is None and len(tensors) == 1:
-        _summed(matrices.leaving, all_states)
+        _sum_states(matrices.leaving, all_states)
     else:
         steps = zip(all_states.unbind(0), leaving[1:].unbind(0), _taken(matrices, taken, keys).unbind(0), strict=False)
         for before, after, way in steps:
@@ -331,7 +331,7 @@ def walk_linear_vjp(
         taken = solve_rows(matrices.lower, matrices.seen)
         flows[:-1].flatten(0, 1).baddbmm_(of_writes.mT.flatten(0, 1), taken.flatten(0, 1), alpha=-1)
     if taken is None and bases.shape[-1] == width:
-        _summed_back(matrices.leaving, flows)
+        _sum_cotangents(matrices.leaving, flows)
     else:
         ways = _taken(matrices, taken, keys).mT.unbind(0)
         for before, after, way in reversed([*zip(flows[:-1].unbind(0), leaving[1:].unbind(0), ways, strict=True)]):
@@ -400,7 +400,7 @@ def _taken(matrices: Matrices, taken: Tensor | None, keys: Tensor) -> Tensor:
     return way
 
 
-def _summed(leaving: Tensor | None, states: Tensor) -> None:
+def _sum_states(leaving: Tensor | None, states: Tensor) -> None:
     """Adds to the writes of every block, in place, what is left of the state before it."""
     if leaving is None:
         states.cumsum_(0)
@@ -409,7 +409,7 @@ def _summed(leaving: Tensor | None, states: Tensor) -> None:
         after.addcmul_(weight, before)
 
 
-def _summed_back(leaving: Tensor | None, flows: Tensor) -> None:
+def _sum_cotangents(leaving: Tensor | None, flows: Tensor) -> None:
     """The same from the last block."""
     if leaving is None:
         flows.copy_(flows.flip(0).cumsum_(0).flip(0))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Plan
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -39,8 +39,8 @@ class Factored(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that need whole gradients, or take them elsewhere."""
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
         if not config.forms.linear or config.structure.diagonal:
             return f"structure {config.structure.kind!r} is not a matrix"
         if not config.retention.linear:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Inputs
+from hecate.engine.call import NO_PARAMS, Call, Inputs
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
@@ -59,7 +59,7 @@ def featured(
     # A tape records the identity by its name; autograd meets it in a view, where cotangents are summed up, unless a
     # block takes it up at once.
     if run is not execute or not config.forms.identity or config.key_norm == "none":
-        block, tensors = config.feature_map.block({"learned": {}, "frozen": {}} if params is None else params)
+        block, tensors = config.feature_map.block(NO_PARAMS if params is None else params)
         if block.vjp is not None and block.program is None:
             block = by_hand(block)
         phi_k = one(run(block, k, *tensors, label="phi(k)"))

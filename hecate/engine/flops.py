@@ -114,9 +114,7 @@ def _outer(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 
 
 def counters() -> list[Any]:
-    """The `FlopCounterMode`s that count now."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return []
+    """The `FlopCounterMode`s that count now, asked for where there are dispatch modes."""
     if (module := sys.modules.get("torch.utils.flop_counter")) is None or torch._C._are_functorch_transforms_active():
         return []
     modes = _python_dispatch._get_current_dispatch_mode_stack()

@@ -165,7 +165,7 @@ def token_step(
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
     anchor, decay = carry.memory, token.retain
     if carry.pending_retain:  # the product of the chunk's retain gates
-        decay = one(run(_MULTIPLY, carry.pending_retain[0], decay))
+        decay = one(run(MULTIPLY, carry.pending_retain[0], decay))
     if config.frozen_gradients:
         # The memory that a chunk finds is its anchor: where its gradients are taken.
         opens = carry.position == 0
@@ -225,7 +225,7 @@ def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, ru
     p = one(run(_ROW, token.phi_k))
     keys = carry.keys[0] if carry.keys else p[:, :0]
     c = one(run(lengths(config.structure.graph(), config.blocks), p, None, keys, *at))
-    lr = one(run(_MULTIPLY, token.lr, one(run(_ONLY, c))))
+    lr = one(run(MULTIPLY, token.lr, one(run(_ONLY, c))))
     if carry.keys:
         carry = carry._replace(keys=several(run(KEYS, keys, p, None)))
     return token._replace(lr=lr), carry
@@ -329,4 +329,4 @@ _REGAINED = formula_block(
 )
 _ROW = linear_block("token.row", lambda x: x.unsqueeze(1), lambda g: g.squeeze(1))
 _ONLY = linear_block("token.only", lambda x: x.squeeze(1), lambda g: g.unsqueeze(1))
-_MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))
+MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

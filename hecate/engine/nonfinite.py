@@ -110,12 +110,9 @@ def _finite_writes(call: Call) -> Tensor:
 
 def _finite(carries: list[Carry]) -> Tensor:
     """`[N]`: whether all states of a memory are finite."""
-    return _finite_rows([item for carry in carries for item in carry.flat if item.is_floating_point()])
-
-
-def _finite_rows(items: list[Tensor]) -> Tensor:
-    flat = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
-    return torch.stack([torch.isfinite(item).all(1) for item in flat]).all(0)
+    items = [item for carry in carries for item in carry.flat if item.is_floating_point()]
+    rows = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
+    return torch.stack([torch.isfinite(row).all(1) for row in rows]).all(0)
 
 
 @torch.no_grad()

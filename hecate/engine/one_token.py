@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
-from hecate.engine.call import GENERAL, carry_of, keep, looks_in, named_state
+from hecate.engine.call import DEFAULTS, GENERAL, NO_PARAMS, NUMERIC, carry_of, keep, looks_in, named_state
 from hecate.engine.engine import apart, loops
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import CELLS, blocks_of, token_step
@@ -36,8 +36,6 @@ TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, r
 
 FEW = 16
 WINDOW = 5  # tokens that go one by one, measured: an engine takes the time of 6.8 for 2 to 16 of a linear memory
-_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_NUMBERS = (float, int)
 
 
 class Unfit(Exception):
@@ -74,7 +72,7 @@ def short_way(
     where it is unfit. `squashed` says that retain and momentum lie in [0, 1] and lr above, or are NaN."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
-    gates = _DEFAULTS if gates is None else gates
+    gates = DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
     try:
         return None if program is None else program(q, k, v, gates, state, params, initial, name, squashed)
@@ -90,7 +88,7 @@ def keep_program(
     state."""
     if not _has_programs(config) or k.is_meta or not q.numel() or not v.numel():
         return
-    gates, programs = _DEFAULTS if gates is None else gates, config.programs
+    gates, programs = DEFAULTS if gates is None else gates, config.programs
     looks, product = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
     channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
     # No program of a chunk that goes on with retain of another width.
@@ -121,7 +119,7 @@ def one_by_one(
         return None
 
     def at(t: int) -> tuple[Tensor, Tensor, Tensor, Gates]:
-        rows: Any = [gate[:, t : t + 1] if isinstance(gate, Tensor) else gate for gate in gates or _DEFAULTS]
+        rows: Any = [gate[:, t : t + 1] if isinstance(gate, Tensor) else gate for gate in gates or DEFAULTS]
         return q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], Gates(*rows)
 
     if looks_of(*at(0), state, options["phi_params"], options["initial"]) is None:
@@ -189,7 +187,7 @@ class OneToken:
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
             self.factors = {
                 name: torch.full((batch * heads,), number, dtype=wide, device=k.device).to(self.dtype).view(*self.row)
-                for name, number in gates._asdict().items() if name in GENERAL and type(number) in _NUMBERS
+                for name, number in gates._asdict().items() if name in GENERAL and type(number) in NUMERIC
             }  # fmt: skip
 
     def __call__(
@@ -280,7 +278,7 @@ class OneToken:
 
     def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k) after key_norm and query_scale."""
-        config, phi = self.config, _NO_PARAMS
+        config, phi = self.config, NO_PARAMS
         if self.lifts:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
         if params is not None:

@@ -169,7 +169,7 @@ def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> C
     return plain
 
 
-def _named(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
+def _tokens_and_states(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
     memory, *slots = inputs[: 1 + len(config.algorithm.slots)]
     initial, *rest = inputs[1 + len(slots) :]
     tokens = Tokens(*rest)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _scan(
 ) -> tuple[Tensors, Tensors]:
     """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states of its blocks and,
     where they are not the values themselves, its writes."""
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     record: list[Tensor] = []
     groups, block = _groups(tokens, size)
@@ -201,7 +201,7 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
     With D_t the products of retain_value since the block's start or the last reset, D^-1 M is a memory without that
     decay which is written with D^-1 v: one system for all value channels. [ENG-PAR-D5]
     """
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     for start in range(0, tokens.v.shape[1], CHANNEL_CHUNK):
         group = slice(start, min(start + CHANNEL_CHUNK, tokens.v.shape[1]))
@@ -222,7 +222,7 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
 
 def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
     """Outputs and last states of a memory that is read by its transpose, recorded by autograd."""
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     groups, block = _groups(tokens, CHUNK)
     for group in groups:
@@ -241,7 +241,7 @@ def _scan_vjp(
     config: MemoryConfig, size: int, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Cotangents of all inputs."""
-    (tokens, states), (gy, gmemory, *gslots) = _named(config, inputs), cotangents
+    (tokens, states), (gy, gmemory, *gslots) = _tokens_and_states(config, inputs), cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
     used = (True, True, True, *config.forms.gates, False, False, tokens.phi_w is not None, False)
@@ -377,7 +377,7 @@ def walk_vjp(
     for block, gw, gbase, at, target in reversed(list(blocks)):
         received.append(later)
         if block.seen is not None:
-            slope, gv = _writes_vjp(config, block, at, target, _pulled(gw, block, later))
+            slope, gv = _writes_vjp(config, block, at, target, _write_cotangents(gw, block, later))
             gbase = torch.baddbmm(gbase, slope.mT, block.seen)
             slopes.append(slope)
             values.append(gv)
@@ -388,7 +388,7 @@ def walk_vjp(
     cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
     if values:
         return cotangents, torch.stack(values[::-1]), later
-    return cotangents, _pulled(pulled, matrices, States(gmemory, gslot, None)), later
+    return cotangents, _write_cotangents(pulled, matrices, States(gmemory, gslot, None)), later
 
 
 def _split(matrices: Matrices) -> list[Matrices]:
@@ -414,7 +414,7 @@ def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> State
     return States(pulled[0], slot, initial)
 
 
-def _pulled(gw: Tensor, block: Matrices, later: States) -> Tensor:
+def _write_cotangents(gw: Tensor, block: Matrices, later: States) -> Tensor:
     """The cotangent of writes: what their own block drew of them and what the states after it."""
     gw = plus(gw, block.keys, later.memory.mT)
     if later.slot is not None and block.slot_keys is not None:

@@ -363,7 +363,8 @@ def exported_scan(
     }
     call = json.dumps(fields)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return _built(call, tensors, memory_scan_operator(call, tensors))
+    answers = _filled(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
+    return cast(tuple[Tensor, MemoryState], answers)
 
 
 def scan_arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, Any]]:
@@ -401,12 +402,10 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
         return thread.submit(answers).result()
 
 
-def _built(call: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-    """y and the state of the operator's outputs."""
-    leaves, spec = pytree.tree_flatten(_first(call, tensors))
-    rest = iter(outputs)
-    answers = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-    return cast(tuple[Tensor, MemoryState], answers)
+def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
+    """A tree with other tensors."""
+    rest = iter(tensors)
+    return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
@@ -429,7 +428,6 @@ def _(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("hecate::memory_scan_backward", mutates_args=())
 def _backward_operator(call: str, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
     """Cotangents of the tensors, zero-sized for whole numbers and flags; the forward pass runs once more."""
-    config, tree, how = scan_arguments(call, tensors)
     with recorded(), torch.enable_grad():
         leaves = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
         config, tree, how = scan_arguments(call, leaves)
@@ -464,9 +462,9 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The operator as `torch.ops.higher_order.scan` of the program of one token, for runtimes without it.
     [ENG-EXPORT-D2]"""
     config, tree, _ = scan_arguments(call, tensors)
-    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
-        tree["state"] = _begun(call, tensors)
     way: dict[str, Any] = {"engine": "sequential", "autodiff": "torch"}
+    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
+        tree["state"] = _state_ahead(config, tree)
     if type(length := tree["q"].shape[1]) is int and length == 1:  # no loop
         return [item.clone() for item in scan_answers(*whole_scan(config, **tree, **way))]
     timed = {name: tree.pop(name) for name in ("q", "k", "v", *_TIMED)}
@@ -476,30 +474,22 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     fixed, fixed_spec = pytree.tree_flatten(tree)
     further = [item for item in fixed if isinstance(item, Tensor)]
 
-    def filled(leaves: list[Any], spec: Any, inputs: Sequence[Tensor]) -> Any:
-        rest = iter(inputs)
-        return pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
-
-    def one(tokens: list[Tensor], carried: Any, shared: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-        token = filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
-        return whole_scan(config, **token, **filled(fixed, fixed_spec, shared), state=carried, **way)
-
     state_leaves, state_spec = pytree.tree_flatten(state)
     start = [item for item in state_leaves if isinstance(item, Tensor)]
 
     def step(*inputs: Tensor) -> list[Tensor]:
         before, rest = inputs[: len(start)], inputs[len(start) :]
-        tokens, shared = rest[: len(rows)], rest[len(rows) :]
-        y, after = one(list(tokens), filled(state_leaves, state_spec, before), shared)
+        token = _filled(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
+        token |= _filled(fixed, fixed_spec, rest[len(rows) :])
+        y, after = whole_scan(config, **token, state=_filled(state_leaves, state_spec, before), **way)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
     outputs = torch.ops.higher_order.scan(step, start, rows, tuple(further))
     return [outputs[-1].transpose(0, 1), *outputs[:-1]]
 
 
-def _begun(call: str, tensors: Sequence[Tensor]) -> MemoryState:
+def _state_ahead(config: MemoryConfig, tree: dict[str, Any]) -> MemoryState:
     """The state ahead of the first token: that after one that is not written."""
-    config, tree, _ = scan_arguments(call, tensors)
     q = tree["q"]
     token = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
     token |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}

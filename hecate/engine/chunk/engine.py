@@ -42,7 +42,7 @@ from hecate.engine.chunk.blocks import (
 )
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
+from hecate.engine.loop import MULTIPLY, committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
 from hecate.engine.tokens import (
     CONCAT,
     NUMBERS,
@@ -143,11 +143,6 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
 
 
-def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
-    """True if all memories stand at one known place of their chunk and stay together."""
-    return write is None and reset is None and position is not None and position < config.chunk
-
-
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
     """The most tokens that one step takes; `late` where launches count."""
     if config.blocks:
@@ -196,12 +191,13 @@ def chunked(
     if ahead:
         tokens = tokens._replace(phi_q=one(run(_LATER, queries)))
     moved = (carry.position + length) % config.chunk
-    if aligned(config, tokens.write, tokens.reset, position):
-        spans = spans_of(position or 0, length, config.chunk, size)
+    # All memories stand at one known place of their chunk and stay together.
+    if tokens.write is tokens.reset is None and position is not None and position < config.chunk:
+        spans = spans_of(position, length, config.chunk, size)
     else:
         start = carry.position
         layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
-        tokens, moved = _laid(layout, tokens, run), layout.position
+        tokens, moved = _lay_out(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
     make = steps or partial(steps_and_rows, ahead=ahead)
     step, rows = make(config, tokens, [span.size for span in spans], run)
@@ -264,7 +260,7 @@ def _remembered(
     return (keys, write), carry._replace(keys=several(run(KEYS, keys, p, write)))
 
 
-def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
+def _lay_out(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their spans."""
     lay = layout.lay()
     laid = Tokens(*(one(run(lay, tensor, label="cells")) for tensor in tokens[:NUMBERS]), layout.write)  # type: ignore[call-arg]
@@ -333,7 +329,7 @@ def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, 
     at = config.rule.weights(anchor, run=run) if decay is None else anchor
     if config.blocks:
         c, carry = _lengths(config, phi_k, at, carry, write, run)
-        gates = [one(run(_TIMES, gates[0], c)), *gates[1:]]
+        gates = [one(run(MULTIPLY, gates[0], c)), *gates[1:]]
     built = token_gradients(config, at, (phi_k, v, decay), run, start)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
@@ -400,7 +396,7 @@ def _commit_chunk(
             y, at = predict(config, weights, phi_q, run), weights if since is None else carry.memory
             if config.blocks:
                 c, carry = _lengths(config, phi_k, at, carry, write, run)
-                lr = one(run(_TIMES, lr, c))
+                lr = one(run(MULTIPLY, lr, c))
             new = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
         waiting = carry._replace(pending=new, pending_retain=(product,))
         carry = waiting if span.closes is False else committed_chunk(config, waiting, start, last, run)
@@ -449,7 +445,6 @@ _LATER = linear_block(  # the first answer is nobody's
     lambda g: torch.nn.functional.pad(g[:, 1:], (0, 0, 0, 1)),
 )
 _MINUS = linear_block("chunk.minus", torch.neg, torch.neg)
-_TIMES = formula_block("chunk.times", torch.mul, lambda a, b, g: (g * b, g * a))
 
 PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
 LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)

@@ -103,7 +103,7 @@ def by_kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype, borders: t
             outputs = several(_outputs(config, dtype, borders, leaves))
         return tuple(item.detach() for item in outputs), (*leaves, *outputs) if keeps else ()
 
-    return ByHand("engine.fla", forward, _pulled, wide)
+    return ByHand("engine.fla", forward, _cotangents, wide)
 
 
 def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] | None, inputs: Tensors) -> Tensors:
@@ -137,7 +137,7 @@ def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] 
     return y.to(memory.dtype), last.flatten(0, 1).mT.to(memory.dtype)
 
 
-def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def _cotangents(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """The kernels' own derivatives, by the graph that the forward kept."""
     recorded, outputs = record[: len(inputs)], several(record[len(inputs) :])
     leaves = [item for item in recorded if item is not None and item.requires_grad]

@@ -82,12 +82,43 @@ class _Inputs(NamedTuple):
     filled: Tensor | None
 
 
-class _Spans:
-    """Runner of all spans, as one block by hand: two products with features, in a room that every span uses again since
-    pages of fresh tensors cost as much as what is done with them, and between them what autograd records."""
+class Rooms:
+    """Space over features for a block, which the next one uses again: pages of fresh tensors cost as much as what is
+    done with them."""
 
     def __init__(self, settings: Settings) -> None:
-        inner, self.settings, self.config = settings.form.inner, settings, settings.config
+        self.settings = settings
+        self.rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]`."""
+        shape, space = (len(like), length, self.settings.lift.width), self.rooms.get(name)
+        if space is None or space.shape != shape:
+            self.rooms[name] = space = like.new_empty(shape)
+        return space
+
+    def features(self, x: Tensor, keys: Tensor | None, slot: Tensor | None = None, *, by_hand: bool = True) -> Tensor:
+        """`[N, c + n + n (+ V), F]`: the context's keys, which are features already, those of keys and queries, first S
+        where that is given."""
+        lift, context, count = self.settings.lift, self.settings.context, x.shape[1]
+        if not by_hand:
+            tensors = [item for item in (keys, lift.features(x), slot) if item is not None]
+            return torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0]
+        space = self.room("features", x, context + count + (0 if slot is None else slot.shape[1]))
+        lift.features(x, space[:, context : context + count])
+        if keys is not None:
+            space[:, :context] = keys
+        if slot is not None:
+            space[:, context + count :] = slot
+        return space
+
+
+class _Spans(Rooms):
+    """Runner of all spans, as one block by hand: two products with features, and between them what autograd records."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        inner, self.config = settings.form.inner, settings.config
         self.slot_count, self.mixes, self.waits = (
             len(inner.slots),
             inner.kernel_form() is None,
@@ -97,7 +128,6 @@ class _Spans:
         # M' has a of M and s of S, S' a share of S; where rows are mixed the Gram matrix has s.
         if self.slot_count and not self.waits:
             self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
-        self.rooms: dict[str, Tensor] = {}
         self.span = ByHand("window.span", self.forward, self.backward, self.whole).block()
         self.step = again("window.step", self.stepped)
         self.ask = again("window.ask", self.asked)
@@ -119,35 +149,18 @@ class _Spans:
     def whole(self, *tensors: Tensor | None) -> Tensors:
         """In operations that torch differentiates."""
         span, met, bases = self.split(tensors)
-        features = self.settings.lift.features(torch.cat((span.x_k, span.x_q), 1))
-        features = features if span.keys is None else torch.cat((span.keys, features), 1)
+        features = self.features(torch.cat(span[:2], 1), span.keys, by_hand=False)
         outcome = self.between(*span, *self.products(span, features, met))
         return self.states(self.named(outcome), features, bases)
 
     def forward(self, tensors: Tensors, keeps: bool) -> tuple[Tensors, Any]:
         """The same by hand; of what lies between, what it is made of and what it is."""
         span, met, bases = self.split(tensors)
-        features, steps = self.features(span), list[Any]()
+        features, steps = self.features(torch.cat(span[:2], 1), span.keys), list[Any]()
         inputs = *span, *self.products(span, features, met)
         with torch.no_grad():
             outcome = self.between(*inputs, steps=steps)
         return self.states(self.named(outcome), features, bases), (inputs, outcome, steps) if keeps else None
-
-    def features(self, span: _Inputs) -> Tensor:
-        """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
-        x, context = torch.cat((span.x_k, span.x_q), 1), self.settings.context
-        space = self.room("features", x, context + x.shape[1])
-        self.settings.lift.features(x, space[:, context:])
-        if span.keys is not None:
-            space[:, :context] = span.keys
-        return space
-
-    def room(self, name: str, like: Tensor, length: int) -> Tensor:
-        """Space `[N, length, F]`."""
-        shape, space = (len(like), length, self.settings.lift.width), self.rooms.get(name)
-        if space is None or space.shape != shape:
-            self.rooms[name] = space = like.new_empty(shape)
-        return space
 
     def products(self, span: _Inputs, features: Tensor, met: list[Tensor]) -> Tensors:
         """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
@@ -169,7 +182,8 @@ class _Spans:
         """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
         G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
         (span, met, bases), context = self.split(tensors), self.settings.context
-        features, (inputs, outcome, steps) = self.features(span), record
+        x, (inputs, outcome, steps) = torch.cat(span[:2], 1), record
+        features = self.features(x, span.keys)
         _, weights, across, ontos, _ = self.named(outcome)
         gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
         count = ontos[0].shape[-1]
@@ -202,7 +216,7 @@ class _Spans:
         if span.keys is not None:
             total.baddbmm_(shares[-1], span.keys)
             gkeys = torch.bmm(shares[-1].mT, features) + total[:, :context]
-        gx = self.settings.lift.pullback(torch.cat(span[:2], 1), total[:, context:]).split(span.v.shape[1], 1)
+        gx = self.settings.lift.pullback(x, total[:, context:]).split(span.v.shape[1], 1)
         gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, drawn[:2], strict=True))
         ginputs = list(drawn)
         ginputs[_Inputs._fields.index("keys")] = gkeys

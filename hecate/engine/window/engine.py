@@ -43,7 +43,7 @@ from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import blocks
 from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
-from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
+from hecate.engine.window.chunks import SIZE, Rooms, in_chunks, inner_product
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -176,23 +176,15 @@ class _State(NamedTuple):
         return [item for item in self[:4] if item is not None]
 
 
-class _Walk:
+class _Walk(Rooms):
     """A settings's blocks one after the other, and the same backwards."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         mixes = settings.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram_block if mixes else linear_block
         self.size = blocks.SIZE
-        self.rooms: dict[str, Tensor] = {}
-
-    def room(self, name: str, like: Tensor, length: int) -> Tensor:
-        """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
-        shape = (len(like), length, self.settings.lift.width)
-        if name not in self.rooms or self.rooms[name].shape != shape:
-            self.rooms[name] = like.new_empty(shape)
-        return self.rooms[name]
 
     def named(self, inputs: Tensors) -> tuple[_State, Tokens, int]:
         """States over the lift's features and tokens, of what the block is given, and the number of slots."""
@@ -230,7 +222,7 @@ class _Walk:
         spans = self.spans(tokens)
         for at, span in enumerate(spans):
             part = _part(tokens, span)
-            features, rows = self.features(state, part, by_hand=by_hand), self.rows(state, part)
+            features, rows = self.rows_met(state, part, by_hand=by_hand), self.rows(state, part)
             # All that a block asks of the states that enter it, [N, rows, *], side by side.
             products = torch.cat([features @ base.mT for base in state.bases()], -1)
             outcome, steps = self.block(
@@ -247,22 +239,10 @@ class _Walk:
         slots = (back(state.slot),) if state.slot is not None else ()
         return (torch.cat(outputs, 1), back(state.memory), *slots, *context), record
 
-    def features(self, state: _State, part: Tokens, *, by_hand: bool) -> Tensor:
-        """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
-        features, x = self.settings.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
-        first, last = state.keys, state.slot if self.mixes else None
-        if not by_hand:
-            return _cat([first, features(x), last], 1)
-        context, count = self.settings.context, x.shape[1]
-        length = context + count + (0 if last is None else last.shape[1])
-        space = self.room("features", x, length)
-        features(x, space[:, context : context + count])
-        if first is not None:
-            # The context's keys are features already: of the block before.
-            space[:, :context] = first
-        if last is not None:
-            space[:, context + count :] = last
-        return space
+    def rows_met(self, state: _State, part: Tokens, *, by_hand: bool = True) -> Tensor:
+        """The features of a block: with first S where rows are mixed."""
+        slot = state.slot if self.mixes else None
+        return self.features(torch.cat((part.phi_k, part.phi_q), 1), state.keys, slot, by_hand=by_hand)
 
     def rows(self, state: _State, part: Tokens) -> Rows:
         """The rows of a block's writes."""
@@ -327,7 +307,7 @@ class _Walk:
         state = record[0][0]
         states = [state]
         for part, (*_, outcome) in zip(parts[:-1], record, strict=False):
-            state = self.after(state, self.rows(state, part), self.features(state, part, by_hand=True), outcome)
+            state = self.after(state, self.rows(state, part), self.rows_met(state, part), outcome)
             states.append(state)
         return states
 
@@ -335,7 +315,7 @@ class _Walk:
         self, part: Tokens, state: _State, products: Tensor, steps: Any, gy: Tensor, later: _State
     ) -> tuple[Tensors, _State]:
         """Cotangents of a block's tokens and of the states that enter it."""
-        features, rows, count = self.features(state, part, by_hand=True), self.rows(state, part), part.v.shape[1]
+        features, rows, count = self.rows_met(state, part), self.rows(state, part), part.v.shape[1]
         inputs, context, end = self.leaves(products, part, state), self.settings.context, self.settings.context + count
         # What lies between products and combinations is small, and autograd's.
         with torch.enable_grad():
@@ -414,8 +394,3 @@ def _each(blocks: Sized) -> int:
 
 def _part(tokens: Tokens, span: slice) -> Tokens:
     return Tokens(*(None if item is None else item[:, span] for item in tokens))  # type: ignore[arg-type]
-
-
-def _cat(items: list[Tensor | None], axis: int) -> Tensor:
-    tensors = [item for item in items if item is not None]
-    return torch.cat(tensors, axis) if len(tensors) > 1 else tensors[0]
