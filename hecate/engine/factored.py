@@ -84,7 +84,8 @@ class _Loop:
     """The tokens of a scan, and the same backwards."""
 
     def __init__(self, config: MemoryConfig) -> None:
-        self.config, self.bias, self.step = config, config.bias.block(), config.algorithm.factored_form()
+        self.config, self.bias = config, config.bias.block()
+        self.step: Any = config.algorithm.factored_form()  # the engine refuses algorithms without one
         self.decays, self.early = config.retention.uses_retain, config.read == "before"
         self.decayed = config.decay_order == "before_gradient"
 
@@ -117,7 +118,7 @@ class _Loop:
         at = decayed if self.decayed else memory
         pred = torch.bmm(token.phi_k.unsqueeze(1), at.mT).squeeze(1)
         (u,), of_bias = self.bias.apply((pred, token.v))
-        (left, right, *new), of_step = one_step(self.step).apply((u, token.phi_k, token.lr, token.momentum, *slots))
+        (left, right, *new), of_step = self.step.apply((u, token.phi_k, token.lr, token.momentum, *slots))
         after = (torch.baddbmm(decayed, left, right.mT), *new)
         record = _Record(state, after, at, of_bias, of_step, left, right)
         return (after if token.write is None else _where(token.write, after, state)), record
@@ -166,7 +167,7 @@ class _Loop:
         gmemory, *gslots = later
         # M' = r M + L R^T, of ranks far below V and P: no gradient of the memory's size is built.
         gleft, gright = torch.bmm(gmemory, record.right), torch.bmm(gmemory.mT, record.left)
-        gu, gp, glr, gmomentum, *gslots = one_step(self.step).pullback(record.of_step, [gleft, gright, *gslots])
+        gu, gp, glr, gmomentum, *gslots = self.step.pullback(record.of_step, [gleft, gright, *gslots])
         gpred, gv = self.bias.pullback(record.of_bias, [gu])
         gretain, before = None, gmemory
         if gpred is not None:
@@ -185,13 +186,6 @@ class _Loop:
         if passed is not None:
             state = tuple(a + b for a, b in zip(state, passed, strict=True))
         return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
-
-
-def one_step(block: Any) -> Any:
-    """The step block of a config that has one."""
-    if block is None:
-        raise TypeError("the algorithm makes no step of narrow factors")
-    return block
 
 
 def _every(length: int) -> int:

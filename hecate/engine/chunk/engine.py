@@ -134,7 +134,8 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     config, length = plan.config, plan.length
     if plan.steps is not None or not length:
         return plan.steps or 0
-    size = min(_longest(config, longest, plan.channels, plan.device not in bridge.AT_ONCE), length)
+    late = plan.device not in bridge.AT_ONCE
+    size = min(longest or span_size(config, channelwise=plan.channels, late=late), config.chunk, length)
     if not plan.masks and plan.place is not None and plan.place < config.chunk:
         return len(spans_of(plan.place, length, config.chunk, size))
     call = plan.tensors  # masks tell, and where memories stand
@@ -150,10 +151,6 @@ def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) ->
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
     return min(config.chunk, BUILT if dual_graph(config, channelwise) is None else DEVICE_DUAL if late else DUAL)
-
-
-def _longest(config: MemoryConfig, longest: int | None, channelwise: bool, late: bool) -> int:
-    return span_size(config, channelwise=channelwise, late=late) if longest is None else min(config.chunk, longest)
 
 
 def dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
@@ -183,7 +180,8 @@ def chunked(
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
     """
     length = tokens.v.shape[1]
-    size = min(_longest(config, size, tokens.retain.dim() == 3, waits(tokens.v)), length)
+    channelwise, late = tokens.retain.dim() == 3, waits(tokens.v)
+    size = min(size or span_size(config, channelwise=channelwise, late=late), config.chunk, length)
     layout: Layout | None = None
     # After a commit the next chunk reads, too: with its queries goes that of the token before, in one product.
     after = config.commit == "chunk" and config.read == "after"
@@ -195,8 +193,7 @@ def chunked(
     if tokens.write is tokens.reset is None and position is not None and position < config.chunk:
         spans = spans_of(position, length, config.chunk, size)
     else:
-        start = carry.position
-        layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
+        layout = layout_of(tokens.write, tokens.reset, carry.position, length, config.chunk, size)
         tokens, moved = _lay_out(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
     make = steps or partial(steps_and_rows, ahead=ahead)

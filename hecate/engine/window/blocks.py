@@ -36,7 +36,7 @@ from hecate.engine.parallel import implicit_gradients
 from hecate.engine.tokens import constants
 from hecate.phi.base import PowerForm
 from hecate.rule import MemoryConfig
-from hecate.tape import ByHand, Tensors, one, several
+from hecate.tape import Block, ByHand, Tensors, one, several
 
 SIZE = 64  # tokens of a block
 AGAIN = 16  # tokens whose steps are held at once in the backward pass
@@ -79,6 +79,13 @@ class Settings(NamedTuple):
     def context(self) -> int:
         """Tokens in the context."""
         return len(self.form.weights) if self.form.remembers else 0
+
+    def gain(self) -> Block:
+        """Q of Gram matrices `[N, V, V]`."""
+        form = self.form.inner.gram_form()
+        if form is None:
+            raise TypeError(f"algorithm {self.form.inner.kind!r} has no Gram form")
+        return form.gain(self.shape)
 
 
 class Rows(NamedTuple):
@@ -358,10 +365,7 @@ class _Loop:
     """The tokens of one block; `run` is differentiable, by hand where torch need not see it."""
 
     def __init__(self, settings: Settings, rows: Rows, reset: Tensor | None, length: int) -> None:
-        form = settings.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {settings.form.inner.kind!r} has no Gram form")
-        self.gain = form.gain(settings.shape)
+        self.gain = settings.gain()
         count = rows.live.shape[1]
         self.early = settings.config.read == "before"
         self.frozen = settings.config.chunk > 1  # the errors are given, as what the memory predicts of values of 0

@@ -132,13 +132,6 @@ class _Spans(Rooms):
         self.step = again("window.step", self.stepped)
         self.ask = again("window.ask", self.asked)
 
-    def gain(self, gram: Tensor) -> Tensor:
-        """Q of Gram matrices `[N, V, V]`."""
-        form = self.settings.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {self.settings.form.inner.kind!r} has no Gram form")
-        return one(by_hand(form.gain(self.settings.shape)).forward(gram)[0])
-
     # A span: (inputs, base states that meet features, pending) -> (y, states, the context's values and marks).
 
     def split(self, tensors: Tensors) -> tuple[_Inputs, list[Tensor], list[Tensor]]:
@@ -320,7 +313,7 @@ class _Spans(Rooms):
             block = self.config.rule.step_block()
             return block.forward(torch.ones_like(retain), retain, momentum, total, memory, *slots)[0]
         slot = torch.addcmul(total, over(momentum, slots[0]), slots[0])
-        step = -(self.gain(slot @ slot.mT) @ slot)
+        step = -(one(by_hand(self.settings.gain()).forward(slot @ slot.mT)[0]) @ slot)
         return one(self.config.retention.block().forward(memory, step, retain)[0]), slot
 
     def asked(self, x: Tensor, memory: Tensor) -> Tensors:
