@@ -30,8 +30,8 @@ from hecate.engine.tokens import CONCAT, counted, written_before
 from hecate.engine.triton.parity import kept as kernel_verdicts
 from hecate.tape.ops import largest, levelling, near_one, reach
 
-for _found in iter_modules(__path__):
-    import_module(f"{__name__}.{_found.name}")
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "CONCAT",

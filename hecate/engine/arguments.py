@@ -82,17 +82,17 @@ def document_starts(
             f"cu_seqlens must be integer [documents + 1] with B = 1, got {described(cu_seqlens)} and B = {k.shape[0]}"
         )
     if can_inspect(cu_seqlens):
-        told = cu_seqlens.tolist()
-        if told[:1] != [0] or told[-1:] != [length] or told != sorted(told):
+        borders = cu_seqlens.tolist()
+        if borders[:1] != [0] or borders[-1:] != [length] or borders != sorted(borders):
             raise ShapeError(
-                f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(told)}"
+                f"cu_seqlens must rise from 0 to T = {length}, the borders of every document; got {shorten(borders)}"
             )
-    borders = cu_seqlens.to(k.device, torch.int64, non_blocking=True)
+    indices = cu_seqlens.to(k.device, torch.int64, non_blocking=True)
     # One place more than tokens, for the last border, which starts nothing.
     starts = torch.zeros(length + 1, dtype=torch.bool, device=k.device)
-    mask = starts.index_fill(0, borders, True)[:length].unsqueeze(0)
+    mask = starts.index_fill(0, indices, True)[:length].unsqueeze(0)
     if can_inspect(cu_seqlens) and not is_traced(mask) and not mask.is_inference():
-        BORDERS[mask] = tuple(sorted(set(told)))
+        BORDERS[mask] = tuple(sorted(set(borders)))
     return mask
 
 
@@ -104,8 +104,8 @@ def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> Non
     if not isinstance(gates, Gates):
         how = "; write Gates(**gates)" if isinstance(gates, dict) else "; write Gates(lr=...)"
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}{how}")
-    for name, given, taken in zip(TokenGates._fields, gates[:3], config.forms.gates, strict=True):
-        if given is not None and not taken:
+    for name, gate, taken in zip(TokenGates._fields, gates[:3], config.forms.gates, strict=True):
+        if gate is not None and not taken:
             knob, other = TAKEN_BY[name]
             raise ConfigError(
                 f"gates.{name} is given, but {knob} {getattr(config, knob).kind!r} takes no {name} gate; leave it None "
@@ -117,24 +117,24 @@ def check_gates(config: MemoryConfig, gates: Gates, k: Tensor, v: Tensor) -> Non
         _check_channels(config, gates.retain, k)
     if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
         _check_rates(config, gates.lr, k, v)
-    for name, given, top in zip(TokenGates._fields, gates[:3], config.forms.tops, strict=True):
-        _check_gate(name, given, k, top)
+    for name, gate, top in zip(TokenGates._fields, gates[:3], config.forms.tops, strict=True):
+        _check_gate(name, gate, k, top)
     if gates.erase is gates.write is gates.retain_value is gates.floor is gates.ridge is gates.mix is None:
         return
     for name, reason in config.gate_refusals():
         if getattr(gates, name) is not None:
             raise ConfigError(f"gates.{name} is given, but {reason}")
-    for name, given in (("erase", gates.erase), ("write", gates.write)):
-        if isinstance(given, Tensor):
-            _check_channel_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
-        elif given is not None and (not isinstance(given, Real) or not math.isfinite(given)):
-            raise ConfigError(f"gates.{name} must be a finite number or a tensor [B, T, H, *], got {described(given)}")
-    kept: Any = gates.retain_value
-    if kept is not None:
-        if not isinstance(kept, Tensor) or kept.dim() != 4:
+    for name, gate in (("erase", gates.erase), ("write", gates.write)):
+        if isinstance(gate, Tensor):
+            _check_channel_gate(name, gate, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
+        elif gate is not None and (not isinstance(gate, Real) or not math.isfinite(gate)):
+            raise ConfigError(f"gates.{name} must be a finite number or a tensor [B, T, H, *], got {described(gate)}")
+    retain_value: Any = gates.retain_value
+    if retain_value is not None:
+        if not isinstance(retain_value, Tensor) or retain_value.dim() != 4:
             each = f"gates.retain_value must be a tensor [B, T, H, V] = {[*k.shape[:3], v.shape[-1]]}"
-            raise ShapeError(f"{each}, got {described(kept)}; one value for all channels is gates.retain")
-        _check_channel_gate("retain_value", kept, k, v.shape[-1], "value channel")
+            raise ShapeError(f"{each}, got {described(retain_value)}; one value for all channels is gates.retain")
+        _check_channel_gate("retain_value", retain_value, k, v.shape[-1], "value channel")
     _check_gate("floor", gates.floor, k, math.inf)
 
 
@@ -150,8 +150,8 @@ def filled_gates(
     forms, filled = config.forms, []
     if forms.per_head and gates.retain is None and k.shape[1]:
         gates = gates._replace(retain=retain_per_head(config, k.shape[:3], k))
-    for name, given, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
-        filled.append(_filled(name, given, default, k, write, top, looks))
+    for name, gate, default, top in zip(TokenGates._fields, gates, forms.defaults, forms.tops):  # noqa: B905
+        filled.append(_gate_tensor(name, gate, default, k, write, top, looks))
     return filled
 
 
@@ -165,8 +165,8 @@ def further_gates(
     rows = (*pairs, (gates.retain_value, 1.0), (gates.floor, math.inf))
     names = ("erase", "write", "retain_value", "floor")
     return tuple(
-        None if given is None else _filled(name, given, 1.0, k, write, top, looks)
-        for name, (given, top) in zip(names, rows, strict=True)
+        None if gate is None else _gate_tensor(name, gate, 1.0, k, write, top, looks)
+        for name, (gate, top) in zip(names, rows, strict=True)
     )
 
 
@@ -185,52 +185,52 @@ def retain_per_head(config: MemoryConfig, shape: tuple[int, ...], like: Tensor) 
     return constants(tuple(retains), dtype, like.device).expand(*shape)
 
 
-def _check_gate(name: str, given: Any, k: Tensor, top: float) -> None:
+def _check_gate(name: str, gate: Any, k: Tensor, top: float) -> None:
     shape = k.shape[:3]
-    if given is None:
+    if gate is None:
         return
-    if isinstance(given, Tensor):
-        if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and name not in ("lr", "retain")):
-            turn = swapped(given.shape, shape)
+    if isinstance(gate, Tensor):
+        if gate.shape[:3] != shape or gate.dim() > 4 or (gate.dim() == 4 and name not in ("lr", "retain")):
+            turn = swapped(gate.shape, shape)
             raise ShapeError(
-                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(given.shape)}{turn}"
+                f"gates.{name} must be a number or [B, T, H] = {list(shape)}, got {list(gate.shape)}{turn}"
             )
-        if not given.is_floating_point():
-            raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
-        if given.device != k.device:
-            expect_beside(given, k, f"gates.{name}")
-    elif not isinstance(given, Real):
+        if not gate.is_floating_point():
+            raise ShapeError(f"gates.{name} must be floating point, got {gate.dtype}")
+        if gate.device != k.device:
+            expect_beside(gate, k, f"gates.{name}")
+    elif not isinstance(gate, Real):
         each = f"gates.{name} must be a number or a tensor [B, T, H] = {list(shape)}"
-        raise ShapeError(f"{each}, got {described(given)}")
-    elif not 0 <= float(given) <= top or float(given) == math.inf:
+        raise ShapeError(f"{each}, got {described(gate)}")
+    elif not 0 <= float(gate) <= top or float(gate) == math.inf:
         # No math.isinf: to torch.compile the defaults of a second config are symbols.
-        raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {float(given):g}")
+        raise ConfigError(f"gates.{name} must be {_bounds(top)}, got {float(gate):g}")
 
 
-def _check_channel_gate(name: str, given: Tensor, k: Tensor, width: int, channel: str) -> None:
+def _check_channel_gate(name: str, gate: Tensor, k: Tensor, width: int, channel: str) -> None:
     shape = k.shape[:3]
-    if given.shape[:3] != shape or given.dim() > 4 or (given.dim() == 4 and given.shape[-1] != width):
+    if gate.shape[:3] != shape or gate.dim() > 4 or (gate.dim() == 4 and gate.shape[-1] != width):
         each = f"[B, T, H, {width}] per {channel}"
-        turn = swapped(given.shape, shape)
-        raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(given.shape)}{turn}")
-    if not given.is_floating_point():
-        raise ShapeError(f"gates.{name} must be floating point, got {given.dtype}")
-    expect_beside(given, k, f"gates.{name}")
+        turn = swapped(gate.shape, shape)
+        raise ShapeError(f"gates.{name} must be [B, T, H] = {list(shape)} or {each}, got {list(gate.shape)}{turn}")
+    if not gate.is_floating_point():
+        raise ShapeError(f"gates.{name} must be floating point, got {gate.dtype}")
+    expect_beside(gate, k, f"gates.{name}")
 
 
-def _filled(
-    name: str, given: Any, default: float, k: Tensor, write: Tensor | None, top: float, looks: bool | None = None
+def _gate_tensor(
+    name: str, gate: Any, default: float, k: Tensor, write: Tensor | None, top: float, looks: bool | None = None
 ) -> Tensor:
     """A gate as a tensor, with its numbers in [0, top] where tokens are written; any number if top is below 0."""
-    if not isinstance(given, Tensor):
-        value, dtype = default if given is None else float(given), torch.promote_types(k.dtype, torch.float32)
+    if not isinstance(gate, Tensor):
+        value, dtype = default if gate is None else float(gate), torch.promote_types(k.dtype, torch.float32)
         return torch.full(k.shape[:3], value, dtype=dtype, device=k.device)
-    if top >= 0 and given.numel() and (can_inspect(given, free=True) if looks is None else looks):
+    if top >= 0 and gate.numel() and (can_inspect(gate, free=True) if looks is None else looks):
         # One pass for both bounds; which token it was is looked for only where it fails.
-        low, high = given.aminmax()
+        low, high = gate.aminmax()
         if not (low.item() >= 0 and high.item() <= top):
-            _refuse_range(name, given, write, top)
-    return given
+            _refuse_range(name, gate, write, top)
+    return gate
 
 
 def _bounds(top: float) -> str:
@@ -262,15 +262,15 @@ def _check_rates(config: MemoryConfig, lr: Tensor, k: Tensor, v: Tensor) -> None
         raise ShapeError(f"gates.lr of each weight must be {each}, got {list(lr.shape)}")
 
 
-def _refuse_range(name: str, given: Tensor, write: Tensor | None, top: float) -> None:
+def _refuse_range(name: str, gate: Tensor, write: Tensor | None, top: float) -> None:
     """Names the first written token whose gate is out of range, if there is one."""
-    bad = given.isfinite() & ((given < 0) | (given > top))
+    bad = gate.isfinite() & ((gate < 0) | (gate > top))
     if write is not None:
         bad = bad & expand_to(write, bad)
     for at in bad.nonzero()[:1].tolist():
         channel = f", {'weight' if name == 'lr' else 'channel'} {at[3]}" if len(at) > 3 else ""
         raise ConfigError(
-            f"gates.{name} must be {_bounds(top)}, got {float(given[tuple(at)].detach()):g} at batch row {at[0]}, "
+            f"gates.{name} must be {_bounds(top)}, got {float(gate[tuple(at)].detach()):g} at batch row {at[0]}, "
             f"token {at[1]}, head {at[2]}{channel}"
         )
 
@@ -279,24 +279,24 @@ def readout_gates(
     config: MemoryConfig, gates: Gates, k: Tensor, retain: Tensor, dtype: torch.dtype, run: Run
 ) -> tuple[Tensor | None, ...]:
     """The gates of a config's readout as tensors of a dtype, in its order, None where they are not given."""
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     if retain.dim() == 4 and not config.readout.channels:
         raise ConfigError(
             f"gates.retain has one value per phi channel, but readout {config.readout.kind!r} needs one for all; pass "
             "[B, T, H]"
         )
     for name in config.readout.gates:
-        given, top = getattr(gates, name), 1.0 if name == "mix" else math.inf
-        if name != "mix" and isinstance(given, Tensor):
-            _check_channel_gate(name, given, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
-            given = _filled(name, given, 0.0, k, None, top if name == "ridge" else -1.0)
-        elif given is not None:
-            _check_gate(name, given, k, top)
-            given = _filled(name, given, 0.0, k, None, top)
-        if isinstance(given, Tensor) and given.dtype != dtype:
-            given = one(run(cast(dtype), given, label="inputs"))
-        found.append(given)
-    return tuple(found)
+        gate, top = getattr(gates, name), 1.0 if name == "mix" else math.inf
+        if name != "mix" and isinstance(gate, Tensor):
+            _check_channel_gate(name, gate, k, config.feature_map.output_dim(k.shape[-1]), "phi channel")
+            gate = _gate_tensor(name, gate, 0.0, k, None, top if name == "ridge" else -1.0)
+        elif gate is not None:
+            _check_gate(name, gate, k, top)
+            gate = _gate_tensor(name, gate, 0.0, k, None, top)
+        if isinstance(gate, Tensor) and gate.dtype != dtype:
+            gate = one(run(cast(dtype), gate, label="inputs"))
+        tensors.append(gate)
+    return tuple(tensors)
 
 
 # Parameters of phi.
@@ -323,17 +323,17 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
         )
     if "position" in params:
         raise ConfigError("leave 'position' out of phi_params: a scan counts its tokens itself")
-    given: dict[str, Named] = params  # type: ignore[assignment]
+    tensors: dict[str, Named] = params  # type: ignore[assignment]
     for group, expected in groups.items():
-        check_named(f"phi_params[{group!r}]", given[group])
-        if given[group].keys() != expected.keys():
+        check_named(f"phi_params[{group!r}]", tensors[group])
+        if tensors[group].keys() != expected.keys():
             raise ConfigError(
                 f"feature_map {feature_map.kind!r} for keys of width {width} has the parameters "
                 f"{ {name: each for each in groups for name in groups[each]} }, got "
-                f"{ {each: [*given[each]] for each in groups} }; were they made by another map?"
+                f"{ {each: [*tensors[each]] for each in groups} }; were they made by another map?"
             )
         for name, (shape, floating) in expected.items():
-            tensor = given[group][name]
+            tensor = tensors[group][name]
             if (
                 tensor.shape[1:] != shape[1:]
                 or tensor.shape[0] not in (1, shape[0], heads)
@@ -349,9 +349,9 @@ def _expected_params(
     feature_map: FeatureMap, width: int, heads: int
 ) -> dict[str, dict[str, tuple[tuple[int, ...], bool]]]:
     """Shapes of a map's parameters, made on no device, and whether they are floating point: by group and name."""
-    made: dict[str, Named] = feature_map.init(width, heads=heads, device="meta")  # type: ignore[assignment]
+    params: dict[str, Named] = feature_map.init(width, heads=heads, device="meta")  # type: ignore[assignment]
     return {
-        group: {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in made[group].items()}
+        group: {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in params[group].items()}
         for group in ("learned", "frozen")
     }
 
@@ -398,24 +398,24 @@ def check_held(config: MemoryConfig, state: MemoryState) -> None:
             "state made with another config?"
         )
     if (state.normalizer is None) != (config.normalizer == "none"):
-        held = "nothing" if state.normalizer is None else "a state"
+        contents = "nothing" if state.normalizer is None else "a state"
         raise ShapeError(
-            f"state.normalizer holds {held}, but the config has normalizer={config.normalizer!r}; was it made with "
+            f"state.normalizer holds {contents}, but the config has normalizer={config.normalizer!r}; was it made with "
             "another config?"
         )
 
 
 def check_position(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> None:
     """Refuses a state with a count of tokens where phi needs none, and the other way round."""
-    needed, seen = config.feature_map.needs_position, None if state is None else state.seen
-    if state is not None and (seen is not None) != needed:
+    needed, count = config.feature_map.needs_position, None if state is None else state.seen
+    if state is not None and (count is not None) != needed:
         raise ShapeError(
-            f"state.seen is {'a count' if seen is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
+            f"state.seen is {'a count' if count is not None else 'None'}, but feature_map {config.feature_map.kind!r} "
             f"needs {'one' if needed else 'none'}; was the state made with another config?"
         )
-    if seen is not None and (seen.shape != k.shape[:1] or seen.dtype != torch.int64 or seen.device != k.device):
+    if count is not None and (count.shape != k.shape[:1] or count.dtype != torch.int64 or count.device != k.device):
         raise ShapeError(
-            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(seen)} on {seen.device}"
+            f"state.seen must be int64 {list(k.shape[:1])} on {k.device}, got {described(count)} on {count.device}"
         )
 
 
@@ -428,17 +428,17 @@ def check_named(what: str, tensors: Named) -> None:
             raise ShapeError(f"{what}[{name!r}] must be a tensor, got {described(tensor)}")
 
 
-def check_tensors(what: str, given: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
+def check_tensors(what: str, tensors: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
     """Refuses tensors by name that are not of the shapes expected, or of these for every one of `batch` sequences."""
-    if given.keys() != expected.keys():
+    if tensors.keys() != expected.keys():
         raise ShapeError(
-            f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(given) or 'nothing'}; was it made with "
+            f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(tensors) or 'nothing'}; was it made with "
             "another config?"
         )
     for name, shape in expected.items():
-        found = tuple(given[name].shape)
-        if found != shape and (batch is None or found != (batch, *shape)):
-            turn = heads_for_tokens(found, shape if batch is None else (batch, *shape)[-len(found) :], k)
-            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(found)}{turn}")
-        if given[name].device != k.device:
-            expect_beside(given[name], k, f"{what}[{name!r}]")
+        actual = tuple(tensors[name].shape)
+        if actual != shape and (batch is None or actual != (batch, *shape)):
+            turn = heads_for_tokens(actual, shape if batch is None else (batch, *shape)[-len(actual) :], k)
+            raise ShapeError(f"{what}[{name!r}] must be {list(shape)}, got {list(actual)}{turn}")
+        if tensors[name].device != k.device:
+            expect_beside(tensors[name], k, f"{what}[{name!r}]")

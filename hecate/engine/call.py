@@ -47,10 +47,10 @@ RATES = "lr of each weight"  # as `Plan.general` has it
 _PLACES = WeakTensorKeyDictionary()
 TRACED = "torch has to see every operation here (torch.compile, torch.func, a dispatch mode)"
 MOST = 64  # plans, or programs of a token, that a config keeps
-_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
+DEFAULTS, NO_PARAMS = Gates(), Params(learned={}, frozen={})
 _OF_CALLS = ("flat", "inputs", "memories", "params", "retain", "seen")
 _OF_TENSORS = ("flat", "inputs", "retain", "seen")
-_TENSORS, _NUMBERS, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
+_TENSORS, NUMERIC, _LOOK = {Tensor, torch.nn.Parameter}, (float, int), attrgetter("shape", "dtype", "device")
 
 
 class Inputs(NamedTuple):
@@ -126,10 +126,10 @@ class Plan:
         self.masked, self.traced = masks != (), traced
 
     @classmethod
-    def sketch(cls, config: MemoryConfig, *, steps: int = 0, masked: bool = False, **told: Any) -> Plan:
-        """The plan of no call, to ask which engine would run one; `told` are further attributes."""
+    def sketch(cls, config: MemoryConfig, *, steps: int = 0, masked: bool = False, **attributes: Any) -> Plan:
+        """The plan of no call, to ask which engine would run one; `attributes` are its further ones."""
         masks = ("write", "reset") if masked else ()
-        return cls(config, steps=steps, masks=masks, general=config.gating.gates, **told)
+        return cls(config, steps=steps, masks=masks, general=config.gating.gates, **attributes)
 
     @classmethod
     def of(
@@ -145,9 +145,9 @@ class Plan:
         if initial is not None:
             check_named("initial", initial)
         check_position(config, state, k)
-        kept, retain = None if state is None else state.pending.get("retain"), gates.retain
+        pending_retain, retain = None if state is None else state.pending.get("retain"), gates.retain
         channels = isinstance(retain, Tensor) and retain.dim() == 4
-        wide = 0 if kept is None or kept.dim() < 3 or channels else kept.shape[-1]
+        wide = 0 if pending_retain is None or pending_retain.dim() < 3 or channels else pending_retain.shape[-1]
         masks = tuple(name for name, mask in (("write", write), ("reset", reset)) if mask is not None)
         general = tuple(name for name in GENERAL if getattr(gates, name) is not None)
         if isinstance(gates.lr, Tensor) and gates.lr.dim() == 4:
@@ -161,16 +161,16 @@ class Plan:
         dtype = state_dtype(config, q, k, v, initial if state is None else state.memory)
         names = tuple(params["learned"]), tuple(params["frozen"])
 
-        def made() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
+        def blank() -> Plan:  # twice, where a copy would do, since torch.compile traces none in every version
             plan = cls(config, dtype=dtype, masks=masks, general=general, **looks)
             plan.wide, plan.by_tensors = wide, True
             plan.numbered, plan.anchored = config.feature_map.needs_position, config.retention.anchored
             plan.names, plan.first = names, len(Inputs._fields) + sum(map(len, names))
             return plan
 
-        plan = made()
+        plan = blank()
         if config.normalizer != "none":  # the same memory with bias dot and the value 1 at every token
-            plan.counter = made()
+            plan.counter = blank()
             plan.counter.counting = True
             plan.counter._lay_out(config.counting, None if state is None else state.normalizer, None, k, 1)
         plan._lay_out(config, state, initial, k, v.shape[-1])
@@ -197,12 +197,12 @@ class Plan:
             check_tensors("initial", initial, {n: (heads, *s) for n, s in shapes.items()}, k, batch=batch)
         if state is None:
             return
-        kept, fields = state.pending.get("retain"), ("memory", "slots", "anchor", "pending")
+        pending_retain, fields = state.pending.get("retain"), ("memory", "slots", "anchor", "pending")
         for field, wanted in zip(fields, self.kinds, strict=True):
-            held = getattr(state, field)
-            if field == "pending" and kept is not None and kept.dim() == 2 and "retain" in wanted:
+            tensors = getattr(state, field)
+            if field == "pending" and pending_retain is not None and pending_retain.dim() == 2 and "retain" in wanted:
                 wanted = {**wanted, "retain": ()}  # of a chunk that goes on with retain per channel
-            check_tensors(f"state.{field}", held, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
+            check_tensors(f"state.{field}", tensors, {n: (batch, heads, *s) for n, s in wanted.items()}, k)
         if state.position.shape != (batch, heads) or state.position.device != k.device:
             raise ShapeError(
                 f"state.position must be {[batch, heads]} on {k.device}, got {list(state.position.shape)} on "
@@ -231,24 +231,24 @@ class Plan:
         """The call of arguments that look like those of the plan; refuses numbers in gates that are out of range. Where
         an engine has left a short way it has no tensors unless it is asked for them, or is to be whole."""
         if self.short and not whole:  # of which no number is looked at
-            return Call(self, None, traced=False, given=(q, k, v, gates, params, state, initial, write, reset))
+            return Call(self, None, traced=False, arguments=(q, k, v, gates, params, state, initial, write, reset))
         lr, retain, momentum = filled_gates(self.config, gates, k, write, self.looks)
         if self.wide:
             retain = retain.unsqueeze(-1).expand(*retain.shape, self.wide)
-        further, position, seen = further_gates(gates, k, write, self.looks), None, None
+        further, position, count = further_gates(gates, k, write, self.looks), None, None
         if self.numbered:
-            position, seen = counted(_seen(state, k), write, reset, k.shape[1])
+            position, count = counted(_count(state, k), write, reset, k.shape[1])
         flat = [q, k, v, lr, retain, momentum, write, reset, position, *further]
         flat += [*params["learned"].values(), *params["frozen"].values()]
-        returns, plan, held = reset is not None or self.anchored, self, state
+        returns, plan = reset is not None or self.anchored, self
         while plan is not None:
-            fresh = plan.weights(initial, k) if held is None or returns else {}
-            carry = plan.fresh(fresh, k) if held is None else plan.held(held)
+            fresh = plan.weights(initial, k) if state is None or returns else {}
+            carry = plan.fresh(fresh, k) if state is None else plan.flattened(state)
             # Apart from the state even where that starts there: to a program they are two inputs.
             flat += [item.flatten(0, 1) for item in fresh.values()] if returns else carry[: plan.counts[0]]
             flat += carry
-            held, plan = None if held is None else held.normalizer, plan.counter  # type: ignore[assignment]
-        return Call(self, tuple(flat), seen, traced=None if self.looks is None else False)
+            state, plan = None if state is None else state.normalizer, plan.counter  # type: ignore[assignment]
+        return Call(self, tuple(flat), count, traced=None if self.looks is None else False)
 
     def weights(self, initial: Named | None, k: Tensor) -> Named:
         """Weights that a memory starts and restarts at, `[B, H, ...]` by name: 0 of a sum normaliser."""
@@ -257,55 +257,55 @@ class Plan:
             initial = {name: torch.zeros(heads, *shape, dtype=dtype, device=k.device) for name, shape in shapes.items()}
         elif initial is None:
             initial = starts(self.config.structure, *self.widths, heads=heads, dtype=dtype, device=k.device)
-        found: Named = {}
+        weights: Named = {}
         for name, shape in shapes.items():
             weight = initial[name].to(dtype)
             lead = weight.shape[: weight.dim() - len(shape)]
             if self.starts:
                 weight = self.config.retention.start(weight.reshape(lead.numel(), *shape)).reshape(weight.shape)
-            found[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
-        return found
+            weights[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
+        return weights
 
     def fresh(self, weights: Named, k: Tensor) -> list[Tensor]:
         """The state before any token of a memory of these weights, in the order of `Carry`."""
         _, slots, anchor, pending = self.kinds
-        found = []
+        tensors = []
         for item in weights.values():  # no comprehension, which is a frame in every call
-            found.append(item.flatten(0, 1))
-        count, like = k.shape[0] * k.shape[2], found[0]
+            tensors.append(item.flatten(0, 1))
+        count, like = k.shape[0] * k.shape[2], tensors[0]
         for shape in slots.values():
-            found.append(like.new_zeros(count, *shape))
-        found += [item.flatten(0, 1) for item in weights.values()] if anchor else []
+            tensors.append(like.new_zeros(count, *shape))
+        tensors += [item.flatten(0, 1) for item in weights.values()] if anchor else []
         for name, shape in pending.items():
-            found.append((like.new_ones if name == "retain" else like.new_zeros)(count, *shape))
-        found.append(torch.zeros(count, dtype=torch.int64, device=like.device))
-        return found
+            tensors.append((like.new_ones if name == "retain" else like.new_zeros)(count, *shape))
+        tensors.append(torch.zeros(count, dtype=torch.int64, device=like.device))
+        return tensors
 
-    def held(self, state: MemoryState) -> list[Tensor]:
+    def flattened(self, state: MemoryState) -> list[Tensor]:
         """The state to go on from, floats in the state's dtype, in the order of `Carry`."""
-        found: list[Tensor] = []
+        flat: list[Tensor] = []
         for shapes, tensors in zip(self.kinds, state[:4], strict=True):
             for name, shape in shapes.items():
                 item = tensors[name]
                 if name == "retain" and item.dim() < 2 + len(shape):
                     item = item.unsqueeze(-1).expand(*item.shape, *shape)
                 item = item.flatten(0, 1)
-                found.append(item.to(self.dtype) if item.is_floating_point() else item)
-        found.append(state.position.flatten())
-        return found
+                flat.append(item.to(self.dtype) if item.is_floating_point() else item)
+        flat.append(state.position.flatten())
+        return flat
 
 
-def looks_in(given: Any, tensors: list[Any]) -> list[object] | None:
+def looks_in(arguments: Any, tensors: list[Any]) -> list[object] | None:
     """All that tells arguments from others but the numbers in their tensors, which it adds to `tensors`; None where one
     is neither None, a number, a tensor nor tensors by name."""
     looks: list[object] = []
-    for item in given:
+    for item in arguments:
         if item is None:
             looks.append(None)
         elif type(item) is dict:
             looks.append(tuple(item))
             tensors += item.values()
-        elif type(item) in _NUMBERS:
+        elif type(item) in NUMERIC:
             looks += (type(item), item)
         else:
             looks.append(Tensor)
@@ -329,10 +329,10 @@ class Call:
 
     def __init__(
         self, plan: Plan, flat: Tensors | None, seen: Tensor | None = None, *, traced: bool | None = None,
-        given: tuple[Any, ...] | None = None,
+        arguments: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
-        """flat: None where it is made of what is `given` if it is asked for."""
-        self.plan, self.config, self.given = plan, plan.config, given
+        """flat: None where it is made of its `arguments` if it is asked for."""
+        self.plan, self.config, self.given = plan, plan.config, arguments
         if traced is not None:
             self.traced = traced
         if flat is not None:
@@ -347,21 +347,21 @@ class Call:
         write_mask: Tensor | None = None, reset_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     ) -> Call:  # fmt: skip
         """From the arguments of `memory_scan`: by the plan that others of the same looks have left, else checked."""
-        gates, params = _DEFAULTS if gates is None else gates, _NO_PARAMS if phi_params is None else phi_params
+        gates, params = DEFAULTS if gates is None else gates, NO_PARAMS if phi_params is None else phi_params
         if cu_seqlens is not None:
             check_tokens(q, k, v)
             reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=state is not None)
-        given = (state, initial, write_mask, reset_mask)
-        looks = _looks(config, q, k, v, gates, params, *given)
+        options = (state, initial, write_mask, reset_mask)
+        looks = _looks(config, q, k, v, gates, params, *options)
         if (plan := None if looks is None else config.plans.get(looks)) is None:
             plans, config = getattr(config, "plans", {}), check_config(config)
             check_tokens(q, k, v)
             params = check_params(config.feature_map, phi_params, k)
-            plan = Plan.of(config, q, k, v, gates, params, *given)
+            plan = Plan.of(config, q, k, v, gates, params, *options)
             if looks is not None:
                 plan.by_tensors, plan.looks = False, not waits(k)
                 keep(plans, looks, plan)
-        return plan.call(q, k, v, gates, params, *given)
+        return plan.call(q, k, v, gates, params, *options)
 
     def __getattr__(self, name: str) -> Any:
         if name == "plan":  # of a copy that is being made
@@ -386,20 +386,20 @@ class Call:
     def params(self) -> Params:
         """phi's parameters."""
         learned, frozen = self.plan.names
-        own: list[Any] = list(self.flat[len(Inputs._fields) : self.plan.first])
+        phi: list[Any] = list(self.flat[len(Inputs._fields) : self.plan.first])
         split = len(learned)
-        return {"learned": dict(zip(learned, own, strict=False)), "frozen": dict(zip(frozen, own[split:], strict=True))}
+        return {"learned": dict(zip(learned, phi, strict=False)), "frozen": dict(zip(frozen, phi[split:], strict=True))}
 
     @property
     def memories(self) -> list[tuple[Memory, Carry]]:
         """The weights at which it restarts and the state, of the memory and of its sum normaliser if there is one."""
-        counts, at, own = self.plan.counts, self.plan.first, self.flat
-        found: list[tuple[Memory, Carry]] = []
-        while at < len(own):
+        counts, at, flat = self.plan.counts, self.plan.first, self.flat
+        memories: list[tuple[Memory, Carry]] = []
+        while at < len(flat):
             split = at + counts[0]
-            found.append((own[at:split], Carry.of(counts, own, split)))  # type: ignore[arg-type]
+            memories.append((flat[at:split], Carry.of(counts, flat, split)))  # type: ignore[arg-type]
             at = split + sum(counts) + 1
-        return found
+        return memories
 
     def of_normalizer(self) -> Call:
         """The call of the sum normaliser alone, as far as an engine asks for its config and its place."""
@@ -434,64 +434,63 @@ def _looks(
     """All that checks and engines ask of a call but its numbers; None where torch has to see every operation, and where
     something is not what it should be. The one place where a scan asks torch whether it has."""
     plain = isinstance(config, MemoryConfig) and type(gates) is Gates and type(params) is dict
-    if torch.compiler.is_compiling() or not plain or params.keys() != _NO_PARAMS.keys():
+    if torch.compiler.is_compiling() or not plain or params.keys() != NO_PARAMS.keys():
         return None
-    given: tuple[Any, ...] = (*gates, write, reset, initial, params["learned"], params["frozen"])
+    arguments: tuple[Any, ...] = (*gates, write, reset, initial, params["learned"], params["frozen"])
     if state is not None:
         if type(state) is not MemoryState or type(state.normalizer) not in (type(None), MemoryState):
             return None
-        *fields, normalizer, seen, readout = state
-        given += (*fields, seen, readout, *(normalizer or ()))
+        *fields, normalizer, count, readout = state
+        arguments += (*fields, count, readout, *(normalizer or ()))
     tensors: list[Any] = [q, k, v]
-    looks = looks_in(given, tensors)
+    looks = looks_in(arguments, tensors)
     if looks is None or is_traced(*tensors):
         return None
     places = None if config.chunk == 1 or state is None else (place_of(config, state), place_of(config, normalizer))
-    return (len(given), places, *looks)
+    return (len(arguments), places, *looks)
 
 
-def keep(kept: dict[Any, Any], looks: object, made: Any) -> None:
+def keep(cache: dict[Any, Any], looks: object, entry: Any) -> None:
     """Leaves what is made for calls of these looks in place of the oldest, where there are many."""
-    if len(kept) >= MOST:
-        kept.pop(next(iter(kept)), None)
-    kept[looks] = made
+    if len(cache) >= MOST:
+        cache.pop(next(iter(cache)), None)
+    cache[looks] = entry
 
 
-def carry_of(state: MemoryState, dtype: torch.dtype | None = None) -> Carry:
-    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order; floats in a dtype."""
+def carry_of(state: MemoryState) -> Carry:
+    """A state's tensors by name, `[B, H, ...]`, as `[N, ...]` in order."""
     pending = dict(state.pending)
     retain, keys = pending.pop("retain", None), pending.pop("keys", None)
     rest = {} if retain is None else {"retain": retain}, {} if keys is None else {"keys": keys}
     kinds: list[Any] = []
-    for held in (state.memory, state.slots, state.anchor, pending, *rest):
+    for tensors in (state.memory, state.slots, state.anchor, pending, *rest):
         flat: list[Tensor] = []
-        for item in held.values():
-            item = item.flatten(0, 1)
-            flat.append(item.to(dtype) if dtype is not None and item.is_floating_point() else item)
+        for item in tensors.values():
+            flat.append(item.flatten(0, 1))
         kinds.append(tuple(flat))
     return Carry(*kinds, state.position.flatten())  # type: ignore[call-arg]
 
 
 def named_state(weights: tuple[str, ...], slots: tuple[str, ...], carry: Carry, lead: tuple[int, ...]) -> MemoryState:
     """A state's tensors `[N, ...]` by name, `[B, H, ...]`."""
-    held: list[Any] = []
+    fields: list[Any] = []
     kinds = carry.memory, carry.slots, carry.anchor, carry.pending
     for names, tensors in zip((weights, slots, weights, weights), kinds, strict=True):
         named = {}
         for name, tensor in zip(names, tensors, strict=False):
             named[name] = tensor.unflatten(0, lead)
-        held.append(named)
-    for name, kept in (("retain", carry.pending_retain), ("keys", carry.keys)):
-        if kept:
-            held[3][name] = kept[0].unflatten(0, lead)
-    return MemoryState(*held, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
+        fields.append(named)
+    for name, tensors in (("retain", carry.pending_retain), ("keys", carry.keys)):
+        if tensors:
+            fields[3][name] = tensors[0].unflatten(0, lead)
+    return MemoryState(*fields, carry.position.unflatten(0, lead))  # type: ignore[call-arg]
 
 
-def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, held: Named | None) -> torch.dtype:
+def state_dtype(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, weights: Named | None) -> torch.dtype:
     """In what a state is held: the highest precision among the config, the inputs and the state to go on from or to
     start at."""
     dtype = config.dtype
-    for tensor in (q, k, v, *(() if held is None else held.values())):
+    for tensor in (q, k, v, *(() if weights is None else weights.values())):
         if tensor.dtype != dtype:
             dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
@@ -533,10 +532,10 @@ def complete(
     if cu_seqlens is not None:
         reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=going_on)
     check_alike(q, k, v, write_mask, reset_mask)
-    gates = _DEFAULTS if gates is None else gates
+    gates = DEFAULTS if gates is None else gates
     check_gates(config, gates, k, v)
-    own, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
-    return Inputs(q, k, v, *own, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]
+    first, further = filled_gates(config, gates, k, write_mask), further_gates(gates, k, write_mask)
+    return Inputs(q, k, v, *first, write_mask, reset_mask, None, *further)  # type: ignore[call-arg]
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor, write: Tensor | None, reset: Tensor | None) -> None:
@@ -562,10 +561,10 @@ def numbered(config: MemoryConfig, state: MemoryState | None, inputs: Inputs) ->
     check_position(config, state, inputs.k)
     if not config.feature_map.needs_position:
         return inputs, None
-    position, seen = counted(_seen(state, inputs.k), inputs.write, inputs.reset, inputs.k.shape[1])
-    return inputs._replace(position=position), seen
+    position, count = counted(_count(state, inputs.k), inputs.write, inputs.reset, inputs.k.shape[1])
+    return inputs._replace(position=position), count
 
 
-def _seen(state: MemoryState | None, k: Tensor) -> Tensor:
-    held = None if state is None else state.seen
-    return torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device) if held is None else held
+def _count(state: MemoryState | None, k: Tensor) -> Tensor:
+    count = None if state is None else state.seen
+    return torch.zeros(k.shape[:1], dtype=torch.int64, device=k.device) if count is None else count

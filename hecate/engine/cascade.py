@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hecate.engine.call import Call, Plan
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import parallel
 from hecate.engine.tokens import Carry, Tokens, in_folds, split_time
 from hecate.rule import MemoryConfig
@@ -32,8 +32,8 @@ class Cascade(TokenEngine):
         """Refuses configs that are no cascade, or not linear in the states of its memories."""
         if config.structure.cascade() is None:
             return f"structure {config.structure.kind!r} is no cascade of linear memories"
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
         if not config.retention.linear:
             return f"retention {config.retention.kind!r} is not linear"
         if config.forms.algorithm is None:
@@ -67,10 +67,10 @@ def cascaded(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
         for at in range(2)
     ]
     first = tokens._replace(phi_k=keys, phi_q=queries, v=codes)
-    z, own = parallel(_linear(config, _Behind(form)), first, parts[0], initial[:1], run=run)
+    z, front = parallel(_linear(config, _Behind(form)), first, parts[0], initial[:1], run=run)
     second = tokens._replace(phi_k=codes, phi_q=one(run(form.link, z, label="codes")))
-    y, last = parallel(_linear(config, config.bias), second, parts[1], initial[1:], run=run)
-    return y, carry._replace(memory=(*own.memory, *last.memory), slots=(*own.slots, *last.slots))
+    y, rear = parallel(_linear(config, config.bias), second, parts[1], initial[1:], run=run)
+    return y, carry._replace(memory=(*front.memory, *rear.memory), slots=(*front.slots, *rear.slots))
 
 
 class _Behind:

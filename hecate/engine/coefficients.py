@@ -84,17 +84,17 @@ def coefficients(
         # A masked token adds nothing of S to M.
         adds = spans if write is None else spans * write.unsqueeze(-2)
         if form.nesterov:
-            own = torch.eye(size, dtype=retain.dtype, device=retain.device)
-            carried, first = momentum.unsqueeze(-1) * carried + own, momentum * first
+            identity = torch.eye(size, dtype=retain.dtype, device=retain.device)
+            carried, first = momentum.unsqueeze(-1) * carried + identity, momentum * first
         writes = adds @ carried
         bases.append((adds @ first.unsqueeze(-1)).squeeze(-1))
     if reset is not None:
         restarts = reset.to(retain.dtype) * (retain if decays else 1.0)
         bases.append((spans @ restarts.unsqueeze(-1)).squeeze(-1))
 
-    before = [alive(_shifted(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + form.momentum])]
+    before = [alive(_shift(weight, 0.0 if index else 1.0)) for index, weight in enumerate(bases[: 1 + form.momentum])]
     if reset is not None:
-        before.append(torch.where(reset, 1.0, _shifted(bases[-1], 0.0)))
+        before.append(torch.where(reset, 1.0, _shift(bases[-1], 0.0)))
     earlier = within(pad(writes[..., :-1, :], (0, 0, 1, 0)))
     return Combined(writes, tuple(bases)), Combined(earlier, tuple(before)), slot
 
@@ -126,7 +126,7 @@ def neutral(gate: Tensor, write: Tensor | None) -> Tensor:
     return gate if write is None else torch.where(write, gate, 1.0)
 
 
-def _shifted(weight: Tensor, first: float) -> Tensor:
+def _shift(weight: Tensor, first: float) -> Tensor:
     return pad(weight[..., :-1], (1, 0), value=first)
 
 
@@ -165,11 +165,11 @@ def transposed_reads(states: Combined, chunks: Tokens, bases: Tensor, writes: Te
     y_t = a_t M_0^T q_t + sum_i K[t, i] (w_i . q_t) k_i
     """
     q, keys = chunks.phi_q, stepped_keys(chunks)
-    seen, mixed = q @ writes.mT, states.writes
+    scores, mixed = q @ writes.mT, states.writes
     if mixed.shape[2] == 1:
-        y = (seen * mixed.squeeze(2)) @ keys
+        y = (scores * mixed.squeeze(2)) @ keys
     else:
-        y = ((seen.unsqueeze(2) * mixed) @ keys.mT.unsqueeze(-1)).squeeze(-1).mT
+        y = ((scores.unsqueeze(2) * mixed) @ keys.mT.unsqueeze(-1)).squeeze(-1).mT
     for base, weight in zip(bases.split(keys.shape[-1], -1), states.bases, strict=True):
         y = y + weight.mT * (q @ base)
     return y
@@ -185,8 +185,8 @@ def matrices_of(
     if not (config.retention.uses_retain or config.algorithm.uses_momentum or chunks.reset is not None):
         attend = (chunks.phi_q @ stepped.mT).tril(0 if config.read == "after" else -1)
         lower = (chunks.phi_k @ stepped.mT).tril(-1) if moving else None
-        seen = chunks.phi_k if moving else None
-        return Matrices(chunks.phi_q, attend, stepped, None, seen, lower, None, None)
+        keys = chunks.phi_k if moving else None
+        return Matrices(chunks.phi_q, attend, stepped, None, keys, lower, None, None)
     after, before, slot = states_of(config, chunks) if states is None else states
     retain = chunks.retain.mT if chunks.retain.dim() == 4 else chunks.retain.unsqueeze(2)
     write = None if chunks.write is None else chunks.write.unsqueeze(2)
@@ -291,26 +291,26 @@ def plus(x: Tensor, a: Tensor, b: Tensor, sign: int = 1) -> Tensor:
 
 def walk_linear(matrices: Matrices, v: Tensor, states: States) -> tuple[Tensor, Tensor, Tensor, States]:
     """Outputs, base states and writes of all blocks, and the states that leave the last."""
-    keys, own, taken = _keys(matrices), v, None
+    keys, values, taken = _keys(matrices), v, None
     if matrices.seen is not None and matrices.lower is not None:
-        own, taken = solve_rows(matrices.lower, torch.cat((v, matrices.seen), -1)).split(
+        values, taken = solve_rows(matrices.lower, torch.cat((v, matrices.seen), -1)).split(
             (v.shape[-1], matrices.seen.shape[-1]), -1
         )
-    held = [*filter(torch.is_tensor, states)]
-    all_states = v.new_empty(len(v) + 1, *held[0].shape[:-1], len(held) * held[0].shape[-1])
-    torch.cat(held, -1, out=all_states[0])
+    tensors = [*filter(torch.is_tensor, states)]
+    all_states = v.new_empty(len(v) + 1, *tensors[0].shape[:-1], len(tensors) * tensors[0].shape[-1])
+    torch.cat(tensors, -1, out=all_states[0])
     leaving = all_states[..., : keys.shape[-1]]
-    leaving[1:] = own.mT @ keys
+    leaving[1:] = values.mT @ keys
     if states.initial is not None:
         all_states[1:, ..., keys.shape[-1] :] = states.initial
-    if taken is None and len(held) == 1:
-        _summed(matrices.leaving, all_states)
+    if taken is None and len(tensors) == 1:
+        _sum_states(matrices.leaving, all_states)
     else:
         steps = zip(all_states.unbind(0), leaving[1:].unbind(0), _taken(matrices, taken, keys).unbind(0), strict=False)
         for before, after, way in steps:
             after.baddbmm_(before, way, alpha=-1)
     bases, last = all_states[:-1], leaving[-1].split(states.memory.shape[-1], -1)
-    writes = own if taken is None else plus(own, taken, bases.mT, -1)
+    writes = values if taken is None else plus(values, taken, bases.mT, -1)
     y = plus(matrices.read @ bases.mT, matrices.attend, writes)
     # Copies: what goes on shall not hold the states of all blocks.
     return y, bases, writes, States(last[0].clone(), None if states.slot is None else last[1].clone(), states.initial)
@@ -324,19 +324,19 @@ def walk_linear_vjp(
     of_writes = matrices.attend.mT @ gy
     flows = v.new_empty(len(v) + 1, *bases.shape[1:])  # cotangents of base states
     flows[:-1] = gy.mT @ matrices.read
-    left = flows[..., : keys.shape[-1]]
-    torch.cat([item for item in later[:2] if item is not None], -1, out=left[-1])
+    leaving = flows[..., : keys.shape[-1]]
+    torch.cat([item for item in later[:2] if item is not None], -1, out=leaving[-1])
     taken = None
     if matrices.seen is not None and matrices.lower is not None:
         taken = solve_rows(matrices.lower, matrices.seen)
         flows[:-1].flatten(0, 1).baddbmm_(of_writes.mT.flatten(0, 1), taken.flatten(0, 1), alpha=-1)
     if taken is None and bases.shape[-1] == width:
-        _summed_back(matrices.leaving, flows)
+        _sum_cotangents(matrices.leaving, flows)
     else:
         ways = _taken(matrices, taken, keys).mT.unbind(0)
-        for before, after, way in reversed([*zip(flows[:-1].unbind(0), left[1:].unbind(0), ways, strict=True)]):
+        for before, after, way in reversed([*zip(flows[:-1].unbind(0), leaving[1:].unbind(0), ways, strict=True)]):
             before.baddbmm_(after, way, alpha=-1)
-    g, (gmemory, *gslots) = left[1:], left[1:].split(width, -1)
+    g, (gmemory, *gslots) = leaving[1:], leaving[1:].split(width, -1)
     of_writes = plus(of_writes, keys, g.mT)
     gpred = None
     if matrices.lower is not None:
@@ -344,7 +344,7 @@ def walk_linear_vjp(
         gpred = -of_writes
     gslot = gslots[0] if gslots else None
     cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
-    first = [item.clone() for item in left[0].split(width, -1)]
+    first = [item.clone() for item in leaving[0].split(width, -1)]
     initial = None if later.initial is None else later.initial + flows[:-1, ..., keys.shape[-1] :].sum(0)
     return cotangents, of_writes, States(first[0], first[1] if gslots else None, initial)
 
@@ -359,16 +359,16 @@ def cotangents_of(
     gslot: Tensor | None,
 ) -> Matrices:
     """Cotangents of the matrices from those of outputs, base predictions and the states that leave every block."""
-    held = bases.split(matrices.keys.shape[-1], -1)
+    states = bases.split(matrices.keys.shape[-1], -1)
     return Matrices(
         read=gy @ bases,
         attend=gy @ writes.mT,
         keys=writes @ gmemory,
-        leaving=None if matrices.leaving is None else overlap(gmemory, held, matrices.leaving),
+        leaving=None if matrices.leaving is None else overlap(gmemory, states, matrices.leaving),
         seen=None if gpred is None else gpred @ bases,
         lower=None if gpred is None else gpred @ writes.mT,
         slot_keys=None if gslot is None else writes @ gslot,
-        slot_leaving=None if gslot is None else (gslot * held[1]).sum((-2, -1)),
+        slot_leaving=None if gslot is None else (gslot * states[1]).sum((-2, -1)),
     )
 
 
@@ -390,17 +390,17 @@ def _taken(matrices: Matrices, taken: Tensor | None, keys: Tensor) -> Tensor:
         way = keys.new_zeros(*keys.shape[:2], count * width, keys.shape[-1])
     else:
         way = taken.mT @ keys
-    kept = way.unflatten(-1, (-1, width)).unflatten(2, (-1, width)).diagonal(0, 3, 5)  # [g, N, b, s, P]
+    diagonal = way.unflatten(-1, (-1, width)).unflatten(2, (-1, width)).diagonal(0, 3, 5)  # [g, N, b, s, P]
     if matrices.leaving is None:
-        kept.sub_(1.0)
+        diagonal.sub_(1.0)
         return way
-    kept[:, :, :, 0].sub_(matrices.leaving.mT)
+    diagonal[:, :, :, 0].sub_(matrices.leaving.mT)
     if matrices.slot_leaving is not None:
-        kept[:, :, 1, 1].sub_(matrices.slot_leaving.unsqueeze(-1))
+        diagonal[:, :, 1, 1].sub_(matrices.slot_leaving.unsqueeze(-1))
     return way
 
 
-def _summed(leaving: Tensor | None, states: Tensor) -> None:
+def _sum_states(leaving: Tensor | None, states: Tensor) -> None:
     """Adds to the writes of every block, in place, what is left of the state before it."""
     if leaving is None:
         states.cumsum_(0)
@@ -409,7 +409,7 @@ def _summed(leaving: Tensor | None, states: Tensor) -> None:
         after.addcmul_(weight, before)
 
 
-def _summed_back(leaving: Tensor | None, flows: Tensor) -> None:
+def _sum_cotangents(leaving: Tensor | None, flows: Tensor) -> None:
     """The same from the last block."""
     if leaving is None:
         flows.copy_(flows.flip(0).cumsum_(0).flip(0))

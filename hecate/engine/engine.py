@@ -54,7 +54,7 @@ class Engine(ABC):
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
     reason: ClassVar[str] = ""  # why it costs what it costs, where that is the same for all calls
-    made: ClassVar[int] = 0  # how many were registered so far: what was chosen before the last may not be the cheapest
+    registrations: ClassVar[int] = 0  # so far: what was chosen before the last may not be the cheapest
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -71,7 +71,7 @@ class Engine(ABC):
                 gives = "an engine gives cost and run, a TokenEngine cost and scan"
                 raise ConfigError(f"engine {cls.name!r} has no {missing}: {gives}; define {cls.__name__} with them")
             Engine.registry[cls.name] = cls()
-            Engine.made += 1
+            Engine.registrations += 1
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Why it is not exact for a config; None if it is."""
@@ -183,22 +183,22 @@ class TokenEngine(Engine):
         return y, *carry.flat
 
 
-def apart(states: Sequence[Tensor | None], given: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
+def apart(states: Sequence[Tensor | None], flat: Tensors, run: Run, traced: bool | None = None) -> list[Tensor | None]:
     """The state with copies of what no token has changed, such as an anchor: no result is an input, nor a view of
     one. `traced`: what `is_traced` says of what is given, if that is known."""
-    traced = is_traced(*given) if traced is None else traced
-    held = set()
-    for item in given:
+    traced = is_traced(*flat) if traced is None else traced
+    storages = set()
+    for item in flat:
         if item is not None and not traced:
-            held.add(item.untyped_storage().data_ptr())
-    found: list[Tensor | None] = []
+            storages.add(item.untyped_storage().data_ptr())
+    copies: list[Tensor | None] = []
     for item in states:
         shared = False
         if item is not None and item.is_floating_point():
             # A compiler takes the address of an input for a constant, and would compile for every tensor anew.
-            shared = any(item is own for own in given) if traced else item.untyped_storage().data_ptr() in held
-        found.append(one(run(_COPY, item, label="state")) if shared else item)
-    return found
+            shared = any(item is x for x in flat) if traced else item.untyped_storage().data_ptr() in storages
+        copies.append(one(run(_COPY, item, label="state")) if shared else item)
+    return copies
 
 
 _COPY = linear_block("copy", torch.clone, lambda g: g)
@@ -209,9 +209,9 @@ _COPY = linear_block("copy", torch.clone, lambda g: g)
 
 def one_retain(plan: Plan | Call) -> str | None:
     """Why a retention whose step has a kernel has none where retain differs from cell to cell."""
-    found = plan.config.forms.retention
+    form = plan.config.forms.retention
     wide = plan.channels or "retain_value" in plan.general
-    if isinstance(found, str) or not wide or not isinstance(reason := found.step(single=False), str):
+    if isinstance(form, str) or not wide or not isinstance(reason := form.step(single=False), str):
         return None
     return f"retention {plan.config.retention.kind!r} with a retain for every channel has no kernel: {reason}"
 
@@ -238,17 +238,17 @@ def choose(asked_of: Plan | Call, asked: EngineName = "auto") -> Engine:
     that can: found once for all calls of a plan, unless an engine looks at their tensors."""
     plan = asked_of if isinstance(asked_of, Plan) else asked_of.plan
     exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
-    known = (asked, exact, Engine.made, len(Engine.registry))
-    kept = plan.choice  # read once: another thread may ask for another engine
-    if kept[0] == known and not plan.by_tensors:
-        return kept[1]
+    known = (asked, exact, Engine.registrations, len(Engine.registry))
+    choice = plan.choice  # read once: another thread may ask for another engine
+    if choice[0] == known and not plan.by_tensors:
+        return choice[1]
     if not plan.by_tensors:
         try:
-            kept = plan.choice = known, _chosen(plan, asked)
+            choice = plan.choice = known, _chosen(plan, asked)
         except TensorsNeeded:
             plan.by_tensors = True
     # One that looked at tensors may have caught what told it to wait for the call.
-    return _chosen(asked_of, asked) if plan.by_tensors else kept[1]
+    return _chosen(asked_of, asked) if plan.by_tensors else choice[1]
 
 
 def _chosen(asked_of: Any, asked: EngineName) -> Engine:
@@ -282,12 +282,12 @@ def explain(asked_of: Plan | Call, asked: EngineName = "auto", *, others: bool =
     if asked != "auto":
         return engine.name, "asked for"
     said = verdicts(asked_of)
-    own = said.pop(engine.name)
+    reason = said.pop(engine.name)
     rest = "; ".join(f"{name}: {why}" for name, why in said.items() if why)
-    if own and not others:
-        return engine.name, own
-    own = own or "the cheapest that can"
-    return engine.name, f"{own} ({rest})" if rest else own
+    if reason and not others:
+        return engine.name, reason
+    reason = reason or "the cheapest that can"
+    return engine.name, f"{reason} ({rest})" if rest else reason
 
 
 def verdicts(asked_of: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hecate.engine.call import Call, Plan
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.tokens import Carry, Tokens, expand_to, in_folds
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -39,8 +39,8 @@ class Factored(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that need whole gradients, or take them elsewhere."""
-        if config.chunk > 1 or config.commit == "chunk":
-            return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
+        if (reason := chunk_refusal(config)) is not None:
+            return reason
         if not config.forms.linear or config.structure.diagonal:
             return f"structure {config.structure.kind!r} is not a matrix"
         if not config.retention.linear:
@@ -67,7 +67,7 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
-class _Kept(NamedTuple):
+class _Record(NamedTuple):
     """Residuals of one token for the backward pass: the state before it and after, where its gradient was taken, its
     prediction and the residuals of bias and step, and the factors."""
 
@@ -84,7 +84,8 @@ class _Loop:
     """The tokens of a scan, and the same backwards."""
 
     def __init__(self, config: MemoryConfig) -> None:
-        self.config, self.bias, self.step = config, config.bias.block(), config.algorithm.factored_form()
+        self.config, self.bias = config, config.bias.block()
+        self.step: Any = config.algorithm.factored_form()  # the engine refuses algorithms without one
         self.decays, self.early = config.retention.uses_retain, config.read == "before"
         self.decayed = config.decay_order == "before_gradient"
 
@@ -110,17 +111,17 @@ class _Loop:
             state = new
         return (torch.cat(outputs, 1), *state), starts
 
-    def stepped(self, token: Tokens, state: State) -> tuple[State, _Kept]:
+    def stepped(self, token: Tokens, state: State) -> tuple[State, _Record]:
         """One write."""
         memory, *slots = state
-        kept = over(token.retain, memory) * memory if self.decays else memory
-        at = kept if self.decayed else memory
+        decayed = over(token.retain, memory) * memory if self.decays else memory
+        at = decayed if self.decayed else memory
         pred = torch.bmm(token.phi_k.unsqueeze(1), at.mT).squeeze(1)
         (u,), of_bias = self.bias.apply((pred, token.v))
-        (left, right, *new), of_step = one_step(self.step).apply((u, token.phi_k, token.lr, token.momentum, *slots))
-        after = (torch.baddbmm(kept, left, right.mT), *new)
-        own = _Kept(state, after, at, of_bias, of_step, left, right)
-        return (after if token.write is None else _where(token.write, after, state)), own
+        (left, right, *new), of_step = self.step.apply((u, token.phi_k, token.lr, token.momentum, *slots))
+        after = (torch.baddbmm(decayed, left, right.mT), *new)
+        record = _Record(state, after, at, of_bias, of_step, left, right)
+        return (after if token.write is None else _where(token.write, after, state)), record
 
     def entered(self, token: Tokens, fresh: State, state: State) -> State:
         """The state that a token finds, after its reset."""
@@ -132,29 +133,29 @@ class _Loop:
         gy, *later = cotangents
         rows, state = gy.split(1, 1), tuple(later)
         ginitial = torch.zeros_like(fresh[0])
-        every, found = _every(len(tokens)), []
+        every, shares = _every(len(tokens)), []
         # From the last kept state: forward to the next one, then back through those steps.
         for begin in reversed(range(0, len(tokens), every)):
             at, steps = starts[begin // every], []
             for token in tokens[begin : begin + every]:
-                at, kept = self.stepped(token, self.entered(token, fresh, at))
-                steps.append(kept)
+                at, record = self.stepped(token, self.entered(token, fresh, at))
+                steps.append(record)
             for t in reversed(range(begin, begin + len(steps))):
-                own, state = self.back(tokens[t], steps.pop(), rows[t], state)
-                found.append(own)
+                share, state = self.back(tokens[t], steps.pop(), rows[t], state)
+                shares.append(share)
                 if (reset := tokens[t].reset) is not None:
                     ginitial = ginitial + torch.where(expand_to(reset, state[0]), state[0], 0.0)
                     state = _where(reset, tuple(map(torch.zeros_like, state)), state)
-        joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*found, strict=True)]
+        joined = [None if column[0] is None else torch.stack(column[::-1], 1) for column in zip(*shares, strict=True)]
         return *state, ginitial, *joined, None, None
 
-    def back(self, token: Tokens, kept: _Kept, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
+    def back(self, token: Tokens, record: _Record, g: Tensor, later: State) -> tuple[tuple[Tensor | None, ...], State]:
         """Cotangents of a token's phi_k, phi_q, v and gates, and of the state before it."""
-        memory, q = kept.before[0], token.phi_q.unsqueeze(1)
+        memory, q = record.before[0], token.phi_q.unsqueeze(1)
         if self.early:
             gq = torch.bmm(g, memory)
         else:
-            read_from = kept.after[0]
+            read_from = record.after[0]
             if token.write is not None:
                 read_from = torch.where(expand_to(token.write, memory), read_from, memory)
             gq = torch.bmm(g, read_from)
@@ -165,13 +166,13 @@ class _Loop:
             later, passed = _where(token.write, later, none), _where(token.write, none, later)
         gmemory, *gslots = later
         # M' = r M + L R^T, of ranks far below V and P: no gradient of the memory's size is built.
-        gleft, gright = torch.bmm(gmemory, kept.right), torch.bmm(gmemory.mT, kept.left)
-        gu, gp, glr, gmomentum, *gslots = one_step(self.step).pullback(kept.of_step, [gleft, gright, *gslots])
-        gpred, gv = self.bias.pullback(kept.of_bias, [gu])
+        gleft, gright = torch.bmm(gmemory, record.right), torch.bmm(gmemory.mT, record.left)
+        gu, gp, glr, gmomentum, *gslots = self.step.pullback(record.of_step, [gleft, gright, *gslots])
+        gpred, gv = self.bias.pullback(record.of_bias, [gu])
         gretain, before = None, gmemory
         if gpred is not None:
             gpred = gpred.unsqueeze(1)
-            gp = torch.baddbmm(gp.unsqueeze(1), gpred, kept.at).squeeze(1)
+            gp = torch.baddbmm(gp.unsqueeze(1), gpred, record.at).squeeze(1)
             if self.decayed:
                 before = gmemory = torch.addcmul(gmemory, gpred.mT, token.phi_k.unsqueeze(1))
         if self.decays:
@@ -185,13 +186,6 @@ class _Loop:
         if passed is not None:
             state = tuple(a + b for a, b in zip(state, passed, strict=True))
         return (gp, gq.squeeze(1), gv, glr, gretain, gmomentum), state
-
-
-def one_step(block: Any) -> Any:
-    """The step block of a config that has one."""
-    if block is None:
-        raise TypeError("the algorithm makes no step of narrow factors")
-    return block
 
 
 def _every(length: int) -> int:

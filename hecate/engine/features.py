@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Inputs
+from hecate.engine.call import NO_PARAMS, Call, Inputs
 from hecate.engine.tokens import CONCAT, SELECT, Carry, Scan, Tokens, by_head, cast, linear_block, split_time
 from hecate.phi import Params
 from hecate.rule import MemoryConfig
@@ -42,13 +42,13 @@ def to_tokens(
         phi_k = cut_to_square(phi_k, run)
     if config.by_key:
         phi_k, v, lr = stepped(config, phi_k, v, lr, run)
-    phi_w, kept = None, None
+    phi_w, retain_value = None, None
     if not inputs.erase is inputs.write_gate is inputs.retain_value is None:
-        phi_k, phi_w, kept = _gated(config, phi_k, inputs, dtype, run)
+        phi_k, phi_w, retain_value = _gated(config, phi_k, inputs, dtype, run)
     retain, momentum = gates
     write = None if inputs.write is None else by_head(inputs.write, lr.shape[2])
     reset = None if inputs.reset is None else by_head(inputs.reset, lr.shape[2])
-    return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, kept)
+    return Tokens(phi_k, phi_q, v, lr, retain, momentum, write, reset, phi_w, retain_value)
 
 
 def featured(
@@ -59,7 +59,7 @@ def featured(
     # A tape records the identity by its name; autograd meets it in a view, where cotangents are summed up, unless a
     # block takes it up at once.
     if run is not execute or not config.forms.identity or config.key_norm == "none":
-        block, tensors = config.feature_map.block({"learned": {}, "frozen": {}} if params is None else params)
+        block, tensors = config.feature_map.block(NO_PARAMS if params is None else params)
         if block.vjp is not None and block.program is None:
             block = by_hand(block)
         phi_k = one(run(block, k, *tensors, label="phi(k)"))
@@ -89,11 +89,11 @@ def cast_inputs(
 ) -> list[Tensor]:
     """q, k, v, lr, retain and momentum in a dtype, 0 at masked tokens but for q; lr dampened if the algorithm asks for
     it."""
-    given: list[Tensor] = []
+    tensors: list[Tensor] = []
     for tensor in inputs[:6]:
-        held = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
-        given.append(tensor if held else one(run(cast(dtype), tensor, label="inputs")))
-    q, rest = given[0], given[1:]  # a list: what a star takes is a tuple to the tracing of older versions of torch
+        fits = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
+        tensors.append(tensor if fits else one(run(cast(dtype), tensor, label="inputs")))
+    q, rest = tensors[0], tensors[1:]  # a list: what a star takes is a tuple to the tracing of older versions of torch
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]
@@ -114,12 +114,12 @@ def _gated(
             if inputs.write is not None:
                 gate = one(run(SELECT, inputs.write, gate, torch.ones_like(gate), label="write_mask"))
         gates.append(gate)
-    erase, write, kept = gates
+    erase, write, retain_value = gates
     erased = phi_k if erase is None else one(run(_GATE, phi_k, erase, label="erase"))
     written = phi_k if write is None else one(run(_GATE, phi_k, write, label="write"))
     if config.forms.target:  # which never asks the memory
-        return written, None, kept
-    return erased, None if written is erased else written, kept
+        return written, None, retain_value
+    return erased, None if written is erased else written, retain_value
 
 
 DAMPENED = formula_block(
@@ -150,7 +150,7 @@ def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Calla
     """Each x over its size, or the root of it; a zero vector stays zero. Residuals: quotients and divisors."""
 
     def forward(*xs: Tensor) -> tuple[Tensors, list[tuple[Tensor, Tensor]]]:
-        kept, looks = [], can_inspect(*xs, free=True)
+        residuals, looks = [], can_inspect(*xs, free=True)
         for x in xs:
             size, level = size_of(x), None
             if not near_one(size, 0.5, looks):
@@ -159,11 +159,11 @@ def _norm(name: str, size_of: Callable[[Tensor], Tensor], root: bool, vjp: Calla
                 size = size_of(x)
             size = torch.where(size > 0, size, 1.0)  # ahead of the root, whose derivative is infinite at 0
             size = size.sqrt() if root else size
-            kept.append((x / size, size if level is None else size / level))
-        return next(zip(*kept, strict=True)), kept
+            residuals.append((x / size, size if level is None else size / level))
+        return next(zip(*residuals, strict=True)), residuals
 
-    def back(kept: list[tuple[Tensor, Tensor]], *cotangents: Tensor) -> Tensors:
-        return tuple(map(vjp, kept, cotangents))
+    def back(residuals: list[tuple[Tensor, Tensor]], *cotangents: Tensor) -> Tensors:
+        return tuple(map(vjp, residuals, cotangents))
 
     return by_hand(Block(name, forward, back))
 
@@ -236,8 +236,8 @@ def _normalized(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensor
     return (lr / total,), (lr, phi, total)
 
 
-def _normalized_vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
-    lr, phi, total = kept
+def _normalized_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    lr, phi, total = residuals
     g = g / total
     return g, (-2 * g * (lr / total)).unsqueeze(-1) * phi, None
 
@@ -247,8 +247,8 @@ def _implicit(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]
     return (lr / total,), (lr / total, phi, floor / total / total)
 
 
-def _implicit_vjp(kept: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
-    step, phi, slope = kept
+def _implicit_vjp(residuals: tuple[Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    step, phi, slope = residuals
     return g * slope, (-2 * g * step * step).unsqueeze(-1) * phi, None
 
 
@@ -260,14 +260,14 @@ def _flow(lr: Tensor, phi: Tensor, floor: Tensor) -> tuple[Tensors, Tensors]:
     return (step,), (lr, phi, floor, square, time)
 
 
-def _flow_vjp(kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
-    lr, phi, floor, square, time = kept
-    small, left = time < FLOW_SERIES, torch.exp(-time)
+def _flow_vjp(residuals: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], g: Tensor) -> tuple[Tensor, Tensor, None]:
+    lr, phi, floor, square, time = residuals
+    small, decay = time < FLOW_SERIES, torch.exp(-time)
     whole = torch.where(small, 1.0, square)
     slope = torch.where(
-        small, (lr / floor).square() * _series(time, 1), (lr / floor * left + torch.expm1(-time) / whole) / whole
+        small, (lr / floor).square() * _series(time, 1), (lr / floor * decay + torch.expm1(-time) / whole) / whole
     )
-    return g * left / floor, (2 * g * slope).unsqueeze(-1) * phi, None
+    return g * decay / floor, (2 * g * slope).unsqueeze(-1) * phi, None
 
 
 def _series(x: Tensor, order: int) -> Tensor:
@@ -286,8 +286,8 @@ def _rooted(phi: Tensor, v: Tensor, lr: Tensor) -> tuple[Tensors, Tensors]:
     return (phi * root.unsqueeze(-1), v * root.unsqueeze(-1)), (phi, v, root)
 
 
-def _rooted_vjp(kept: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor) -> Tensors:
-    phi, v, root = kept
+def _rooted_vjp(residuals: tuple[Tensor, Tensor, Tensor], gphi: Tensor, gv: Tensor) -> Tensors:
+    phi, v, root = residuals
     wide = root.unsqueeze(-1)
     twice = 2 * torch.where(root == 0, torch.inf, root)
     both = ((gphi * phi).sum(-1) + (gv * v).sum(-1)) / twice
@@ -322,13 +322,13 @@ def normalized(scan: Scan, call: Call, tokens: Tokens, run: Run, *, along: bool)
         results = _counting_along(scan, counter, tokens, memories, run)
     else:
         ones = counting(tokens)
-        (initial, carry), (zero, held) = memories
-        results = [scan(call, tokens, carry, initial, run=run), scan(counter, ones, held, zero, run=run)]
-    (y, carry), (z, held) = results
+        (initial, carry), (zero, sums) = memories
+        results = [scan(call, tokens, carry, initial, run=run), scan(counter, ones, sums, zero, run=run)]
+    (y, carry), (z, sums) = results
     y = quotient(call.config, y, z, run, call.inputs.floor, units)
     if back is not None:
-        carry, held = _times(carry, back, run), _times(held, back, run)
-    return y, *carry.flat, *held.flat
+        carry, sums = _times(carry, back, run), _times(sums, back, run)
+    return y, *carry.flat, *sums.flat
 
 
 def quotient(
@@ -358,8 +358,8 @@ def _counting_along(
     looks at another and the value is all that differs."""
     (initial, carry), (zero, count) = memories
 
-    def joined(own: Memory, last: Memory) -> Memory:
-        return tuple(one(run(CONCAT, *pair, label="normalizer")) for pair in zip(own, last, strict=True))
+    def joined(first: Memory, last: Memory) -> Memory:
+        return tuple(one(run(CONCAT, *pair, label="normalizer")) for pair in zip(first, last, strict=True))
 
     tokens = tokens._replace(v=one(run(_WITH_ONE, tokens.v, label="normalizer")))
     both = carry._replace(memory=joined(carry.memory, count.memory), slots=joined(carry.slots, count.slots))
@@ -368,8 +368,8 @@ def _counting_along(
     outputs = several(run(split_time([rows, 1], -1), y, label="normalizer"))
     apart = [several(run(split_time([rows, 1]), x, label="normalizer")) for x in (*both.memory, *both.slots)]
     return [
-        (outputs[at], own._replace(memory=(apart[0][at],), slots=tuple(slot[at] for slot in apart[1:])))
-        for at, own in enumerate((carry, count))
+        (outputs[at], template._replace(memory=(apart[0][at],), slots=tuple(slot[at] for slot in apart[1:])))
+        for at, template in enumerate((carry, count))
     ]
 
 
@@ -389,20 +389,20 @@ def levelled(
     if not near_one(size):
         units = (levelling(size),)
         tokens = tokens._replace(phi_q=scaled(tokens.phi_q, *units, run, "normalizer"))
-    (initial, carry), (zero, held) = memories
+    (initial, carry), (zero, sums) = memories
     if not config.forms.target or config.forms.algorithm is None:
         return tokens, memories, units, None
     batch, _, heads = tokens.lr.shape
     size = (largest(tokens.phi_k).squeeze(-1) * tokens.lr.detach().abs()).amax(1)
-    size = torch.maximum(size, held.memory[0].detach().abs().amax((1, 2)).unflatten(0, (batch, heads)))
+    size = torch.maximum(size, sums.memory[0].detach().abs().amax((1, 2)).unflatten(0, (batch, heads)))
     if near_one(size):
         return tokens, memories, units, None
     level = levelling(size)
     wide = level[:, None, :, None]
     tokens = tokens._replace(phi_k=scaled(tokens.phi_k, wide, run, "normalizer"))
     level = level.flatten()
-    own = _weighted(initial, level, run), _times(carry, level, run)
-    return tokens, [own, (_weighted(zero, level, run), _times(held, level, run))], (*units, wide), 1 / level
+    memory = _weighted(initial, level, run), _times(carry, level, run)
+    return tokens, [memory, (_weighted(zero, level, run), _times(sums, level, run))], (*units, wide), 1 / level
 
 
 def _times(carry: Carry, factor: Tensor, run: Run) -> Carry:
@@ -425,8 +425,8 @@ def _divide(numerator: Tensor, denominator: Tensor, *units: Tensor) -> tuple[Ten
     return (mean,), (mean, divisors, filled)
 
 
-def _divide_vjp(kept: tuple[Tensor, list[Tensor], Tensor], g: Tensor) -> Tensors:
-    mean, divisors, filled = kept
+def _divide_vjp(residuals: tuple[Tensor, list[Tensor], Tensor], g: Tensor) -> Tensors:
+    mean, divisors, filled = residuals
     g = reduce(torch.div, divisors, g)
     gz = torch.where(filled, -(g * mean).sum(-1, keepdim=True), 0.0)
     return g, gz, *(None for _ in divisors[1:])

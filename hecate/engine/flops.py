@@ -41,10 +41,8 @@ def scan_flops(
     A delta rule of a matrix has 6 D_phi V for each token and head: the prediction, the outer product, the answer; one
     whose bias asks for no prediction 4 D_phi V. Products of phi, of readouts and of algorithms come on top.
     """
-    given = Gates() if gates is None else gates
-    shapes = tuple(tuple(x.shape[2:]) if isinstance(x, Tensor) else None for x in (q, k, v, *given))
-    kept = {} if phi_params is None else {name: _shapes(group) for name, group in phi_params.items()}
-    groups = tuple(sorted(kept.items()))
+    shapes = tuple(tuple(x.shape[2:]) if isinstance(x, Tensor) else None for x in (q, k, v, *(gates or Gates())))
+    groups = tuple(sorted((name, _shapes(group)) for name, group in (phi_params or {}).items()))
     rounds, rest = divmod(q.shape[1], config.chunk)
     parts = ((rounds, config.chunk), (1, rest))
     per_row = sum(times * _of_chunk(scan, config, length, shapes, groups) for times, length in parts if times * length)
@@ -90,17 +88,17 @@ def _of_tokens(
     outer = {aten.mul: _outer, aten.addcmul: lambda _, a, b, **how: _outer(a, b, **how)}
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=outer) as counter:
         scan(config, q, k, v, Gates(*gates), phi_params=params, engine="sequential")
-    found = counter.get_total_flops()
+    flops = counter.get_total_flops()
     if config.forms.linear and config.forms.target and config.writes == 1:
         heads, width, answer = v.shape[-2], config.feature_map.output_dim(q.shape[-1]), v.shape[-1]  # type: ignore[union-attr]
-        found -= 2 * length * heads * width * answer  # a prediction that the loop makes and nothing asks for
+        flops -= 2 * length * heads * width * answer  # a prediction that the loop makes and nothing asks for
     if config.commit == "chunk":
         call = Call.of(config, q[:, :1], k[:, :1], v[:, :1], None, phi_params=params)  # type: ignore[index]
         start, carry = call.memories[0]
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             committed_chunk(config, carry, start, blank(v.shape[-2]), execute)  # type: ignore[union-attr]
-        found -= (length - length // config.chunk) * counter.get_total_flops()  # the loop tries one at every token
-    return int(found)
+        flops -= (length - length // config.chunk) * counter.get_total_flops()  # the loop tries one at every token
+    return int(flops)
 
 
 def _outer(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -116,13 +114,11 @@ def _outer(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 
 
 def counters() -> list[Any]:
-    """The `FlopCounterMode`s that count now."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
-        return []
+    """The `FlopCounterMode`s that count now, asked for where there are dispatch modes."""
     if (module := sys.modules.get("torch.utils.flop_counter")) is None or torch._C._are_functorch_transforms_active():
         return []
     modes = _python_dispatch._get_current_dispatch_mode_stack()
-    return [own for mode in modes if isinstance(own := getattr(mode, "counter", None), module.FlopCounterMode)]
+    return [counter for mode in modes if isinstance(counter := getattr(mode, "counter", None), module.FlopCounterMode)]
 
 
 def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **options: Any) -> Any:
@@ -130,13 +126,13 @@ def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **optio
     the way is hidden from them. It is differentiable once."""
     leaves, layout = tree_flatten((args, options))
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
-    made: list[Any] = []
+    specs: list[Any] = []
 
-    def run(*own: Tensor | None) -> list[Any]:
-        mixed = [leaf if tensor is None else tensor for leaf, tensor in zip(leaves, own, strict=True)]
+    def run(*inputs: Tensor | None) -> list[Any]:
+        mixed = [leaf if tensor is None else tensor for leaf, tensor in zip(leaves, inputs, strict=True)]
         args, options = tree_unflatten(mixed, layout)
-        outputs, kept = tree_flatten(scan(*args, **options))
-        made[:] = [kept]
+        outputs, spec = tree_flatten(scan(*args, **options))
+        specs[:] = [spec]
         return outputs
 
     recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -146,7 +142,7 @@ def counted(scan: Scan, counting: Sequence[Any], flops: int, *args: Any, **optio
         with hidden(counting):
             outputs = run(*tensors)
     tell(counting, flops)
-    return tree_unflatten(list(outputs), made[0])
+    return tree_unflatten(list(outputs), specs[0])
 
 
 def tell(counting: Sequence[Any], flops: int) -> None:
@@ -179,10 +175,10 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[..., list[Any]], counting: Any, flops: int, *inputs: Tensor | None) -> Any:
-        own = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), inputs)
+        leaves = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), inputs)
         with hidden(counting), torch.enable_grad():
-            outputs = run(*own)
-        ctx.made, ctx.counting, ctx.flops = (own, outputs), counting, flops
+            outputs = run(*leaves)
+        ctx.graph, ctx.counting, ctx.flops = (leaves, outputs), counting, flops
         ctx.mark_non_differentiable(*[x for x in outputs if isinstance(x, Tensor) and not differentiable(x)])
         return tuple(x.detach() if isinstance(x, Tensor) else x for x in outputs)
 
@@ -192,11 +188,11 @@ class _Counted(torch.autograd.Function):
             raise ConfigError(
                 "a scan under FlopCounterMode is differentiated once; take create_graph=True outside of it"
             )
-        own, outputs = ctx.made
-        reached = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
-        made, given = ([x for x, take in zip(each, reached, strict=True) if take] for each in (outputs, cotangents))
-        leaves = [x for x in own if x is not None and x.requires_grad]
+        inputs, outputs = ctx.graph
+        moving = [isinstance(x, Tensor) and x.requires_grad for x in outputs]
+        ys, gs = ([x for x, take in zip(each, moving, strict=True) if take] for each in (outputs, cotangents))
+        leaves = [x for x in inputs if x is not None and x.requires_grad]
         with hidden(ctx.counting):
-            grads = iter(torch.autograd.grad(made, leaves, given, allow_unused=True))
+            grads = iter(torch.autograd.grad(ys, leaves, gs, allow_unused=True))
         tell(ctx.counting, 2 * ctx.flops)
-        return None, None, None, *(next(grads) if x is not None and x.requires_grad else None for x in own)
+        return None, None, None, *(next(grads) if x is not None and x.requires_grad else None for x in inputs)

@@ -28,7 +28,7 @@ from hecate.engine.call import Call, Plan
 from hecate.engine.coefficients import matrices_of
 from hecate.engine.engine import apart
 from hecate.engine.features import to_tokens
-from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, token_step
+from hecate.engine.loop import STACK, blocks_of, in_segments, labelled, per_weight, token_step
 from hecate.engine.parallel import CHANNEL_CHUNK, CHUNK, chunked, in_blocks
 from hecate.engine.reductions import one_write_each, read_once
 from hecate.engine.tokens import UNBIND, Carry, Tokens, cast, cut, fold_heads, unfold_heads, written_before
@@ -85,7 +85,7 @@ def log_linear_scan(
     engine: str = "auto",
     autodiff: Autodiff = "auto",
     name: str = "memory",
-    **given: Any,
+    **options: Any,
 ) -> tuple[Tensor, MemoryState]:
     """`memory_scan` of an affine rule that reads what is of one age with a weight of its own.
 
@@ -106,9 +106,9 @@ def log_linear_scan(
     expect(scale, "B T H L", name="scale")
     expect(scale, "B T H L", name="scale", sizes=(*q.shape[:3], max(1, scale.shape[-1])), like=q, other="q")
     if writes > 1:
-        rule, (q, k, v, gates), given = one_write_each(config, q, k, v, gates, run=execute, **given)
+        rule, (q, k, v, gates), options = one_write_each(config, q, k, v, gates, run=execute, **options)
         scale = scale.repeat_interleave(writes, 1)
-    plain = Call.of(rule, q, k, v, gates, state=None if state is None else as_plain(state, scale.shape[-1]), **given)
+    plain = Call.of(rule, q, k, v, gates, state=None if state is None else as_plain(state, scale.shape[-1]), **options)
     call = _in_levels(plain, state, scale.shape[-1])
     places, count = _places(call, state, writes)
     if v.numel() == 0:
@@ -128,13 +128,13 @@ def log_linear_scan(
 
 def as_plain(state: MemoryState, levels: int) -> MemoryState:
     """The state of the plain rule, the sum of all levels."""
-    for held in (*state.memory.values(), *state.slots.values()):
-        if held.dim() != 5 or held.shape[2] != levels:
+    for tensor in (*state.memory.values(), *state.slots.values()):
+        if tensor.dim() != 5 or tensor.shape[2] != levels:
             raise ShapeError(
                 f"state.memory and state.slots must be [B, H, L, V, P] with L = {levels} levels, got "
-                f"{list(held.shape)}; was the state made by another scan?"
+                f"{list(tensor.shape)}; was the state made by another scan?"
             )
-    memory, slots = ({name: held.sum(2) for name, held in kind.items()} for kind in (state.memory, state.slots))
+    memory, slots = ({name: tensor.sum(2) for name, tensor in kind.items()} for kind in (state.memory, state.slots))
     return state._replace(memory=memory, slots=slots)
 
 
@@ -169,13 +169,13 @@ class Places(NamedTuple):
 def _places(call: Call, state: MemoryState | None, writes: int) -> tuple[Places, Tensor]:
     """The places of all tokens, and how many writes there have been after the last, `[B]`."""
     inputs = call.inputs
-    seen = torch.zeros(len(inputs.k), dtype=torch.int64, device=inputs.k.device)
+    start = torch.zeros(len(inputs.k), dtype=torch.int64, device=inputs.k.device)
     if state is not None:
-        seen = state.position.sum(1) // max(1, state.position.shape[1])
-    earlier = written_before(seen, inputs.write, inputs.reset, call.length)
+        start = state.position.sum(1) // max(1, state.position.shape[1])
+    earlier = written_before(start, inputs.write, inputs.reset, call.length)
     count = earlier + (1 if inputs.write is None else inputs.write)
-    read = (torch.cat([seen.unsqueeze(1), count], 1) - 1).clamp(min=0) // writes
-    return Places(read[:, 1:], earlier // writes, read[:, :-1]), count[:, -1] if call.length else seen.clone()
+    read = (torch.cat([start.unsqueeze(1), count], 1) - 1).clamp(min=0) // writes
+    return Places(read[:, 1:], earlier // writes, read[:, :-1]), count[:, -1] if call.length else start.clone()
 
 
 def level_of(difference: Tensor, levels: int) -> Tensor:
@@ -183,13 +183,13 @@ def level_of(difference: Tensor, levels: int) -> Tensor:
     return torch.frexp(difference.double()).exponent.long().clamp(max=levels - 1)
 
 
-def moved_on(held: Tensor, age: Tensor, axis: int) -> Tensor:
+def moved_on(states: Tensor, age: Tensor, axis: int) -> Tensor:
     """Levels on an axis of `[N, ...]` after a move by which all up to level `age` `[N]` come to lie in that level."""
-    shape = [len(age)] + [1] * (held.dim() - 1)
-    levels, age = torch.arange(held.shape[axis], device=held.device), age.view(shape)
-    levels = levels.view([-1 if at == axis else 1 for at in range(held.dim())])
-    young = torch.where(levels <= age, held, 0.0)
-    return torch.where(levels == age, young.sum(axis, keepdim=True), held - young)
+    shape = [len(age)] + [1] * (states.dim() - 1)
+    levels, age = torch.arange(states.shape[axis], device=states.device), age.view(shape)
+    levels = levels.view([-1 if at == axis else 1 for at in range(states.dim())])
+    young = torch.where(levels <= age, states, 0.0)
+    return torch.where(levels == age, young.sum(axis, keepdim=True), states - young)
 
 
 # What runs.
@@ -205,9 +205,9 @@ def _by_blocks(call: Call, engine: str) -> bool:
     return engine == "parallel" or (engine == "auto" and call.length > 1 and not apart and not steady())
 
 
-def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *given: Tensor | None) -> Tensors:
+def _program(plan: Plan, blocks: bool, run: Run, scale: Tensor, *flat: Tensor | None) -> Tensors:
     """y in v's dtype, and the states, of lambda, places and a call's tensors."""
-    places, call = given[:3], Call(plan, given[3:])
+    places, call = flat[:3], Call(plan, flat[3:])
     tokens = fold_heads(to_tokens(call.config, call.inputs, call.params, plan.dtype, run), run)
     (initial, carry), heads = call.memories[0], scale.shape[2]
     size = SEGMENT * CHUNK if blocks else math.isqrt(call.length - 1) + 1
@@ -244,30 +244,27 @@ def _segment(
     ages = level_of(places.read ^ places.before, levels)
     rowed = formula_block("rows", lambda x: x.flatten(1, 2))
     newest = formula_block("newest", lambda v: pad(v, (0, (levels - 1) * v.shape[-1])))
-    alike = formula_block("alike", lambda kept: kept.repeat(1, 1, levels))
+    alike = formula_block("alike", lambda gate: gate.repeat(1, 1, levels))
     oldest = formula_block("oldest", lambda weight: _oldest(weight, levels).flatten(1, 2))
     weighed = formula_block("weighed", lambda scale, y: (scale.unsqueeze(-1) * y.unflatten(-1, (levels, -1))).sum(2))
-    kept = tokens.retain_value
-    tokens = tokens._replace(v=one(run(newest, tokens.v)), retain_value=None if kept is None else one(run(alike, kept)))
-    initial = tuple(one(run(oldest, weight)) for weight in initial)
-    memory, slots = ([one(run(rowed, item)) for item in kind] for kind in (carry.memory, carry.slots))
+    gate = tokens.retain_value
+    tokens = tokens._replace(v=one(run(newest, tokens.v)), retain_value=None if gate is None else one(run(alike, gate)))
+    initial = per_weight(run, oldest, initial)
+    memory, slots = per_weight(run, rowed, carry.memory), per_weight(run, rowed, carry.slots)
     blocks = blocks_of(config)
     columns = [None if item is None else several(run(UNBIND, item, label="tokens")) for item in tokens]
     outputs: list[Tensor] = []
     for t in range(length):
         move = formula_block("move", partial(_rows_moved_on, age=ages[:, t], levels=levels))
-        own = labelled(run, f"token {first * length + t}")
-        held = carry._replace(
-            memory=tuple(one(own(move, item)) for item in memory), slots=tuple(one(own(move, item)) for item in slots)
-        )
+        token_run = labelled(run, f"token {first * length + t}")
+        before = carry._replace(memory=per_weight(token_run, move, memory), slots=per_weight(token_run, move, slots))
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        y, carry, _ = token_step(config, token, held, initial, run=own, blocks=blocks)
-        memory, slots = list(carry.memory), list(carry.slots)
+        y, carry, _ = token_step(config, token, before, initial, run=token_run, blocks=blocks)
+        memory, slots = carry.memory, carry.slots
         outputs.append(y)
     y = one(run(weighed, scale, one(run(STACK, *outputs, label="outputs"))))
     back = formula_block("levels", lambda x: x.unflatten(1, (levels, -1)))
-    memory, slots = ([one(run(back, item)) for item in kind] for kind in (memory, slots))
-    return y, carry._replace(memory=tuple(memory), slots=tuple(slots))
+    return y, carry._replace(memory=per_weight(run, back, memory), slots=per_weight(run, back, slots))
 
 
 def _rows_moved_on(rows: Tensor, age: Tensor, levels: int) -> Tensor:
@@ -284,8 +281,8 @@ def _segment_in_blocks(
     states = len(carry.memory) + len(carry.slots)
 
     def forward(*inputs: Tensor | None) -> tuple[Tensors, None]:
-        held, (start, *own) = several(inputs[:states]), inputs[states:]
-        return _in_blocks(config, held, start, *_split([tuple(own)], carry)), None  # type: ignore[arg-type]
+        levels, (start, *row) = several(inputs[:states]), inputs[states:]
+        return _in_blocks(config, levels, start, *_split([tuple(row)], carry)), None  # type: ignore[arg-type]
 
     block = Block("engine.log_linear", forward)
     y, memory, *slots = several(run(block, *carry.memory, *carry.slots, *initial, *rows[0], label=f"segment {first}"))
@@ -299,7 +296,7 @@ class Solved(NamedTuple):
     pairs: Tensor  # [C, C]: what a token answers of each value
     query: Tensor  # [C, b P]: with what it reads the base states
     keys: list[Tensor]  # [C, P]: with what each value lies in the last M, and S
-    kept: list[Tensor] | None  # [1 or P, b]: of the base states in the last M, and S; None where M stays
+    leaving: list[Tensor] | None  # [1 or P, b]: of the base states in the last M, and S; None where M stays
     moves: list[Tensor] | None  # [P, b P]: the same where writes take something out of the base states
 
 
@@ -307,32 +304,32 @@ def _solved(config: MemoryConfig, chunks: Tokens) -> Solved:
     matrices = matrices_of(config, chunks)
     pairs, query = matrices.attend, matrices.read
     keys = [key for key in (matrices.keys, matrices.slot_keys) if key is not None]
-    kept = None if matrices.leaving is None else [matrices.leaving]
-    if kept is not None and matrices.slot_leaving is not None:  # nothing of M, all of S, nothing of the initial M
+    leaving = None if matrices.leaving is None else [matrices.leaving]
+    if leaving is not None and matrices.slot_leaving is not None:  # nothing of M, all of S, nothing of the initial M
         whole = matrices.slot_leaving[..., None, None]
-        kept.append(pad(whole, (1, kept[0].shape[-1] - 2)))
+        leaving.append(pad(whole, (1, leaving[0].shape[-1] - 2)))
     if matrices.lower is None or matrices.seen is None:
-        return Solved(pairs, query, keys, kept, None)
-    own = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand(pairs.shape)
-    right = torch.cat((matrices.seen, own), -1)
+        return Solved(pairs, query, keys, leaving, None)
+    identity = torch.eye(pairs.shape[-1], dtype=pairs.dtype, device=pairs.device).expand(pairs.shape)
+    right = torch.cat((matrices.seen, identity), -1)
     solved = torch.linalg.solve_triangular(matrices.lower, right, upper=False, unitriangular=True)
-    seen, inverse = solved.split((query.shape[-1], pairs.shape[-1]), -1)
+    taken, inverse = solved.split((query.shape[-1], pairs.shape[-1]), -1)
     moves = []
-    for key, weights in zip(keys, [None] if kept is None else kept, strict=True):
+    for key, weights in zip(keys, [None] if leaving is None else leaving, strict=True):
         one_each = key.new_ones(1, 1) if weights is None else weights
         diagonal = one_each.mT.expand(*key.shape[:2], -1, key.shape[-1]).diag_embed()  # [b, P, P]
-        moves.append(diagonal.transpose(-3, -2).flatten(-2) - key.mT @ seen)
+        moves.append(diagonal.transpose(-3, -2).flatten(-2) - key.mT @ taken)
     return Solved(
-        query=query - pairs @ seen,
+        query=query - pairs @ taken,
         pairs=pairs @ inverse,
         keys=[inverse.mT @ key for key in keys],
-        kept=kept,
+        leaving=leaving,
         moves=moves,
     )
 
 
 def _in_blocks(
-    config: MemoryConfig, held: tuple[Tensor, ...], initial: Tensor, scale: Tensor, places: Places, tokens: Tokens
+    config: MemoryConfig, carried: tuple[Tensor, ...], initial: Tensor, scale: Tensor, places: Places, tokens: Tokens
 ) -> Tensors:
     (_, length, levels), width = scale.shape, tokens.v.shape[-1]
     size = min(length, CHUNK if tokens.retain.dim() == 2 else CHANNEL_CHUNK)
@@ -348,10 +345,10 @@ def _in_blocks(
     became = level_of(read ^ first.unsqueeze(-1), levels).unsqueeze(-1)
     became = torch.maximum(became, torch.arange(low, levels, device=became.device))
     y = (solved.pairs * weights.gather(-1, pairs)) @ chunks.v
-    states = [moved_on(item.permute(0, 3, 1, 2), entering[0], 2)[:, :, low:].flatten(2) for item in held]
+    states = [moved_on(item.permute(0, 3, 1, 2), entering[0], 2)[:, :, low:].flatten(2) for item in carried]
     start = None if tokens.reset is None else _oldest(initial, levels).permute(0, 3, 1, 2)[:, :, low:].flatten(2)
     news = _news(solved, chunks.v, level_of(then.unsqueeze(-1) ^ wrote, levels), levels, low)
-    moves, kept = _by_block(solved.moves), _by_block(solved.kept)
+    moves, leaving = _by_block(solved.moves), _by_block(solved.leaving)
     bases: list[Tensor] = []
     for at, (new, age) in enumerate(zip(news, level_of(then ^ first, levels), strict=True)):
         base = states if start is None else [*states, start]
@@ -359,11 +356,11 @@ def _in_blocks(
         bases.append(side)
         if moves is not None:
             states = [move @ side for move in moves[at]]
-        elif kept is not None:
-            states = [_kept(weights, base) for weights in kept[at]]
+        elif leaving is not None:
+            states = [_weighted_sum(weights, base) for weights in leaving[at]]
         below = 0 if at + 1 == len(read) else low
-        whole_levels = [pad(item.unflatten(-1, (-1, width)), (0, 0, low - below, 0)) for item in states]
-        states = [moved_on(item, age - below, 2).flatten(2) + own for item, own in zip(whole_levels, new, strict=True)]
+        padded = [pad(item.unflatten(-1, (-1, width)), (0, 0, low - below, 0)) for item in states]
+        states = [moved_on(item, age - below, 2).flatten(2) + write for item, write in zip(padded, new, strict=True)]
     answers = (solved.query @ torch.stack(bases)).unflatten(-1, (-1, width))
     y = y + (weights.gather(-1, became).unsqueeze(-1) * answers).sum(-2)
     y = y.transpose(0, 1).flatten(1, 2)[:, :length]
@@ -378,22 +375,22 @@ def _empty(entering: Tensor) -> int:
     return int(entering.min())
 
 
-def _news(solved: Solved, v: Tensor, held: Tensor, levels: int, low: int) -> list[tuple[Tensor, ...]]:
+def _news(solved: Solved, v: Tensor, index: Tensor, levels: int, low: int) -> list[tuple[Tensor, ...]]:
     """Additions of each block's tokens to M, and S, `[N, P, L V]`, in the levels in which they lie after it: without
     the `low` first levels except after the last block."""
-    found = []
+    additions = []
     for part, least in ((slice(0, -1), low), (slice(-1, None), 0)):
-        own = one_hot((held[part] - least).clamp(min=0), levels - least).to(v.dtype)
-        rows = (own.unsqueeze(-1) * v[part].unsqueeze(-2)).flatten(-2)
-        found += list(zip(*[(key[part].mT @ rows).unbind(0) for key in solved.keys], strict=True))
-    return found
+        hot = one_hot((index[part] - least).clamp(min=0), levels - least).to(v.dtype)
+        rows = (hot.unsqueeze(-1) * v[part].unsqueeze(-2)).flatten(-2)
+        additions += list(zip(*[(key[part].mT @ rows).unbind(0) for key in solved.keys], strict=True))
+    return additions
 
 
 def _by_block(of_states: list[Tensor] | None) -> list[tuple[Tensor, ...]] | None:
     return None if of_states is None else list(zip(*[item.unbind(0) for item in of_states], strict=True))
 
 
-def _kept(weights: Tensor, states: list[Tensor]) -> Tensor:
+def _weighted_sum(weights: Tensor, states: list[Tensor]) -> Tensor:
     """The sum of states `[N, P, L V]` with weights `[N, 1 or P, b]`."""
     first, *rest = (weight * state for weight, state in zip(weights.split(1, -1), states, strict=True))
     return sum(rest, first)

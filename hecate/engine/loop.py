@@ -88,18 +88,18 @@ def in_segments(
     end = begin + len(initial)
 
     def segment(run: Run, *inputs: Tensor, first: int) -> Tensors:
-        own = [inputs[at : at + width] for at in range(end, len(inputs), width)]
-        y, new = program(own, carry.rebuilt(inputs[:begin]), inputs[begin:end], run, first)
+        spans = [inputs[at : at + width] for at in range(end, len(inputs), width)]
+        y, new = program(spans, carry.rebuilt(inputs[:begin]), inputs[begin:end], run, first)
         return y, *new.flat
 
     outputs: list[Tensor] = []
     flat = carry.flat
     for first in range(0, len(rows), each):
         block = checkpoint("segment", partial(segment, first=first), keep=keep)
-        given = chain.from_iterable(rows[first : first + each])
-        y, *left = several(run(block, *flat, *initial, *given, label=f"segment {first // each}"))
+        tensors = chain.from_iterable(rows[first : first + each])
+        y, *last = several(run(block, *flat, *initial, *tensors, label=f"segment {first // each}"))
         outputs.append(y)
-        flat = tuple(left)
+        flat = tuple(last)
     return one(run(CONCAT, *outputs, label="outputs")), carry.rebuilt(flat)
 
 
@@ -127,8 +127,8 @@ def _segment(
     weights: Memory | None = None
     for t in range(tokens.v.shape[1]):
         token = Tokens(*(None if column is None else column[t] for column in columns))  # type: ignore[arg-type]
-        own = labelled(run, f"token {first + t}")
-        y, carry, weights = token_step(config, token, carry, initial, run=own, blocks=blocks, weights=weights)
+        token_run = labelled(run, f"token {first + t}")
+        y, carry, weights = token_step(config, token, carry, initial, run=token_run, blocks=blocks, weights=weights)
         outputs.append(y)
     return one(run(STACK, *outputs, label="outputs")), carry
 
@@ -163,16 +163,16 @@ def token_step(
         token = token._replace(retain=one(run(CELLS, token.retain, token.retain_value)), retain_value=None)
     before = carry
     at: Memory | None = None  # where the gradient is taken, if not at the memory itself
-    anchor, kept = carry.memory, token.retain
+    anchor, decay = carry.memory, token.retain
     if carry.pending_retain:  # the product of the chunk's retain gates
-        kept = one(run(_MULTIPLY, carry.pending_retain[0], kept))
+        decay = one(run(MULTIPLY, carry.pending_retain[0], decay))
     if config.frozen_gradients:
         # The memory that a chunk finds is its anchor: where its gradients are taken.
         opens = carry.position == 0
         anchor = per_weight(run, SELECT, (opens,) * len(anchor), carry.memory, carry.anchor)
         carry = carry._replace(anchor=anchor)
     if config.decay_order == "before_gradient":
-        at = linked(regained(config, config.rule.decayed(anchor, kept, run=run), initial, kept, run))
+        at = linked(regained(config, config.rule.decayed(anchor, decay, run=run), initial, decay, run))
     elif config.frozen_gradients:
         at = linked(anchor)
     borders = config.retention.links != "token"
@@ -184,21 +184,21 @@ def token_step(
     if config.blocks:
         token, carry = normalised(config, token, carry, at or carry.memory, run)
     commit = _commit_chunk if config.commit == "chunk" else partial(_commit_token, write)
-    carry = commit(config, token, carry, at, kept, initial, run)
+    carry = commit(config, token, carry, at, decay, initial, run)
     # A masked token was run like any other, and all that it did is thrown away.
     if token.write is not None:
         carry = select(token.write, carry, before, run)
     late = config.read == "after"
     if borders:
-        seen = _in_chunk(config, token, opened, carry if late else opened, at or (), kept, late, run)
-        return one(run(read, token.phi_q, *seen)), carry, None
+        weights = _in_chunk(config, token, opened, carry if late else opened, at or (), decay, late, run)
+        return one(run(read, token.phi_q, *weights)), carry, None
     weights = linked(carry.memory) if late or weights is None else weights
     y = one(run(read, token.phi_q, *weights))
     return y, carry, weights if late else None
 
 
 def _in_chunk(
-    config: MemoryConfig, token: Tokens, opened: Carry, seen: Carry, weights: Memory, kept: Tensor, late: bool, run: Run
+    config: MemoryConfig, token: Tokens, opened: Carry, new: Carry, weights: Memory, decay: Tensor, late: bool, run: Run
 ) -> Memory:
     """The weights that answer a token where the link is taken at the chunk's start: `weights`, or what has become of
     them. `opened` is the carry before the token, its anchor the chunk's."""
@@ -206,10 +206,10 @@ def _in_chunk(
         return weights
     (before,) = opened.pending_retain
     if not late:
-        kept = before
+        decay = before
     elif token.write is not None:
-        kept = one(run(SELECT, token.write, kept, before))
-    return config.rule.moved(seen.memory, opened.anchor, weights, kept, run=run)
+        decay = one(run(SELECT, token.write, decay, before))
+    return config.rule.moved(new.memory, opened.anchor, weights, decay, run=run)
 
 
 def regained(config: MemoryConfig, memory: Memory, initial: Memory, retain: Tensor, run: Run) -> Memory:
@@ -225,7 +225,7 @@ def normalised(config: MemoryConfig, token: Tokens, carry: Carry, at: Memory, ru
     p = one(run(_ROW, token.phi_k))
     keys = carry.keys[0] if carry.keys else p[:, :0]
     c = one(run(lengths(config.structure.graph(), config.blocks), p, None, keys, *at))
-    lr = one(run(_MULTIPLY, token.lr, one(run(_ONLY, c))))
+    lr = one(run(MULTIPLY, token.lr, one(run(_ONLY, c))))
     if carry.keys:
         carry = carry._replace(keys=several(run(KEYS, keys, p, None)))
     return token._replace(lr=lr), carry
@@ -237,17 +237,17 @@ def _commit_token(
     token: Tokens,
     carry: Carry,
     at: Memory | None,
-    kept: Tensor,
+    decay: Tensor,
     initial: Memory,
     run: Run,
 ) -> Carry:
-    gates, given = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)  # type: ignore[arg-type]
+    gates, pair = TokenGates(*token[VECTORS:NUMBERS]), (token.phi_k, token.v)  # type: ignore[arg-type]
     if block is not None and token.phi_w is None and token.retain.dim() < 3:
-        new = several(run(block, *gates, *given, *carry.memory, *carry.slots, *(at or ())))
+        new = several(run(block, *gates, *pair, *carry.memory, *carry.slots, *(at or ())))
         memory, slots = new[: len(carry.memory)], new[len(carry.memory) :]
     else:
         memory, slots = config.rule.write(
-            carry.memory, carry.slots, *given, gates, phi_w=token.phi_w, weights=at, run=run
+            carry.memory, carry.slots, *pair, gates, phi_w=token.phi_w, weights=at, run=run
         )
     carry = carry._replace(memory=regained(config, memory, initial, token.retain, run), slots=slots)
     if config.chunk == 1:
@@ -255,20 +255,20 @@ def _commit_token(
     position = (carry.position + 1) % config.chunk
     if carry.pending_retain:
         # A chunk's retain gates multiply up from 1.
-        left = one(run(SELECT, position == 0, torch.ones_like(kept), kept))
-        carry = carry._replace(pending_retain=(left,))
+        product = one(run(SELECT, position == 0, torch.ones_like(decay), decay))
+        carry = carry._replace(pending_retain=(product,))
     return carry._replace(position=position)
 
 
 def _commit_chunk(
-    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, kept: Tensor, initial: Memory, run: Run
+    config: MemoryConfig, token: Tokens, carry: Carry, at: Memory | None, decay: Tensor, initial: Memory, run: Run
 ) -> Carry:
-    own = Token(token.phi_k, token.v, token.lr, token.phi_w)
-    grads, slots = config.rule.descended(at or carry.memory, own, carry.slots, run=run)
+    pair = Token(token.phi_k, token.v, token.lr, token.phi_w)
+    grads, slots = config.rule.descended(at or carry.memory, pair, carry.slots, run=run)
     rates = rates_of(token.lr, 1, len(grads), run)
     pending = per_weight(run, _ACCUMULATE, carry.pending, rates, grads)
     position = (carry.position + 1) % config.chunk
-    waiting = carry._replace(slots=slots, pending=pending, pending_retain=(kept,), position=position)
+    waiting = carry._replace(slots=slots, pending=pending, pending_retain=(decay,), position=position)
     if run is execute and not torch.is_grad_enabled() and can_inspect(position, free=True) and position.all():
         return waiting  # which the step would leave as it is
     committed = committed_chunk(config, waiting, initial, token.momentum, run)
@@ -277,12 +277,12 @@ def _commit_chunk(
 
 def committed_chunk(config: MemoryConfig, carry: Carry, initial: Memory, momentum: Tensor, run: Run) -> Carry:
     """The carry after the one step on a chunk's sum, with the momentum gate of its last token."""
-    (kept,) = carry.pending_retain
-    gates = TokenGates(torch.ones_like(momentum), kept, momentum)
+    (decay,) = carry.pending_retain
+    gates = TokenGates(torch.ones_like(momentum), decay, momentum)
     memory, slots = config.rule.apply(carry.memory, carry.slots, carry.pending, gates, run=run)
-    memory = regained(config, memory, initial, kept, run)
+    memory = regained(config, memory, initial, decay, run)
     pending = tuple(torch.zeros_like(total) for total in carry.pending)
-    return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(kept),))
+    return carry._replace(memory=memory, slots=slots, pending=pending, pending_retain=(torch.ones_like(decay),))
 
 
 def select(mask: Tensor, yes: Carry, no: Carry, run: Run) -> Carry:
@@ -329,4 +329,4 @@ _REGAINED = formula_block(
 )
 _ROW = linear_block("token.row", lambda x: x.unsqueeze(1), lambda g: g.squeeze(1))
 _ONLY = linear_block("token.only", lambda x: x.squeeze(1), lambda g: g.unsqueeze(1))
-_MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))
+MULTIPLY = formula_block("multiply", torch.mul, lambda a, b, g: (g * b, g * a))

@@ -54,17 +54,17 @@ def naive(
     def linked(x: Memory) -> Memory:
         return tuple(retention.weights(weight) for weight in x)
 
-    def seen(x: Memory, anchor: Memory, kept: Tensor) -> Memory:
+    def read_weights(x: Memory, anchor: Memory, decay: Tensor) -> Memory:
         if retention.links == "token":
             return linked(x)
         w = linked(anchor)
-        return w if retention.links == "chunk" else config.rule.moved(x, anchor, w, kept)
+        return w if retention.links == "chunk" else config.rule.moved(x, anchor, w, decay)
 
     def stepped(x: Memory, s: list[Memory], g: Memory, *gates: Tensor) -> tuple[Memory, list[Memory]]:
         lr, retain, momentum = gates
         new = [algorithm.direction(gi, lr, momentum, *si) for gi, si in zip(g, s, strict=True)]
-        kept = tuple(retention.step(xi, d, retain) for xi, (d, *_) in zip(x, new, strict=True))
-        return regained(kept, retain), [si[1:] for si in new]
+        moved = tuple(retention.step(xi, d, retain) for xi, (d, *_) in zip(x, new, strict=True))
+        return regained(moved, retain), [si[1:] for si in new]
 
     def regained(x: Memory, retain: Tensor) -> Memory:
         if not retention.anchored:
@@ -86,10 +86,10 @@ def naive(
         if retain_value is not None:
             retain = retain_value[:, t, :, None] * retain.reshape(len(retain), 1, -1)
         if t % config.chunk == 0:
-            anchor, kept, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
-        before, old, at, kept = x, kept, anchor, kept * retain
+            anchor, decay, total = x, torch.ones_like(retain), tuple(torch.zeros_like(weight) for weight in x)
+        before, old, at, decay = x, decay, anchor, decay * retain
         if config.decay_order == "before_gradient":
-            at = regained(tuple(retention.step(weight, torch.zeros_like(weight), kept) for weight in anchor), kept)
+            at = regained(tuple(retention.step(weight, torch.zeros_like(weight), decay) for weight in anchor), decay)
         w = linked(at)
         if config.blocks:  # of the last keys, as many as a chunk has or `BLOCK`, and this one
             near = phi_k[:, max(0, t + 1 - min(config.chunk, BLOCK)) : t + 1]
@@ -101,7 +101,7 @@ def naive(
         elif algorithm.takes_any_gradient():  # d ell / d W, unless the structure names another
             g, _ = structure.gradient(bias.block(), w, p, target)
         else:  # it chooses another, by what it remembers
-            slots = [slot for own in s for slot in own]
+            slots = [slot for group in s for slot in group]
             g, carried = config.rule.descended(w, Token(p, target, lr), (*slots, *context))
             context = carried[len(slots) :]
         if config.commit == "token":
@@ -110,7 +110,7 @@ def naive(
             each = lr.unbind(-1) if lr.dim() > 1 else (lr,) * len(g)
             total = tuple(so_far + over(rate, gi) * gi for so_far, rate, gi in zip(total, each, g, strict=True))
             if (t + 1) % config.chunk == 0:
-                x, s = stepped(x, s, total, torch.ones_like(momentum), kept, momentum)
-        answers = seen(x, anchor, kept) if config.read == "after" else seen(before, anchor, old)
+                x, s = stepped(x, s, total, torch.ones_like(momentum), decay, momentum)
+        answers = read_weights(x, anchor, decay) if config.read == "after" else read_weights(before, anchor, old)
         outputs.append(structure.read(answers, q).unsqueeze(1))
     return torch.cat(outputs, 1), x

@@ -110,12 +110,9 @@ def _finite_writes(call: Call) -> Tensor:
 
 def _finite(carries: list[Carry]) -> Tensor:
     """`[N]`: whether all states of a memory are finite."""
-    return _finite_rows([item for carry in carries for item in carry.flat if item.is_floating_point()])
-
-
-def _finite_rows(items: list[Tensor]) -> Tensor:
-    flat = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
-    return torch.stack([torch.isfinite(item).all(1) for item in flat]).all(0)
+    items = [item for carry in carries for item in carry.flat if item.is_floating_point()]
+    rows = (item.flatten(1) if item.dim() > 1 else item.unsqueeze(1) for item in items)
+    return torch.stack([torch.isfinite(row).all(1) for row in rows]).all(0)
 
 
 @torch.no_grad()
@@ -135,13 +132,13 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
         read, *sums = answers
         if sums:
             read = quotient(call.config, read, sums[0], execute, least)
-        kept, told = _finite([memory.carry for memory in memories]), torch.isfinite(read.to(y.dtype)).all(1)
-        broken = (~(kept & told)).nonzero()
+        finite = _finite([memory.carry for memory in memories])
+        broken = (~(finite & torch.isfinite(read.to(y.dtype)).all(1))).nonzero()
         if broken.numel():
             row, token = int(broken[0]), memories[0].token(t)
             place = f"batch row {row // y.shape[2]}, head {row % y.shape[2]}, token {t}"
             step = _step_of(call.config, token, row)
-            if not bool(kept[row]):
+            if not bool(finite[row]):
                 raise NonFiniteError(f"memory {name!r} became non-finite at {place}: {step}")
             reason = "the query or its features overflow"
             if bool(torch.isfinite(token.phi_q[row]).all()):
@@ -182,8 +179,8 @@ def _largest(item: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(item, math.inf, dim) if item.shape[dim] else item.sum(dim)
 
 
-def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, found: Tensor) -> None:
-    if math.isfinite(found.item()):
+def _raise_late(name: str, shape: tuple[int, ...], sizes: Tensor, largest: Tensor) -> None:
+    if math.isfinite(largest.item()):
         return
     batch, length, heads = shape
     bad = ~sizes.isfinite().cpu()
@@ -210,11 +207,11 @@ def watch_cotangents(name: str, y: Tensor, state: MemoryState, traced: bool) -> 
     CPU, and where values may steer. One that is not finite is named, not spread. [ENG-FINITE-V1]"""
     if traced or waits(y) or late.HELD:
         return
-    held = {"outputs": y}
+    tensors = {"outputs": y}
     for field in ("memory", "slots"):
         for key, item in getattr(state, field).items():
-            held[f"state.{field}[{key!r}]"] = item
-    for block, item in held.items():
+            tensors[f"state.{field}[{key!r}]"] = item
+    for block, item in tensors.items():
         if item.grad_fn is not None:
             item.grad_fn.register_prehook(partial(_look, name, block, item.output_nr))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hecate.engine import nonfinite
 from hecate.engine.arguments import Named, check_params, retain_per_head
-from hecate.engine.call import GENERAL, carry_of, keep, looks_in, named_state
+from hecate.engine.call import DEFAULTS, GENERAL, NO_PARAMS, NUMERIC, carry_of, keep, looks_in, named_state
 from hecate.engine.engine import apart, loops
 from hecate.engine.features import L2_NORM, SUM_NORM, levelled, quotient, stepped
 from hecate.engine.loop import CELLS, blocks_of, token_step
@@ -36,8 +36,6 @@ TokenStep = Callable[..., tuple[Tensor, MemoryState]]  # (phi_k, phi_q, v, lr, r
 
 FEW = 16
 WINDOW = 5  # tokens that go one by one, measured: an engine takes the time of 6.8 for 2 to 16 of a linear memory
-_DEFAULTS, _NO_PARAMS = Gates(), Params(learned={}, frozen={})
-_NUMBERS = (float, int)
 
 
 class Unfit(Exception):
@@ -55,9 +53,9 @@ def looks_of(
     if type(gates) is not Gates or type(state) is not MemoryState or is_traced():
         return None
     lr, retain, momentum, erase, write, value, floor, ridge, mix = gates
-    *fields, normalizer, seen, readout = state
+    *fields, normalizer, count, readout = state
     tensors: list[Any] = [q, k, v]
-    every: tuple[Any, ...] = (lr, retain, momentum, initial, *fields, seen, readout, *(normalizer or ()))
+    every: tuple[Any, ...] = (lr, retain, momentum, initial, *fields, count, readout, *(normalizer or ()))
     if not erase is write is value is floor is ridge is mix is None:
         every += gates[3:]
     looks = looks_in(every, tensors)
@@ -74,7 +72,7 @@ def short_way(
     where it is unfit. `squashed` says that retain and momentum lie in [0, 1] and lr above, or are NaN."""
     if state is None or not isinstance(config, MemoryConfig):
         return None
-    gates = _DEFAULTS if gates is None else gates
+    gates = DEFAULTS if gates is None else gates
     program = config.programs.get(looks_of(q, k, v, gates, state, params, initial))
     try:
         return None if program is None else program(q, k, v, gates, state, params, initial, name, squashed)
@@ -90,23 +88,23 @@ def keep_program(
     state."""
     if not _has_programs(config) or k.is_meta or not q.numel() or not v.numel():
         return
-    gates, programs = _DEFAULTS if gates is None else gates, config.programs
-    looks, kept = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
+    gates, programs = DEFAULTS if gates is None else gates, config.programs
+    looks, product = looks_of(q, k, v, gates, state, params, initial), state.pending.get("retain")
     channels = isinstance(gates.retain, Tensor) and gates.retain.dim() == k.dim()
     # No program of a chunk that goes on with retain of another width.
-    if looks is not None and looks not in programs and (kept is None or (kept.dim() > 2) == channels):
+    if looks is not None and looks not in programs and (product is None or (product.dim() > 2) == channels):
         keep(programs, looks, OneToken(config.validated(), q, k, v, gates, state, channels))
 
 
 def _has_programs(config: MemoryConfig) -> bool:
-    own = config.writes == 1 and not config.forms.transposed and config.readout.plain
+    plain = config.writes == 1 and not config.forms.transposed and config.readout.plain
     exact = not torch.compiler.is_compiling() and STEADY.get()  # `steady`, without a frame
-    return own and config.on_nonfinite != "skip" and (not exact or loops(config))
+    return plain and config.on_nonfinite != "skip" and (not exact or loops(config))
 
 
 def one_by_one(
     scan: Callable[..., tuple[Tensor, MemoryState]], config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor,
-    gates: Gates | None, state: MemoryState, **given: Any,
+    gates: Gates | None, state: MemoryState, **options: Any,
 ) -> tuple[Tensor, MemoryState] | None:  # fmt: skip
     """Two to `WINDOW` tokens that go on from a state, each by `scan`: faster than any engine is under way, and with the
     bits of single tokens. None where there are no programs, or anything is wrong, which the whole call has to say."""
@@ -121,15 +119,15 @@ def one_by_one(
         return None
 
     def at(t: int) -> tuple[Tensor, Tensor, Tensor, Gates]:
-        own: Any = [gate[:, t : t + 1] if isinstance(gate, Tensor) else gate for gate in gates or _DEFAULTS]
-        return q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], Gates(*own)
+        rows: Any = [gate[:, t : t + 1] if isinstance(gate, Tensor) else gate for gate in gates or DEFAULTS]
+        return q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], Gates(*rows)
 
-    if looks_of(*at(0), state, given["phi_params"], given["initial"]) is None:
+    if looks_of(*at(0), state, options["phi_params"], options["initial"]) is None:
         return None
     outputs = []
     try:
         for t in tokens:
-            y, state = scan(config, *at(t), state=state, **given)
+            y, state = scan(config, *at(t), state=state, **options)
             outputs.append(y)
     except HecateError:
         return None
@@ -172,8 +170,8 @@ class OneToken:
         self.steps = [how(config)]
         if config.normalizer != "none":
             self.steps.append(how(config.counting) if direct else _general(config.counting))
-        told = direct and (config.forms.error or config.forms.target)  # a bias of unknown form may differentiate
-        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if told else nullcontext
+        known = direct and (config.forms.error or config.forms.target)  # a bias of unknown form may differentiate
+        self.context: Callable[[], AbstractContextManager[Any]] = below_autograd if known else nullcontext
         # A direct step adds what is not finite in gates and slots to its memory.
         self.tells, self.summed = direct and self.watches, 1 if direct else 4
         defaults = config.forms.defaults
@@ -188,8 +186,8 @@ class OneToken:
                 every = retain_per_head(config, (batch, heads), k).to(self.dtype)
                 self.numbers[1] = every.reshape(self.shapes[1]).contiguous()
             self.factors = {
-                name: torch.full((batch * heads,), given, dtype=wide, device=k.device).to(self.dtype).view(*self.row)
-                for name, given in gates._asdict().items() if name in GENERAL and type(given) in _NUMBERS
+                name: torch.full((batch * heads,), number, dtype=wide, device=k.device).to(self.dtype).view(*self.row)
+                for name, number in gates._asdict().items() if name in GENERAL and type(number) in NUMERIC
             }  # fmt: skip
 
     def __call__(
@@ -243,11 +241,11 @@ class OneToken:
                 raise Unfit
         return y, new
 
-    def gate(self, index: int, given: Any, squashed: bool) -> Tensor:
+    def gate(self, index: int, gate: Any, squashed: bool) -> Tensor:
         """A gate in the state's dtype and in the shape that the step takes."""
         if self.inspects and not (squashed and self.tells):
-            expect_within(given, 0, self.tops[index])
-        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.shapes[index])
+            expect_within(gate, 0, self.tops[index])
+        return (gate if gate.dtype == self.dtype else gate.to(self.dtype)).reshape(*self.shapes[index])
 
     def start(self, initial: Named | None, state: MemoryState) -> tuple[Tensor, ...]:
         """The weights `[N, ...]` that the memory goes back to."""
@@ -257,43 +255,42 @@ class OneToken:
             initial = starts(
                 self.config.structure, *shapes, heads=heads, dtype=self.dtype, device=state.position.device
             )
-        own = [initial[name].to(self.dtype) for name in state.memory]
-        ranks = [item.dim() for item in state.memory.values()]
-        return tuple([x.expand(batch, *x.shape[-rank + 1 :]).flatten(0, 1) for x, rank in zip(own, ranks, strict=True)])
+        pairs = [(initial[name].to(self.dtype), weight.dim()) for name, weight in state.memory.items()]
+        return tuple([x.expand(batch, *x.shape[-rank + 1 :]).flatten(0, 1) for x, rank in pairs])
 
     def gated(self, token: tuple[Any, ...], gates: Gates) -> tuple[Any, ...]:
         """The token with the keys that it erases and writes with, and its retain_value: as `to_tokens` has them."""
-        phi_k, given = token[0], zip(GENERAL[:3], gates[3:6], strict=True)
-        erase, write, kept = [None if gate is None else self.factor(name, gate) for name, gate in given]
+        phi_k, pairs = token[0], zip(GENERAL[:3], gates[3:6], strict=True)
+        erase, write, decay = [None if gate is None else self.factor(name, gate) for name, gate in pairs]
         erased = phi_k if erase is None else phi_k * erase
         written = phi_k if write is None else phi_k * write
         if self.config.forms.target:
-            return (written, *token[1:]) if kept is None else (written, *token[1:], None, None, None, kept)
-        return erased, *token[1:], None, None, None if written is erased else written, kept
+            return (written, *token[1:]) if decay is None else (written, *token[1:], None, None, None, decay)
+        return erased, *token[1:], None, None, None if written is erased else written, decay
 
-    def factor(self, name: str, given: Any) -> Tensor:
+    def factor(self, name: str, gate: Any) -> Tensor:
         """erase, write, retain_value or floor of every memory as a row."""
         if name in self.factors:
             return self.factors[name]
         if self.inspects and name not in ("erase", "write"):
-            expect_within(given, 0, 1.0 if name == "retain_value" else math.inf)
-        return (given if given.dtype == self.dtype else given.to(self.dtype)).reshape(*self.row)
+            expect_within(gate, 0, 1.0 if name == "retain_value" else math.inf)
+        return (gate if gate.dtype == self.dtype else gate.to(self.dtype)).reshape(*self.row)
 
     def features_of(self, q: Tensor, k: Tensor, state: MemoryState, params: Params | None) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k) after key_norm and query_scale."""
-        config, own = self.config, _NO_PARAMS
+        config, phi = self.config, NO_PARAMS
         if self.lifts:
             q, k = q.unsqueeze(1), k.unsqueeze(1)
         if params is not None:
-            own = check_params(config.feature_map, params, k if k.dim() == 4 else k.unsqueeze(1))
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in own["learned"].values()):
+            phi = check_params(config.feature_map, params, k if k.dim() == 4 else k.unsqueeze(1))
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in phi["learned"].values()):
                 raise Unfit
         if state.seen is not None:
-            own = {**own, "position": state.seen[:, None, None]}
+            phi = {**phi, "position": state.seen[:, None, None]}
         if self.casts:
             q, k = q.to(self.dtype), k.to(self.dtype)
-        phi_k, _ = config.feature_map.forward(k, own)
-        phi_q, _ = config.feature_map.forward(q, own)
+        phi_k, _ = config.feature_map.forward(k, phi)
+        phi_q, _ = config.feature_map.forward(q, phi)
         if config.key_norm == "none":
             phi_q, phi_k = phi_q.reshape(*self.features).contiguous(), phi_k.reshape(*self.features).contiguous()
         elif phi_q.stride(-1) != 1 or phi_k.stride(-1) != 1:
@@ -371,12 +368,12 @@ def token_form(config: MemoryConfig) -> TokenForm | None:
     if token_form not in known:
         plain = config.writes == 1 and config.readout.plain and not (config.forms.transposed or config.by_key)
         plain = plain and config.forms.identity and config.normalizer == "none" and config.key_norm != "sum"
-        own = plain and config.on_nonfinite != "skip" and (config.forms.error or config.forms.target)
+        fits = plain and config.on_nonfinite != "skip" and (config.forms.error or config.forms.target)
         early, after = config.decay_order == "before_gradient", config.read == "after"
         form = TokenForm(
             config.forms.target, early, after, config.retention.uses_retain, config.forms.dampens, config.chunk
         )
-        known[token_form] = form if own and (_is_direct(config) or _gathers(config)) else None
+        known[token_form] = form if fits and (_is_direct(config) or _gathers(config)) else None
     return known[token_form]
 
 
@@ -401,8 +398,8 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
     ) -> tuple[Tensor, MemoryState]:
         ((name, carried),) = state.memory.items()
         memory = carried.flatten(0, 1)
-        kept = retain * memory if decays and (early or not state.slots) else memory
-        at = kept if early else memory
+        decayed = retain * memory if decays and (early or not state.slots) else memory
+        at = decayed if early else memory
         u = grad(v if blind else torch.bmm(k, at.mT), v)
         d = (u if full else lr * u).mT
         slots = {}
@@ -412,7 +409,7 @@ def _direct(config: MemoryConfig, given_lr: Any) -> TokenStep:
             slots[slot] = moved.view_as(old)
             new = torch.addcmul(moved, retain, memory) if decays else moved + memory
         else:
-            new = torch.addcmul(kept, d, k, value=-1)
+            new = torch.addcmul(decayed, d, k, value=-1)
         y = torch.bmm(q, (new if late else memory).mT)
         return y, MemoryState({name: new.view_as(carried)}, slots, {}, {}, state.position)
 
@@ -424,12 +421,12 @@ def _keyed(config: MemoryConfig) -> TokenStep:
     structure, bias, retention, algorithm = config.structure, config.bias, config.retention, config.algorithm
     late, early = config.read == "after", config.decay_order == "before_gradient"
 
-    def step(*given: Any) -> tuple[Tensor, MemoryState]:
-        k, q, v, lr, retain, momentum, _, _, written, kept, state = given
+    def step(*inputs: Any) -> tuple[Tensor, MemoryState]:
+        k, q, v, lr, retain, momentum, _, _, written, retain_value, state = inputs
         ((name, carried),) = state.memory.items()
         memory = carried.flatten(0, 1)
-        if kept is not None:
-            retain = one(execute(CELLS, retain, kept))
+        if retain_value is not None:
+            retain = one(execute(CELLS, retain, retain_value))
         at = (retention.step(memory, torch.zeros_like(memory), retain) if early else memory,)
         u = bias.grad(structure.predict(at, k), v)
         (g,) = structure.pullback(at, k if written is None else written, u)
@@ -446,8 +443,8 @@ def _general(config: MemoryConfig) -> TokenStep:
     """Any rule by the token loop's own step."""
     blocks = blocks_of(config)
 
-    def step(*given: Any) -> tuple[Tensor, MemoryState]:
-        *token, state = given
+    def step(*inputs: Any) -> tuple[Tensor, MemoryState]:
+        *token, state = inputs
         carry, fields = carry_of(state), len(Tokens._fields)
         start = token[fields] if len(token) > fields else ()
         y, new, _ = token_step(config, Tokens(*token[:fields]), carry, start, run=execute, blocks=blocks)

@@ -102,19 +102,19 @@ class Parallel(TokenEngine):
         """A decay of value channels that its one system for all of them cannot hold."""
         if "retain_value" not in plan.general or plan.config.forms.transposed:
             return None
-        config, own = plan.config, "a retain per value channel"
+        config, gate = plan.config, "a retain per value channel"
         if config.algorithm.uses_momentum:
-            return f"{own} decays the memory and not its momentum: no common factor of a block"
+            return f"{gate} decays the memory and not its momentum: no common factor of a block"
         if not (config.forms.error or config.forms.target):
-            return f"{own} scales errors, and bias {config.bias.kind!r} is not linear in them"
+            return f"{gate} scales errors, and bias {config.bias.kind!r} is not linear in them"
         if config.forms.error and config.decay_order == "with_step":
-            return f"{own} with decay_order='with_step' gives every value channel a system of its own"
-        kept = None if plan.steps is not None else plan.tensors.inputs.retain_value  # a sketch tells none
-        if kept is None or not can_inspect(kept, free=True):
-            return f"{own} may leave the range of numbers in a block, and nothing may look"
-        least = float(kept.detach().amin()) if kept.numel() else 1.0
+            return f"{gate} with decay_order='with_step' gives every value channel a system of its own"
+        retain = None if plan.steps is not None else plan.tensors.inputs.retain_value  # a sketch tells none
+        if retain is None or not can_inspect(retain, free=True):
+            return f"{gate} may leave the range of numbers in a block, and nothing may look"
+        least = float(retain.detach().amin()) if retain.numel() else 1.0
         if least**CHANNEL_CHUNK * reach(plan.dtype, 0.75) < 1:
-            return f"{own} of {least:.2g} leaves the range of {plan.dtype} within {CHANNEL_CHUNK} tokens"
+            return f"{gate} of {least:.2g} leaves the range of {plan.dtype} within {CHANNEL_CHUNK} tokens"
         return None
 
     def cost(self, plan: Plan) -> float:
@@ -158,18 +158,18 @@ def by_torch(config: MemoryConfig, like: Carry, engine: Scan | None = None) -> C
     states = 1 + len(like.slots)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        rest = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        blocks = rest.retain_value is None and not Engine.registry["parallel"].refuses(config)
+        tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
+        blocks = tokens.retain_value is None and not Engine.registry["parallel"].refuses(config)
         scan = engine or (parallel if blocks else sequential)
         memory, *slots = several(inputs[:states])
-        own = like._replace(memory=(memory,), slots=tuple(slots))
-        y, new = in_folds(scan, config, rest, own, several(inputs[states : states + 1]), run=execute)
+        carry = like._replace(memory=(memory,), slots=tuple(slots))
+        y, new = in_folds(scan, config, tokens, carry, several(inputs[states : states + 1]), run=execute)
         return y, *new.memory, *new.slots
 
     return plain
 
 
-def _named(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
+def _tokens_and_states(config: MemoryConfig, inputs: Tensors) -> tuple[Tokens, States]:
     memory, *slots = inputs[: 1 + len(config.algorithm.slots)]
     initial, *rest = inputs[1 + len(slots) :]
     tokens = Tokens(*rest)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _scan(
 ) -> tuple[Tensors, Tensors]:
     """Outputs and last states; if asked for, the record for `_scan_vjp`: per group the base states of its blocks and,
     where they are not the values themselves, its writes."""
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     record: list[Tensor] = []
     groups, block = _groups(tokens, size)
@@ -201,7 +201,7 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
     With D_t the products of retain_value since the block's start or the last reset, D^-1 M is a memory without that
     decay which is written with D^-1 v: one system for all value channels. [ENG-PAR-D5]
     """
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     for start in range(0, tokens.v.shape[1], CHANNEL_CHUNK):
         group = slice(start, min(start + CHANNEL_CHUNK, tokens.v.shape[1]))
@@ -222,16 +222,16 @@ def _scan_values(config: MemoryConfig, inputs: Tensors) -> Tensors:
 
 def _scan_keys(config: MemoryConfig, inputs: Tensors) -> Tensors:
     """Outputs and last states of a memory that is read by its transpose, recorded by autograd."""
-    tokens, states = _named(config, inputs)
+    tokens, states = _tokens_and_states(config, inputs)
     outputs: list[Tensor] = []
     groups, block = _groups(tokens, CHUNK)
     for group in groups:
         chunks = chunked(tokens, group, block)
-        found = states_of(config, chunks)
+        combined = states_of(config, chunks)
         # Reads by the memory itself are of no use: queries are as wide as what it predicts.
-        matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), found)
+        matrices = matrices_of(config, chunks._replace(phi_q=chunks.phi_k), combined)
         _, bases, writes, states = walk(config, matrices, chunks.v, states, by_hand=False)
-        y = transposed_reads(found[0] if config.read == "after" else found[1], chunks, bases, writes)
+        y = transposed_reads(combined[0] if config.read == "after" else combined[1], chunks, bases, writes)
         outputs.append(y.transpose(0, 1))
     y = torch.cat(outputs, 1).flatten(1, 2)[:, : tokens.v.shape[1]]
     return y, states.memory, *(() if states.slot is None else (states.slot,))
@@ -241,28 +241,28 @@ def _scan_vjp(
     config: MemoryConfig, size: int, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]
 ) -> Tensors:
     """Cotangents of all inputs."""
-    (tokens, states), (gy, gmemory, *gslots) = _named(config, inputs), cotangents
+    (tokens, states), (gy, gmemory, *gslots) = _tokens_and_states(config, inputs), cotangents
     initial = None if states.initial is None else torch.zeros_like(states.initial)
     later = States(gmemory, gslots[0] if gslots else None, initial)
     used = (True, True, True, *config.forms.gates, False, False, tokens.phi_w is not None, False)
     (groups, block), length = _groups(tokens, size), tokens.v.shape[1]
-    found = [
+    gtokens = [
         item.new_empty(len(item), -(-length // block), block, *item.shape[2:]) if item is not None and needed else None
         for item, needed in zip(tokens, used, strict=True)
     ]
-    kept = list(several(record))
+    stack = list(several(record))
     for group in reversed(groups):
         chunks = chunked(tokens, group, block)
-        writes = chunks.v if config.forms.target else kept.pop()
-        own, later = _group_vjp(config, chunks, one(in_blocks([gy], group, block)), kept.pop(), writes, later)
+        writes = chunks.v if config.forms.target else stack.pop()
+        shares, later = _group_vjp(config, chunks, one(in_blocks([gy], group, block)), stack.pop(), writes, later)
         first = group.start // block
-        for whole, share in zip(found, own, strict=True):
+        for whole, share in zip(gtokens, shares, strict=True):
             if whole is not None and share is not None:
                 whole[:, first : first + len(share)] = share.transpose(0, 1)
     slots = () if later.slot is None else (later.slot,)
-    for at, whole in enumerate(found):
-        found[at] = None if whole is None else whole.flatten(1, 2)[:, :length]
-    return (later.memory, *slots, later.initial, *found)
+    for at, whole in enumerate(gtokens):
+        gtokens[at] = None if whole is None else whole.flatten(1, 2)[:, :length]
+    return (later.memory, *slots, later.initial, *gtokens)
 
 
 def _group_vjp(
@@ -270,17 +270,17 @@ def _group_vjp(
 ) -> tuple[Tokens, States]:
     """Cotangents of a group's tokens and of the states that enter it."""
     with torch.enable_grad():
-        own = (*chunks[:NUMBERS], *([] if chunks.phi_w is None else [chunks.phi_w]))
-        leaves = [leaf.detach().requires_grad_() for leaf in own]  # type: ignore[union-attr]
+        tensors = (*chunks[:NUMBERS], *([] if chunks.phi_w is None else [chunks.phi_w]))
+        leaves = [leaf.detach().requires_grad_() for leaf in tensors]  # type: ignore[union-attr]
         phi_w = leaves[NUMBERS] if len(leaves) > NUMBERS else None
         matrices = matrices_of(config, Tokens(*leaves[:NUMBERS], *chunks[NUMBERS:])._replace(phi_w=phi_w))
     plain = Matrices(*[None if matrix is None else matrix.detach() for matrix in matrices])  # type: ignore[arg-type]
     cotangents, gv, later = walk_vjp(config, plain, chunks.v, bases, writes, gy, later)
     pairs = zip(matrices, cotangents, strict=True)
-    used, given = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
-    found = torch.autograd.grad(used, leaves, given, allow_unused=True)
-    own_phi_w = None if phi_w is None else found[NUMBERS]
-    return Tokens(*found[:NUMBERS])._replace(v=gv, phi_w=own_phi_w), later
+    used, gs = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
+    grads = torch.autograd.grad(used, leaves, gs, allow_unused=True)
+    gphi_w = None if phi_w is None else grads[NUMBERS]
+    return Tokens(*grads[:NUMBERS])._replace(v=gv, phi_w=gphi_w), later
 
 
 def _groups(tokens: Tokens, size: int) -> tuple[list[slice], int]:
@@ -331,16 +331,16 @@ def walk(
         return walk_linear(matrices, v, states)
     all_bases, all_writes = [], []
     for block, target in zip(_split(matrices), v.unbind(0), strict=True):
-        held = [*filter(torch.is_tensor, states)]
-        base = torch.cat(held, -1) if len(held) > 1 else held[0]
+        tensors = [*filter(torch.is_tensor, states)]
+        base = torch.cat(tensors, -1) if len(tensors) > 1 else tensors[0]
         writes = _writes(config, block, base, target, by_hand)
         all_bases.append(base)
         all_writes.append(writes)
-        memory = held[0]
+        memory = tensors[0]
         if block.leaving is not None:
             first, *rest = block.leaving.unsqueeze(1).unbind(-1)
             memory = first * memory
-            for weight, state in zip(rest, held[1:], strict=True):
+            for weight, state in zip(rest, tensors[1:], strict=True):
                 memory = torch.addcmul(memory, weight, state)
         memory = torch.baddbmm(memory, writes.mT, block.keys)
         slot = states.slot
@@ -377,7 +377,7 @@ def walk_vjp(
     for block, gw, gbase, at, target in reversed(list(blocks)):
         received.append(later)
         if block.seen is not None:
-            slope, gv = _writes_vjp(config, block, at, target, _pulled(gw, block, later))
+            slope, gv = _writes_vjp(config, block, at, target, _write_cotangents(gw, block, later))
             gbase = torch.baddbmm(gbase, slope.mT, block.seen)
             slopes.append(slope)
             values.append(gv)
@@ -388,7 +388,7 @@ def walk_vjp(
     cotangents = cotangents_of(matrices, bases, writes, gy, gpred, gmemory, gslot)
     if values:
         return cotangents, torch.stack(values[::-1]), later
-    return cotangents, _pulled(pulled, matrices, States(gmemory, gslot, None)), later
+    return cotangents, _write_cotangents(pulled, matrices, States(gmemory, gslot, None)), later
 
 
 def _split(matrices: Matrices) -> list[Matrices]:
@@ -414,7 +414,7 @@ def _earlier(block: Matrices, drawn: tuple[Tensor, ...], later: States) -> State
     return States(pulled[0], slot, initial)
 
 
-def _pulled(gw: Tensor, block: Matrices, later: States) -> Tensor:
+def _write_cotangents(gw: Tensor, block: Matrices, later: States) -> Tensor:
     """The cotangent of writes: what their own block drew of them and what the states after it."""
     gw = plus(gw, block.keys, later.memory.mT)
     if later.slot is not None and block.slot_keys is not None:
@@ -492,7 +492,7 @@ def _substituted(
     f: Callable[..., Tensor],
     coupling: Tensor,
     right: Tensor,
-    given: tuple[Tensor, ...],
+    fixed: tuple[Tensor, ...],
     tame: Callable[[Tensor], Tensor] | None = None,
     *,
     backwards: bool = False,
@@ -501,39 +501,39 @@ def _substituted(
 
     Where a look at values is free, all rows of a sub-block at once until they have settled; else row by row, which
     takes no look."""
-    length, late = right.shape[-2], waits(right) and not is_recorded((right, coupling, *given))
-    late = late and can_inspect(right) and not is_traced(right, coupling, *given)
-    found: list[Tensor] = []
+    length, late = right.shape[-2], waits(right) and not is_recorded((right, coupling, *fixed))
+    late = late and can_inspect(right) and not is_traced(right, coupling, *fixed)
+    solutions: list[Tensor] = []
     starts = range(0, length, SUB_BLOCK)
     for start in reversed(starts) if backwards else starts:
         stop = min(start + SUB_BLOCK, length)
         known = right.narrow(-2, start, stop - start)  # `...` has no rule for batched cotangents
-        if found:
+        if solutions:
             solved = slice(stop, None) if backwards else slice(None, start)
-            known = known - coupling[..., start:stop, solved] @ torch.cat(found, -2)
-        inside, own = coupling[..., start:stop, start:stop], [item[..., start:stop, :] for item in given]
-        x = f(known, *own) if not late else _by_row(f, inside, known, own, backwards)
+            known = known - coupling[..., start:stop, solved] @ torch.cat(solutions, -2)
+        inside, args = coupling[..., start:stop, start:stop], [item[..., start:stop, :] for item in fixed]
+        x = f(known, *args) if not late else _by_row(f, inside, known, args, backwards)
         for _ in range(1, 1 if late else stop - start):
-            before, x = x, f(known - inside @ (x if tame is None else tame(x)), *own)
+            before, x = x, f(known - inside @ (x if tame is None else tame(x)), *args)
             if _settled(before, x):
                 break
-        found.insert(0 if backwards else len(found), x)
-    return torch.cat(found, -2)
+        solutions.insert(0 if backwards else len(solutions), x)
+    return torch.cat(solutions, -2)
 
 
 def _by_row(
-    f: Callable[..., Tensor], coupling: Tensor, right: Tensor, given: Sequence[Tensor], backwards: bool
+    f: Callable[..., Tensor], coupling: Tensor, right: Tensor, fixed: Sequence[Tensor], backwards: bool
 ) -> Tensor:
     """The same of one sub-block: every row that is found is taken from those that wait for it."""
     size = right.shape[-2]
-    left, found = right.clone(), []
+    residual, rows = right.clone(), []
     for t in reversed(range(size)) if backwards else range(size):
         row, rest = slice(t, t + 1), slice(0, t) if backwards else slice(t + 1, size)
-        x = f(left[..., row, :], *(item[..., row, :] for item in given))
-        found.append(x)
+        x = f(residual[..., row, :], *(item[..., row, :] for item in fixed))
+        rows.append(x)
         if rest.start < rest.stop:
-            left[..., rest, :].addcmul_(coupling[..., rest, row], x, value=-1)
-    return torch.cat(found[::-1] if backwards else found, -2)
+            residual[..., rest, :].addcmul_(coupling[..., rest, row], x, value=-1)
+    return torch.cat(rows[::-1] if backwards else rows, -2)
 
 
 def _settled(before: Tensor, after: Tensor) -> bool:
@@ -583,8 +583,8 @@ def by_coordinate(
     gates = [one(of((gate,), *(channels if gate.dim() == 3 else scalars))) for gate in several(tokens[VECTORS:NUMBERS])]
     write, reset = (None if mask is None else mask.repeat_interleave(width, 0) for mask in (tokens.write, tokens.reset))
     phi_w = None if tokens.phi_w is None else one(of((tokens.phi_w,), *vectors))
-    own = Tokens(*of(tokens[:VECTORS], *vectors), *gates)._replace(write=write, reset=reset, phi_w=phi_w)
+    coordinates = Tokens(*of(tokens[:VECTORS], *vectors), *gates)._replace(write=write, reset=reset, phi_w=phi_w)
     memory, slots, first = (of(item, *weights) for item in (carry.memory, carry.slots, initial))
-    y, new = engine(config, own, carry._replace(memory=memory, slots=slots), first, run=run)
+    y, new = engine(config, coordinates, carry._replace(memory=memory, slots=slots), first, run=run)
     memory, slots = (of(item, *weights[::-1]) for item in (new.memory, new.slots))
     return one(of((y,), *vectors[::-1])), carry._replace(memory=memory, slots=slots)

@@ -55,30 +55,30 @@ def read_through(
     check_exact(config, how["engine"])
     gates = Gates() if gates is None else gates
     inputs = complete(config, q, k, v, gates, write_mask, reset_mask, cu_seqlens, going_on=state is not None)
-    held = _held(config, state, k)
-    dtype = state_dtype(config, q, k, v, held)
+    states = _readout_state(config, state, k)
+    dtype = state_dtype(config, q, k, v, states)
     params = check_params(config.feature_map, phi_params, k)
-    own = readout_gates(config, gates, inputs.k, inputs.retain, dtype, run)
+    readout = readout_gates(config, gates, inputs.k, inputs.retain, dtype, run)
     with full_precision((q, k, v)):
         # phi and norm are those of the memory: a readout turns what that would have been asked at.
         tokens = to_tokens(config, inputs._replace(write_gate=None), params, dtype, run)
-    held = {name: item.to(dtype) for name, item in held.items()}
+    states = {name: item.to(dtype) for name, item in states.items()}
     means = Means(run, _spans(run), _recalled(scan, config, inputs.write, inputs.reset, how), config.read == "after")
-    asked = Asked(tokens.phi_q, tokens.phi_k, tokens.lr, tokens.retain, own, inputs.write, inputs.reset)
+    asked = Asked(tokens.phi_q, tokens.phi_k, tokens.lr, tokens.retain, readout, inputs.write, inputs.reset)
     with full_precision((q, k, v)):
-        turned = config.readout.turned(asked, held, means)
+        turned = config.readout.turned(asked, states, means)
     decays = config.retention.uses_retain
-    given: dict[str, Any] = {"write_mask": inputs.write, "reset_mask": inputs.reset, "initial": initial}
-    given["state"] = None if state is None else state._replace(readout=None)
+    options: dict[str, Any] = {"write_mask": inputs.write, "reset_mask": inputs.reset, "initial": initial}
+    options["state"] = None if state is None else state._replace(readout=None)
     # What `to_tokens` has made is not made again: the direct config takes features as they come.
     plain = Gates(tokens.lr, turned.retain if decays else None)
-    y, new = scan(config.direct, turned.q, turned.k, v, plain, **given, **how)
+    y, new = scan(config.direct, turned.q, turned.k, v, plain, **options, **how)
     if y.dtype != v.dtype:
         y = one(run(cast(v.dtype), y, label="outputs"))
     return y, new._replace(readout=turned.held)
 
 
-def _held(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:
+def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:
     """State that the readout goes on from: zeros at the start."""
     batch, _, heads, width = k.shape
     shapes = config.readout.state_shapes(config.feature_map.output_dim(width))
@@ -95,14 +95,14 @@ def _held(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[st
 
 
 def _spans(run: Run) -> Callable[..., tuple[Tensor, Tensor]]:
-    def walked(block: Block, inputs: Sequence[Tensor | None], held: Tensor) -> tuple[Tensor, Tensor]:
+    def walked(block: Block, inputs: Sequence[Tensor | None], state: Tensor) -> tuple[Tensor, Tensor]:
         first = inputs[0]
         length = 0 if first is None else first.shape[1]
         outputs: list[Tensor] = []
         for row in cut(tuple(inputs), [min(SPAN, length - at) for at in range(0, length, SPAN)], run):
-            y, held = several(run(block, *row, held, label="readout"))
+            y, state = several(run(block, *row, state, label="readout"))
             outputs.append(y)
-        return (one(run(CONCAT, *outputs, label="readout")) if outputs else one((first,))), held
+        return (one(run(CONCAT, *outputs, label="readout")) if outputs else one((first,))), state
 
     return walked
 
@@ -110,9 +110,9 @@ def _spans(run: Run) -> Callable[..., tuple[Tensor, Tensor]]:
 def _recalled(
     scan: Scan, config: MemoryConfig, write: Tensor | None, reset: Tensor | None, how: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    def recall(q: Tensor, k: Tensor, code: Tensor, lr: Tensor, retain: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        rule, position = codes_of(config), torch.zeros(held.shape[:2], dtype=torch.int64, device=held.device)
-        state = MemoryState({"weight": held}, {}, {}, {}, position)
+    def recall(q: Tensor, k: Tensor, code: Tensor, lr: Tensor, retain: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rule, position = codes_of(config), torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
+        state = MemoryState({"weight": weight}, {}, {}, {}, position)
         asked, engine = how, how["engine"]
         if engine != "auto" and Engine.registry[engine].excludes(rule) is not None:
             asked = {**how, "engine": "auto"}
@@ -131,7 +131,7 @@ def codes_of(config: MemoryConfig) -> MemoryConfig:
 
 
 def one_write_each(
-    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run, **given: Any
+    config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, run: Run, **options: Any
 ) -> tuple[MemoryConfig, tuple[Tensor, Tensor, Tensor, Gates], dict[str, Any]]:
     """The config and the arguments of a scan of T n tokens, from those of T tokens of n writes: k `[B, T, n, H, D]`, v
     `[B, T, n, H, V]`, lr, erase and write `[B, T, n, H, *]`, and the others without the axis n."""
@@ -146,16 +146,16 @@ def one_write_each(
         )
     if not isinstance(gates, Gates):
         raise ConfigError(f"gates must be Gates(lr, retain, momentum), got {described(gates)}")
-    own: dict[str, Any] = gates._asdict()
+    fields: dict[str, Any] = gates._asdict()
     for name in ("lr", "erase", "write"):
-        if isinstance(gate := own[name], Tensor):
+        if isinstance(gate := fields[name], Tensor):
             if gate.shape[:4] != k.shape[:4]:
                 each = f"[B, T, n, H] = {list(k.shape[:4])}"
                 raise ShapeError(f"gates.{name} must be {each}, one for each of writes={n}, got {list(gate.shape)}")
             # [B, T, n, H, *] to [B, T n, H, *].
-            own[name] = one(run(_ROWS, gate))
+            fields[name] = one(run(_ROWS, gate))
     for name in ("retain", "retain_value"):
-        gate = own[name]
+        gate = fields[name]
         if gate is None and name == "retain" and config.retention.uses_retain:
             gate = config.retention.default_retain
             if config.forms.per_head:
@@ -168,21 +168,21 @@ def one_write_each(
                 each = f"[B, T, H] = {[batch, length, heads]}, once per token"
                 raise ShapeError(f"gates.{name} must be {each}, got {list(gate.shape)}")
             # Decay once a token: the first of its writes has the gate, the others 1.
-            own[name] = one(run(_once(n), gate))
-    if isinstance(own["floor"], Tensor):
-        expect(own["floor"], "B T H", name="gates.floor", sizes=(batch, length, heads))
-        own["floor"] = one(run(_each(n), own["floor"]))
-    for name, mask in (("write_mask", given.get("write_mask")), ("reset_mask", given.get("reset_mask"))):
+            fields[name] = one(run(_once(n), gate))
+    if isinstance(fields["floor"], Tensor):
+        expect(fields["floor"], "B T H", name="gates.floor", sizes=(batch, length, heads))
+        fields["floor"] = one(run(_each(n), fields["floor"]))
+    for name, mask in (("write_mask", options.get("write_mask")), ("reset_mask", options.get("reset_mask"))):
         if isinstance(mask, Tensor):
             expect(mask, "B T", name=name, sizes=(batch, length), dtype=torch.bool, like=k)
-            given[name] = mask.repeat_interleave(n, 1)
+            options[name] = mask.repeat_interleave(n, 1)
             if name == "reset_mask":
                 # A restart comes before the first write, and not again before the others.
-                given[name] = given[name] & (torch.arange(length * n, device=k.device) % n == 0)
-    if isinstance(given.get("cu_seqlens"), Tensor):
-        given["cu_seqlens"] = given["cu_seqlens"] * n
-    tokens = one(run(_each(n), q)), one(run(_ROWS, k)), one(run(_ROWS, v)), Gates(**own)
-    return config.single, tokens, given
+                options[name] = options[name] & (torch.arange(length * n, device=k.device) % n == 0)
+    if isinstance(options.get("cu_seqlens"), Tensor):
+        options["cu_seqlens"] = options["cu_seqlens"] * n
+    tokens = one(run(_each(n), q)), one(run(_ROWS, k)), one(run(_ROWS, v)), Gates(**fields)
+    return config.single, tokens, options
 
 
 def read_once(config: MemoryConfig, y: Tensor, *, run: Run) -> Tensor:

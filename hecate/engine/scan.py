@@ -104,11 +104,11 @@ def memory_scan(
     plain = write_mask is reset_mask is cu_seqlens is None and tape is None
     plain = plain and engine == "auto" and autodiff in _AUTODIFFS
     single = plain and isinstance(q, Tensor) and q.dim() == 4 and q.shape[1] == 1
-    if single and (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
-        return found
+    if single and (answer := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
+        return answer
     if plain and state is not None and not single:
-        own: dict[str, Any] = {"phi_params": phi_params, "initial": initial, "name": name}
-        if (few := one_by_one(memory_scan, config, q, k, v, gates, state, **own)) is not None:
+        options: dict[str, Any] = {"phi_params": phi_params, "initial": initial, "name": name}
+        if (few := one_by_one(memory_scan, config, q, k, v, gates, state, **options)) is not None:
             return few
     alone = plain and name == "memory" and state is None and initial is None and phi_params is None
     if alone and not torch.compiler.is_compiling() and isinstance(q, Tensor) and q.dim() == 4:  # a layer gives its name
@@ -122,30 +122,30 @@ def memory_scan(
     return y, new
 
 
-def whole_scan(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, **given: Any) -> Any:
+def whole_scan(config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, **kwargs: Any) -> Any:
     """`memory_scan` with every check, by one of the engines, for any number of tokens."""
-    seen = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
-    counting = counters() if seen and given.get("tape") is None else []
+    watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    counting = counters() if watched and kwargs.get("tape") is None else []
     if not counting or not all(isinstance(x, Tensor) and x.dim() > 3 for x in (q, k, v)):
-        return _scan(config, q, k, v, gates, **given)
+        return _scan(config, q, k, v, gates, **kwargs)
     with hidden(counting):
-        flops = scan_flops(_scan, config, q, k, v, gates, given.get("phi_params"))
-    return counted(_scan, counting, flops, config, q, k, v, gates, **given)
+        flops = scan_flops(_scan, config, q, k, v, gates, kwargs.get("phi_params"))
+    return counted(_scan, counting, flops, config, q, k, v, gates, **kwargs)
 
 
 def _scan(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *, engine: EngineName = "auto",
-    autodiff: Autodiff = "auto", tape: Tape | None = None, name: str = "memory", **given: Any,
+    autodiff: Autodiff = "auto", tape: Tape | None = None, name: str = "memory", **options: Any,
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
     how: dict[str, Any] = {"engine": engine, "autodiff": autodiff, "tape": tape, "name": name}
     record = execute if tape is None else tape
     if getattr(config, "writes", 1) > 1:
-        single, (q, k, v, gates), given = one_write_each(check_config(config), q, k, v, gates, run=record, **given)
-        y, state = _scan(single, q, k, v, gates, **given, **how)
+        single, (q, k, v, gates), options = one_write_each(check_config(config), q, k, v, gates, run=record, **options)
+        y, state = _scan(single, q, k, v, gates, **options, **how)
         return read_once(config, y, run=record), state
     if not getattr(getattr(config, "readout", None), "plain", True):
-        return read_through(_scan, config, q, k, v, gates, run=record, how=how, **given)
-    call = Call.of(config, q, k, v, gates, **given)
+        return read_through(_scan, config, q, k, v, gates, run=record, how=how, **options)
+    call = Call.of(config, q, k, v, gates, **options)
     chosen = choose(call, engine)
     if not torch.compiler.is_compiling() and _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("memory %r, %d tokens: engine %s (%s)", name, call.length, *explain(call, engine))
@@ -194,7 +194,7 @@ def _shapes_alone(call: Call) -> tuple[Tensor, MemoryState]:
 def memory_features(
     inner: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None = None, *, residual: bool = True,
     write_mask: Tensor | None = None, name: str = "feature memory",
-    scan: Callable[..., tuple[Tensor, MemoryState]] = memory_scan, **given: Any,
+    scan: Callable[..., tuple[Tensor, MemoryState]] = memory_scan, **options: Any,
 ) -> tuple[Tensor, Tensor, MemoryState]:  # fmt: skip
     """phi_t(x) = x + M_t(x) at x = q_t and x = k_t: the features, and M's state at the end; with `residual=False`
     M_t(x) itself.
@@ -220,7 +220,7 @@ def memory_features(
         k = torch.where(write_mask[..., None, None], k, 0.0)
 
     def answer(x: Tensor) -> tuple[Tensor, MemoryState]:
-        y, after = scan(inner, x, k, v, gates, write_mask=write_mask, name=name, **given)
+        y, after = scan(inner, x, k, v, gates, write_mask=write_mask, name=name, **options)
         return (x + y if residual else y), after
 
     (phi_q, _), (phi_k, state) = answer(q), answer(k)
@@ -242,8 +242,8 @@ def memory_step(
     what follows is the arithmetic alone, unless autograd records it or torch has to see every operation.
     [ENG-STEP-D1, ENG-STEP-I2]
     """
-    if (found := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
-        return found
+    if (answer := short_way(config, q, k, v, gates, state, phi_params, initial, name)) is not None:
+        return answer
     expect(q, "B H width", name="q")
     for of, tensor in (("k", k), ("v", v)):
         expect(tensor, "B n H width" if getattr(config, "writes", 1) > 1 else "B H width", name=of)
@@ -308,30 +308,30 @@ class Stepper:
             return self._in_place(self.buffers, q, k, v, gates)
         config, state, params, name = self.config, self.state, self.phi_params, self.name
         initial = self.initial if state is None or config.retention.anchored else None
-        found = short_way(config, q, k, v, gates, state, params, initial, name)
-        if found is None:
-            found = memory_step(config, q, k, v, gates, state=state, phi_params=params, initial=initial, name=name)
-        y, self.state = found
+        answer = short_way(config, q, k, v, gates, state, params, initial, name)
+        if answer is None:
+            answer = memory_step(config, q, k, v, gates, state=state, phi_params=params, initial=initial, name=name)
+        y, self.state = answer
         return y
 
     def _in_place(self, buffers: InPlace, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None) -> Tensor:
         if self.state is None:
             check_tokens(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
-            given = {"initial": self.initial, "phi_params": self.phi_params, "name": self.name}
+            options = {"initial": self.initial, "phi_params": self.phi_params, "name": self.name}
             q0, k0, v0 = (item.unsqueeze(1)[:, :0] for item in (q, k, v))
             with torch.no_grad():
-                _, self.state = memory_scan(self.config, q0, k0, v0, **given)  # type: ignore[arg-type]
+                _, self.state = memory_scan(self.config, q0, k0, v0, **options)  # type: ignore[arg-type]
         if self.state is not buffers.state:
             self.state = buffers.adopt(self.state)
         return buffers(q, k, v, gates)
 
     def _check_sizes(self, token: dict[str, Tensor]) -> None:
         for name, wanted in self.sizes.items():
-            given = token[name]
-            expect(given, "B H width", name=name)
-            if any(size not in (None, own) for size, own in zip(wanted, given.shape[1:], strict=True)):
+            tensor = token[name]
+            expect(tensor, "B H width", name=name)
+            if any(size not in (None, actual) for size, actual in zip(wanted, tensor.shape[1:], strict=True)):
                 sizes = ", ".join("any" if size is None else str(size) for size in wanted)
-                raise ShapeError(f"{name} must be [B, {sizes}] for this stepper, got {list(given.shape)}")
+                raise ShapeError(f"{name} must be [B, {sizes}] for this stepper, got {list(tensor.shape)}")
 
 
 stepper = Stepper  # as a verb reads: `hecate.stepper(config)` makes one
@@ -344,7 +344,7 @@ stepper = Stepper  # as a verb reads: `hecate.stepper(config)` makes one
 def exported_scan(
     config: MemoryConfig, q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, *, tape: Any = None,
     cu_seqlens: Tensor | None = None, reset_mask: Tensor | None = None, engine: str, autodiff: str, name: str,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Tensor, MemoryState]:  # fmt: skip
     """`memory_scan` as a call of the operator. [ENG-EXPORT-D1]"""
     if tape is not None:
@@ -352,26 +352,27 @@ def exported_scan(
     if check_config(config).writes == 1:  # several are looked at where they are taken apart, in `_first`
         check_tokens(q, k, v)
     if cu_seqlens is not None:
-        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=given["state"] is not None)
-    tree = {"q": q, "k": k, "v": v, "gates": gates, "reset_mask": reset_mask, **given}
+        reset_mask = document_starts(reset_mask, cu_seqlens, k, going_on=options["state"] is not None)
+    tree = {"q": q, "k": k, "v": v, "gates": gates, "reset_mask": reset_mask, **options}
     leaves, spec = pytree.tree_flatten(tree)
-    told = {
+    fields = {
         "config": config.model_dump_json(include=set(MemoryConfig.model_fields)),
         "how": {"engine": engine, "autodiff": autodiff, "name": name},
         "tree": pytree.treespec_dumps(spec),
         "numbers": [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves],
     }
-    call = json.dumps(told)
+    call = json.dumps(fields)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return _built(call, tensors, memory_scan_operator(call, tensors))
+    answers = _filled(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
+    return cast(tuple[Tensor, MemoryState], answers)
 
 
 def scan_arguments(call: str, tensors: Sequence[Tensor]) -> tuple[MemoryConfig, dict[str, Any], dict[str, Any]]:
     """The config, the arguments by name, and engine, autodiff and name of a call of the operator."""
-    told, rest = json.loads(call), iter(tensors)
-    leaves = [next(rest) if number is None else number[0] for number in told["numbers"]]
-    tree = pytree.tree_unflatten(leaves, pytree.treespec_loads(told["tree"]))
-    return config_of(told["config"]), tree, told["how"]
+    fields, rest = json.loads(call), iter(tensors)
+    leaves = [next(rest) if number is None else number[0] for number in fields["numbers"]]
+    tree = pytree.tree_unflatten(leaves, pytree.treespec_loads(fields["tree"]))
+    return config_of(fields["config"]), tree, fields["how"]
 
 
 def scan_answers(y: Tensor, state: MemoryState) -> list[Tensor]:
@@ -390,32 +391,30 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
             return x
         name, *rest = (getattr(key, "key", None) for key in path)
         lead = {"phi_params": (), "initial": (), "state": (1,)}.get(str(name), (1, 1))
-        own = x.shape[x.dim() - 1 - len(weights[str(rest[0])]) :] if name == "initial" else x.shape[len(lead) :]
-        return torch.zeros(*lead, *own, dtype=x.dtype, device=x.device)
+        shape = x.shape[x.dim() - 1 - len(weights[str(rest[0])]) :] if name == "initial" else x.shape[len(lead) :]
+        return torch.zeros(*lead, *shape, dtype=x.dtype, device=x.device)
 
     def answers() -> tuple[Tensor, MemoryState]:
-        given = pytree.tree_map_with_path(few, tree)
-        return whole_scan(config.model_copy(update={"on_nonfinite": "propagate"}), **given, engine="sequential")
+        arguments = pytree.tree_map_with_path(few, tree)
+        return whole_scan(config.model_copy(update={"on_nonfinite": "propagate"}), **arguments, engine="sequential")
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(answers).result()
 
 
-def _built(call: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-    """y and the state of the operator's outputs."""
-    leaves, spec = pytree.tree_flatten(_first(call, tensors))
-    rest = iter(outputs)
-    found = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-    return cast(tuple[Tensor, MemoryState], found)
+def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
+    """A tree with other tensors."""
+    rest = iter(tensors)
+    return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
 def memory_scan_operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """y and the tensors of the state."""
     config, tree, how = scan_arguments(call, tensors)
-    own = {item.untyped_storage().data_ptr() for item in tensors}
-    found = scan_answers(*whole_scan(config, **tree, **how))
-    return [item.clone() if item.untyped_storage().data_ptr() in own else item.contiguous() for item in found]
+    storages = {item.untyped_storage().data_ptr() for item in tensors}
+    answers = scan_answers(*whole_scan(config, **tree, **how))
+    return [item.clone() if item.untyped_storage().data_ptr() in storages else item.contiguous() for item in answers]
 
 
 @memory_scan_operator.register_fake
@@ -429,16 +428,15 @@ def _(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("hecate::memory_scan_backward", mutates_args=())
 def _backward_operator(call: str, tensors: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> list[Tensor]:
     """Cotangents of the tensors, zero-sized for whole numbers and flags; the forward pass runs once more."""
-    config, tree, how = scan_arguments(call, tensors)
     with recorded(), torch.enable_grad():
-        own = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
-        config, tree, how = scan_arguments(call, own)
-        found = scan_answers(*whole_scan(config, **tree, **how))
-        pairs = [(y, g) for y, g in zip(found, cotangents, strict=True) if g is not None and y.requires_grad]
-        moving = [item for item in own if item.requires_grad]
+        leaves = [item.detach().requires_grad_(item.is_floating_point()) for item in tensors]
+        config, tree, how = scan_arguments(call, leaves)
+        answers = scan_answers(*whole_scan(config, **tree, **how))
+        pairs = [(y, g) for y, g in zip(answers, cotangents, strict=True) if g is not None and y.requires_grad]
+        moving = [item for item in leaves if item.requires_grad]
         ys, gs = zip(*pairs, strict=True)
         grads = iter(torch.autograd.grad(ys, moving, gs, allow_unused=True, materialize_grads=True))
-    return [next(grads).clone() if item.requires_grad else item.new_empty(0) for item in own]
+    return [next(grads).clone() if item.requires_grad else item.new_empty(0) for item in leaves]
 
 
 @_backward_operator.register_fake
@@ -452,9 +450,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[None, list[Tensor | None]]:
-    own = ctx.saved_tensors
-    found = _backward_operator(ctx.call, list(own), list(cotangents))
-    return None, [g if item.is_floating_point() else None for item, g in zip(own, found, strict=True)]
+    tensors = ctx.saved_tensors
+    grads = _backward_operator(ctx.call, list(tensors), list(cotangents))
+    return None, [g if item.is_floating_point() else None for item, g in zip(tensors, grads, strict=True)]
 
 
 memory_scan_operator.register_autograd(_backward, setup_context=_setup)
@@ -464,9 +462,9 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The operator as `torch.ops.higher_order.scan` of the program of one token, for runtimes without it.
     [ENG-EXPORT-D2]"""
     config, tree, _ = scan_arguments(call, tensors)
-    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
-        tree["state"] = _begun(call, tensors)
     way: dict[str, Any] = {"engine": "sequential", "autodiff": "torch"}
+    if tree["state"] is None:  # as after a token that was not written: a program has a state from its first token on
+        tree["state"] = _state_ahead(config, tree)
     if type(length := tree["q"].shape[1]) is int and length == 1:  # no loop
         return [item.clone() for item in scan_answers(*whole_scan(config, **tree, **way))]
     timed = {name: tree.pop(name) for name in ("q", "k", "v", *_TIMED)}
@@ -476,32 +474,24 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     fixed, fixed_spec = pytree.tree_flatten(tree)
     further = [item for item in fixed if isinstance(item, Tensor)]
 
-    def filled(leaves: list[Any], spec: Any, found: Sequence[Tensor]) -> Any:
-        rest = iter(found)
-        return pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
+    state_leaves, state_spec = pytree.tree_flatten(state)
+    start = [item for item in state_leaves if isinstance(item, Tensor)]
 
-    def one(tokens: list[Tensor], held: Any, own: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
-        given = filled(each, each_spec, [item.unsqueeze(1) for item in tokens])
-        return whole_scan(config, **given, **filled(fixed, fixed_spec, own), state=held, **way)
-
-    held, held_spec = pytree.tree_flatten(state)
-    start = [item for item in held if isinstance(item, Tensor)]
-
-    def step(*given: Tensor) -> list[Tensor]:
-        before, rest = given[: len(start)], given[len(start) :]
-        tokens, own = rest[: len(rows)], rest[len(rows) :]
-        y, after = one(list(tokens), filled(held, held_spec, before), own)
+    def step(*inputs: Tensor) -> list[Tensor]:
+        before, rest = inputs[: len(start)], inputs[len(start) :]
+        token = _filled(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
+        token |= _filled(fixed, fixed_spec, rest[len(rows) :])
+        y, after = whole_scan(config, **token, state=_filled(state_leaves, state_spec, before), **way)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
-    found = torch.ops.higher_order.scan(step, start, rows, tuple(further))
-    return [found[-1].transpose(0, 1), *found[:-1]]
+    outputs = torch.ops.higher_order.scan(step, start, rows, tuple(further))
+    return [outputs[-1].transpose(0, 1), *outputs[:-1]]
 
 
-def _begun(call: str, tensors: Sequence[Tensor]) -> MemoryState:
+def _state_ahead(config: MemoryConfig, tree: dict[str, Any]) -> MemoryState:
     """The state ahead of the first token: that after one that is not written."""
-    config, tree, _ = scan_arguments(call, tensors)
     q = tree["q"]
-    given = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
-    given |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}
+    token = {n: pytree.tree_map_only(Tensor, lambda x: x[:, :1], tree[n]) for n in ("q", "k", "v", *_TIMED)}
+    token |= {"write_mask": torch.zeros_like(q[:, :1, 0, 0], dtype=torch.bool), "reset_mask": None}
     rest = {name: tree[name] for name in ("phi_params", "initial")}
-    return whole_scan(config, **given, **rest, engine="sequential", autodiff="torch")[1]
+    return whole_scan(config, **token, **rest, engine="sequential", autodiff="torch")[1]

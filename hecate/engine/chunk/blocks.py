@@ -7,7 +7,7 @@ their coefficients (`hecate.engine.coefficients`) and never built. The structure
 and what lies between them. [ENG-CHUNK-D2]
 
 A stack of linear layers answers all tokens at once. Any other structure is asked as if every token had a memory of its
-own. So is one whose tokens each see the state decayed by a product of their own, `kept`, unless it is a matrix that
+own. So is one whose tokens each see the state decayed by a product of their own, `decay`, unless it is a matrix that
 decays in proportion, where that scales keys. [ENG-CHUNK-D5]
 
 Shapes: h, d `[N, C, width]`, weights W, M, S `[N, out, in]`, coefficients `[N, C]` or `[N, C, C]`.
@@ -49,7 +49,7 @@ class Row(NamedTuple):
     phi_k: Tensor
     phi_q: Tensor
     v: Tensor
-    kept: Maybe
+    decay: Maybe
     seen: Any
     a: Maybe
     s: Any
@@ -74,9 +74,9 @@ class Dual:
 
     States are memory, slots, the weights that queries meet in place of the memory, those at which gradients are taken,
     and the start that it goes back to, `counts` of each: none where they are the memory, or nothing goes back; `reads`
-    is whether there are outputs. `row.kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at
-    `kept_t W` is that of `kept_t p_t` at W, and what it writes at is p_t. (*row, *states) -> (y if it `reads`, *memory,
-    *slots).
+    is whether there are outputs. `row.decay`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at
+    `decay_t W` is that of `decay_t p_t` at W, and what it writes at is p_t. (*row, *states) -> (y if it `reads`,
+    *memory, *slots).
     """
 
     def __init__(self, config: MemoryConfig, graph: Graph, counts: tuple[int, ...], *, reads: bool = True) -> None:
@@ -91,26 +91,26 @@ class Dual:
 
     def states(self, inputs: Tensors) -> list[Memory]:
         """Memory, slots, the weights that are met, those at which gradients are taken, the start."""
-        found: list[Any] = [inputs[at:end] for at, end in zip(self.ends, self.ends[1:], strict=False)]
-        return [own or (found[0] if index in (2, 3) else ()) for index, own in enumerate(found)]
+        states: list[Any] = [inputs[at:end] for at, end in zip(self.ends, self.ends[1:], strict=False)]
+        return [group or (states[0] if index in (2, 3) else ()) for index, group in enumerate(states)]
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensors, Any]:
         """Outputs, and what the VJP needs beside them."""
         row, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)  # type: ignore[arg-type]
-        past, plus = trace(self.graph, anchor, times(row.kept, row.phi_k)), _apart if is_traced(*inputs) else _in_place
+        past, plus = trace(self.graph, anchor, times(row.decay, row.phi_k)), _apart if is_traced(*inputs) else _in_place
         # One pass to the predictions, one back from u: d of every layer, with h on its way.
         (u,), of_bias = self.loss.apply((past.values[-1], row.v))
-        d, found, flowed = past.factors(one((u,)))
-        h = (row.phi_k,) if row.kept is not None else self.faced(found)
+        d, layer_inputs, flowed = past.factors(one((u,)))
+        h = (row.phi_k,) if row.decay is not None else self.faced(layer_inputs)
         steps = None if row.keys is None else Lengths.of(past, row.write, row.keys, self.config.blocks)
         row, none = row if steps is None else row.weighed(steps.c), [None] * len(memory)
         # Where a chunk waits for its end, queries meet what gradients are taken at.
         met = anchor if row.seen is None else met
-        values, kept = self.read(row, (met, slots, start), d, h, plus) if self.reads else ([], [])
-        held = zip(memory, slots or none, start or none, d, h, strict=True)
-        new = zip(*(_written(row, plus, *each) for each in held), strict=True)
+        values, records = self.read(row, (met, slots, start), d, h, plus) if self.reads else ([], [])
+        columns = zip(memory, slots or none, start or none, d, h, strict=True)
+        new = zip(*(_written(row, plus, *each) for each in columns), strict=True)
         outputs = (*values[-1:], *(weight for column in new for weight in column))
-        return outputs, (inputs, past, of_bias, d, h, flowed, steps, values, kept)
+        return outputs, (inputs, past, of_bias, d, h, flowed, steps, values, records)
 
     def faced(self, h: Sequence[Tensor]) -> Sequence[Tensor]:
         """Layers' inputs as the retention takes the steps along them."""
@@ -124,58 +124,58 @@ class Dual:
         are the weights that are met, slots and start."""
         met, slots, start = states
         values: list[Tensor] = [row.phi_q]
-        kept: list[Any] = []
+        records: list[Any] = []
         for node in self.graph.nodes:
             if isinstance(node, Linear):
                 at, slot = node.weight, slots[node.weight] if slots else None
                 q = source(values, node.source)
                 if row.seen is None:
                     values.append(torch.bmm(q, met[at].mT))
-                    kept.append((None, None, []))
+                    records.append((None, None, []))
                     continue
                 # [N, C, C]: of a query with the inputs of all writes, weighed by what its state has of each.
                 scores = None if at in self.biases else torch.bmm(q, h[at].mT)
                 attend = row.seen if scores is None else scores * row.seen
                 z, answers = _answer(row, plus, q, met[at], slot, start[at] if start else None)
                 values.append(plus(z, attend, d[at], -1))
-                kept.append((scores, attend, answers))
+                records.append((scores, attend, answers))
             else:
                 values.append(node.op.forward(*(values[at] for at in node.sources)))
-                kept.append(None)
-        return values, kept
+                records.append(None)
+        return values, records
 
     def vjp(self, residuals: Any, *cotangents: Tensor) -> Tensors:
         """Cotangents of all inputs."""
-        inputs, past, of_bias, d, h, flowed, steps, values, kept = residuals
-        given, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)
-        found, count, (*_, own_met, apart, _) = list(cotangents[self.reads :]), len(memory), self.given
-        row = given if steps is None else given.weighed(steps.c)
+        inputs, past, of_bias, d, h, flowed, steps, values, records = residuals
+        unweighed, (memory, slots, met, anchor, start) = Row(*inputs[: self.ends[0]]), self.states(inputs)
+        gstates, count, (*_, own_met, apart, _) = list(cotangents[self.reads :]), len(memory), self.given
+        row = unweighed if steps is None else unweighed.weighed(steps.c)
         back = _Back(row, _apart if is_traced(*inputs, *cotangents) else _in_place, own_met)
         back.anchor = [None] * count if apart else back.memory
         met = anchor if row.seen is None else met
         none, gq = [None] * count, None
-        for each in zip(memory, slots or none, start or none, d, h, found, found[count:] or none, strict=False):
+        for each in zip(memory, slots or none, start or none, d, h, gstates, gstates[count:] or none, strict=False):
             back.written(*each)
         if self.reads:
-            gq = self.unread(back, cotangents[0], values, kept, (met, slots or none, d, h, start or none))
-        gh = [None] if row.kept is not None else self.faced(back.h)
+            gq = self.unread(back, cotangents[0], values, records, (met, slots or none, d, h, start or none))
+        gh = [None] if row.decay is not None else self.faced(back.h)
         above, gu, arrived = past.factors_vjp(flowed, back.d, gh, back.anchor)
         gpred, gv = self.loss.pullback(of_bias, [gu])
         arrived.add(len(self.graph.nodes), gpred)
         if steps is None:
             gweights, gp = past.through(arrived, above)
         else:
-            gweights, gp, gkeys = steps.vjp(back.weighed(given, steps.c), arrived, above)
+            gweights, gp, gkeys = steps.vjp(back.weighed(unweighed, steps.c), arrived, above)
             back.add("keys", gkeys)
-        if row.kept is not None:
-            gkept = gp * row.phi_k
-            back.add("kept", gkept if row.kept.dim() == 3 else gkept.sum(-1))
-            gp = back.h[0] + times(row.kept, gp)
+        if row.decay is not None:
+            gdecay = gp * row.phi_k
+            back.add("decay", gdecay if row.decay.dim() == 3 else gdecay.sum(-1))
+            gp = back.h[0] + times(row.decay, gp)
         of_row = (gp, gq, gv, *map(back.gate, Row._fields[3:]))
-        own = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
-        return (*of_row, *own, *(gweights if apart else ()), *(back.start if start else ()))
+        of_states = (*(back.memory if apart else gweights), *(back.slots if slots else ()), *back.met)
+        return (*of_row, *of_states, *(gweights if apart else ()), *(back.start if start else ()))
 
-    def unread(self, back: _Back, gy: Tensor, values: list[Tensor], kept: list[Any], given: Any) -> Tensor:
+    def unread(self, back: _Back, gy: Tensor, values: list[Tensor], records: list[Any], columns: Any) -> Tensor:
         """The cotangent of the queries; the others are added to those of the write."""
         flowing = Cotangents(values)
         flowing.add(len(self.graph.nodes), gy)
@@ -184,8 +184,8 @@ class Dual:
             if g is None:
                 continue
             if isinstance(node, Linear):
-                layer = [column[node.weight] for column in given]
-                pulled = back.read(node.weight, g, source(values, node.source), *layer, *kept[index])
+                layer = [column[node.weight] for column in columns]
+                pulled = back.read(node.weight, g, source(values, node.source), *layer, *records[index])
                 flowing.add(node.source, pulled)
             else:
                 slopes = node.op.slopes(values[index + 1], *(values[at] for at in node.sources))
@@ -204,9 +204,9 @@ def _wide(weight: Tensor) -> bool:
 def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe, start: Maybe) -> tuple[Tensor, list[Tensor]]:
     """z = a (q M^T) + s (q S^T), nobody else's, and with a start (1 - a) (q M0^T); and what its VJP wants of it."""
     if _wide(memory):
-        own = times(row.a, q)
-        z = torch.bmm(own, memory.mT)
-        z = z if start is None else plus(z, q - own, start.mT)
+        gated = times(row.a, q)
+        z = torch.bmm(gated, memory.mT)
+        z = z if start is None else plus(z, q - gated, start.mT)
         return z if slot is None else plus(z, times(row.s, q), slot.mT), []
     # The gate goes to the outputs here, the narrower side.
     answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
@@ -228,24 +228,24 @@ def _written(
         return add(total, d.mT, times(into, h), -1) if _wide(total) else add(total, times(into, d).mT, h, -1)
 
     if start is not None:
-        kept = torch.lerp(start, memory, over(row.end, memory))
+        decayed = torch.lerp(start, memory, over(row.end, memory))
     else:
-        kept = memory if row.end is None else over(row.end, memory) * memory
+        decayed = memory if row.end is None else over(row.end, memory) * memory
     if slot is None:
-        return (step(kept, row.into, _apart if row.end is None else plus),)
-    kept = torch.addcmul(kept, over(row.slot_end, slot), slot)
-    return step(kept, row.into), step(over(row.slot_kept, slot) * slot, row.slot_into)
+        return (step(decayed, row.into, _apart if row.end is None else plus),)
+    decayed = torch.addcmul(decayed, over(row.slot_end, slot), slot)
+    return step(decayed, row.into), step(over(row.slot_kept, slot) * slot, row.slot_into)
 
 
 class _Back:
     """Cotangents of a step's layers, and of its gates by name, as they come in; of the weights that are met where
-    those are inputs of their `own`."""
+    those are inputs of their own."""
 
-    def __init__(self, row: Row, plus: Plus, own: bool) -> None:
-        self.row, self.plus, self.own = row, plus, own
+    def __init__(self, row: Row, plus: Plus, separate: bool) -> None:
+        self.row, self.plus, self.separate = row, plus, separate
         self.gates: dict[str, Tensor] = {}  # of `into`, `slot_into` and `seen` with their sign turned
         self.minus: dict[str, Any] = {
-            name: None if own is None else -own for name, own in (("into", row.into), ("slot_into", row.slot_into))
+            name: None if gate is None else -gate for name, gate in (("into", row.into), ("slot_into", row.slot_into))
         }
         columns: Any = [], [], [], [], [], []
         self.d, self.h, self.memory, self.slots, self.met, self.start = columns
@@ -257,17 +257,17 @@ class _Back:
 
     def gate(self, name: str) -> Maybe:
         """The cotangent of a gate."""
-        found = self.gates.get(name)
-        return -found if found is not None and name in ("into", "slot_into", "seen") else found
+        g = self.gates.get(name)
+        return -g if g is not None and name in ("into", "slot_into", "seen") else g
 
-    def weighed(self, given: Row, c: Tensor) -> Tensor:
+    def weighed(self, row: Row, c: Tensor) -> Tensor:
         """The cotangent of lengths c; those of what they weigh become the given row's."""
         gc = torch.zeros_like(c)
         for name in ("seen", "into", "slot_into"):
             if name in self.gates:
-                g, own = self.gates[name], getattr(given, name)
-                gc = gc - (g * own if own.dim() == 2 else (g * own).sum(-2))
-                self.gates[name] = g * (c if own.dim() == 2 else c.unsqueeze(-2))
+                g, factor = self.gates[name], getattr(row, name)
+                gc = gc - (g * factor if factor.dim() == 2 else (g * factor).sum(-2))
+                self.gates[name] = g * (c if factor.dim() == 2 else c.unsqueeze(-2))
         return gc
 
     def written(
@@ -288,7 +288,7 @@ class _Back:
         columns = self.d, self.h, self.memory, self.slots, self.start
         for column, item in zip(columns, (gd, gh, gmemory, gslot, gstart), strict=True):
             column.append(item)
-        self.met += [None] if self.own else []
+        self.met += [None] if self.separate else []
 
     def stepped(self, name: str, d: Tensor, h: Tensor, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Tensor]:
         """Cotangents of d and h from that of -(into d)^T h, added to those known."""
@@ -309,7 +309,7 @@ class _Back:
     ) -> Tensor:  # fmt: skip
         """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d, and with a
         start (1 - a) (q M0^T)."""
-        fresh = self.own or self.row.end is None  # else what is there is nobody else's
+        fresh = self.separate or self.row.end is None  # else what is there is nobody else's
         if attend is None:
             known, add = self.anchor[at], _apart if fresh else self.plus
             self.anchor[at] = torch.bmm(g.mT, q) if known is None else add(known, g.mT, q)
@@ -345,7 +345,7 @@ class _Back:
                 gq = torch.bmm(left, weight) if gq is None else self.plus(gq, left, weight)
             if name == "s":
                 self.slots[at] = self.plus(self.slots[at], left.mT, right)
-            elif self.own:
+            elif self.separate:
                 self.met[at] = torch.bmm(left.mT, right)
             else:
                 self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
@@ -370,7 +370,7 @@ def along(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1)
 
 
-Seen = tuple[Tensor, Tensor, Maybe]  # keys, values and kept
+Pairs = tuple[Tensor, Tensor, Maybe]  # keys, values and decay
 
 
 class Gradients(NamedTuple):
@@ -401,21 +401,21 @@ def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: R
     return _each(config, config.rule.weights(memory, run=run), p, run)
 
 
-def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, start: Memory = ()) -> Memory:
-    """The gradient of every token (p, v, kept): `[N, C, ...]` for each weight.
+def token_gradients(config: MemoryConfig, anchor: Memory, row: Pairs, run: Run, start: Memory = ()) -> Memory:
+    """The gradient of every token (p, v, decay): `[N, C, ...]` for each weight.
 
-    The anchor is the weights at which they are taken; with `kept`, what is carried, which the products decay, towards
+    The anchor is the weights at which they are taken; with `decay`, what is carried, which the products decay, towards
     the start if it is given.
     """
-    p, v, kept = row
-    graph = shared_graph(config, decayed=kept is not None)
+    p, v, decay = row
+    graph = shared_graph(config, decayed=decay is not None)
     if graph is not None:
         return per_weight(run, _SPREAD, *factored(config, graph, anchor, row, run))
     size = p.shape[1]
     weights = _repeated(anchor, size, run)
-    if kept is not None:
+    if decay is not None:
         # Every token has the anchor as its own retain has left it: C memories of N become N C.
-        product = one(run(_fold(size), kept))
+        product = one(run(_fold(size), decay))
         weights = config.rule.decayed(weights, product, run=run)
         weights = regained(config, weights, _repeated(start, size, run), product, run)
         weights = config.rule.weights(weights, run=run)
@@ -425,18 +425,18 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Seen, run: Run, s
     return per_weight(run, _unfold(size), flat)
 
 
-def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Seen, run: Run) -> Gradients:
-    """The same in factors. `kept`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `kept_t W`
-    is that of `kept_t p_t` at W, and what it writes at is p_t."""
-    p, v, kept = row
-    seen = p if kept is None else one(run(_SCALE, p, kept))
-    found = several(run(_gradients(graph, config.bias), seen, v, *anchor))
-    grads = Gradients(found[: len(anchor)], found[len(anchor) :])
-    return grads if kept is None else grads._replace(h=(p,))
+def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Pairs, run: Run) -> Gradients:
+    """The same in factors. `decay`, `[N, C]` or `[N, C, P]`, is a matrix's alone: the error of a key p_t at `decay_t W`
+    is that of `decay_t p_t` at W, and what it writes at is p_t."""
+    p, v, decay = row
+    keys = p if decay is None else one(run(_SCALE, p, decay))
+    factors = several(run(_gradients(graph, config.bias), keys, v, *anchor))
+    grads = Gradients(factors[: len(anchor)], factors[len(anchor) :])
+    return grads if decay is None else grads._replace(h=(p,))
 
 
 def summed(
-    config: MemoryConfig, anchor: Memory, pending: Memory, row: Seen, lr: Tensor, run: Run, start: Memory = ()
+    config: MemoryConfig, anchor: Memory, pending: Memory, row: Pairs, lr: Tensor, run: Run, start: Memory = ()
 ) -> Memory:
     """The gradients of `token_gradients`, weighted by lr `[N, C]` or of each weight `[N, C, W]`, added to those of the
     chunk so far."""
@@ -480,14 +480,14 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
 
     def forward(p: Tensor, v: Tensor, *weights: Tensor) -> tuple[Tensors, Any]:
         past = trace(graph, weights, p)
-        (u,), kept = loss.apply((past.values[-1], v))
+        (u,), of_bias = loss.apply((past.values[-1], v))
         d, h, flowed = past.factors(one((u,)))
-        return (*d, *h), (past, flowed, kept)
+        return (*d, *h), (past, flowed, of_bias)
 
     def vjp(residuals: Any, *cotangents: Tensor) -> Tensors:
-        past, flowed, kept = residuals
+        past, flowed, of_bias = residuals
         above, gu, values = past.factors_vjp(flowed, cotangents[: graph.weights], cotangents[graph.weights :])
-        gpred, gv = loss.pullback(kept, [gu])
+        gpred, gv = loss.pullback(of_bias, [gu])
         values.add(len(graph.nodes), gpred)
         gweights, gp = past.through(values, above)
         return gp, gv, *gweights
@@ -507,9 +507,9 @@ def _spread_vjp(d: Tensor, h: Tensor, g: Tensor) -> Tensors:
     return (g @ h.unsqueeze(-1)).squeeze(-1), (d.unsqueeze(-2) @ g).squeeze(-2)
 
 
-def _scale_vjp(p: Tensor, kept: Tensor, g: Tensor) -> Tensors:
-    gkept = g * p
-    return times(kept, g), gkept if kept.dim() == 3 else gkept.sum(-1)
+def _scale_vjp(p: Tensor, decay: Tensor, g: Tensor) -> Tensors:
+    gdecay = g * p
+    return times(decay, g), gdecay if decay.dim() == 3 else gdecay.sum(-1)
 
 
 def _sum_vjp(_: Tensor, grads: Tensor, lr: Tensor, g: Tensor) -> Tensors:
@@ -523,7 +523,7 @@ def _sum_outer_vjp(_: Tensor, d: Tensor, h: Tensor, lr: Tensor, g: Tensor) -> Te
 
 
 _SPREAD = formula_block("chunk.spread", lambda d, h: d.unsqueeze(-1) * h.unsqueeze(-2), _spread_vjp)
-_SCALE = formula_block("chunk.decayed", lambda p, kept: times(kept, p), _scale_vjp)
+_SCALE = formula_block("chunk.decayed", lambda p, decay: times(decay, p), _scale_vjp)
 _SUM = formula_block("chunk.sum", lambda total, grads, lr: total + (expand_to(lr, grads) * grads).sum(1), _sum_vjp)
 _SUM_OUTER = formula_block(
     "chunk.sum", lambda total, d, h, lr: torch.baddbmm(total, times(lr, d).mT, h), _sum_outer_vjp

@@ -42,7 +42,7 @@ from hecate.engine.chunk.blocks import (
 )
 from hecate.engine.chunk.spans import Layout, Span, coefficient_rows, kept_rows, layout_of, places_of, spans_of
 from hecate.engine.engine import TokenEngine
-from hecate.engine.loop import committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
+from hecate.engine.loop import MULTIPLY, committed_chunk, in_segments, labelled, per_weight, regained, restarted, select
 from hecate.engine.tokens import (
     CONCAT,
     NUMBERS,
@@ -99,11 +99,11 @@ class Chunk(TokenEngine):
             return f"algorithm {config.algorithm.kind!r} chooses its gradient token by token"
         retention, form = config.retention, config.forms.algorithm
         if retention.links != "token":
-            own = f"retention.link_at={retention.links!r}"
+            setting = f"retention.link_at={retention.links!r}"
             if form is None or not (config.structure.factored and retention.additive):
-                return f"{own} needs structures of linear layers and steps that are linear in their gradients"
+                return f"{setting} needs structures of linear layers and steps that are linear in their gradients"
             if form.momentum and retention.centring:
-                return f"{own} takes steps without their mean, which with momentum are no sums of gradients"
+                return f"{setting} takes steps without their mean, which with momentum are no sums of gradients"
         return None
 
     def unfit(self, plan: Plan) -> str | None:
@@ -134,18 +134,14 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
     config, length = plan.config, plan.length
     if plan.steps is not None or not length:
         return plan.steps or 0
-    size = min(_longest(config, longest, plan.channels, plan.device not in bridge.AT_ONCE), length)
+    late = plan.device not in bridge.AT_ONCE
+    size = min(longest or span_size(config, channelwise=plan.channels, late=late), config.chunk, length)
     if not plan.masks and plan.place is not None and plan.place < config.chunk:
         return len(spans_of(plan.place, length, config.chunk, size))
     call = plan.tensors  # masks tell, and where memories stand
     position, heads = call.memories[0][1].position, call.inputs.lr.shape[2]
     write, reset = (None if mask is None else fold_mask(mask, heads) for mask in call.inputs[6:8])
     return places_of(write, reset, position, length, config.chunk, size)[-1] if len(position) else 0
-
-
-def aligned(config: MemoryConfig, write: Tensor | None, reset: Tensor | None, position: int | None) -> bool:
-    """True if all memories stand at one known place of their chunk and stay together."""
-    return write is None and reset is None and position is not None and position < config.chunk
 
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
@@ -155,10 +151,6 @@ def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) ->
     if config.commit == "chunk" and config.decay_order == "with_step":
         return config.chunk
     return min(config.chunk, BUILT if dual_graph(config, channelwise) is None else DEVICE_DUAL if late else DUAL)
-
-
-def _longest(config: MemoryConfig, given: int | None, channelwise: bool, late: bool) -> int:
-    return span_size(config, channelwise=channelwise, late=late) if given is None else min(config.chunk, given)
 
 
 def dual_graph(config: MemoryConfig, channelwise: bool) -> Graph | None:
@@ -188,7 +180,8 @@ def chunked(
     steps, which is taped again when its turn comes, and everything where tokens and carries of all steps are small.
     """
     length = tokens.v.shape[1]
-    size = min(_longest(config, size, tokens.retain.dim() == 3, waits(tokens.v)), length)
+    channelwise, late = tokens.retain.dim() == 3, waits(tokens.v)
+    size = min(size or span_size(config, channelwise=channelwise, late=late), config.chunk, length)
     layout: Layout | None = None
     # After a commit the next chunk reads, too: with its queries goes that of the token before, in one product.
     after = config.commit == "chunk" and config.read == "after"
@@ -196,12 +189,12 @@ def chunked(
     if ahead:
         tokens = tokens._replace(phi_q=one(run(_LATER, queries)))
     moved = (carry.position + length) % config.chunk
-    if aligned(config, tokens.write, tokens.reset, position):
-        spans = spans_of(position or 0, length, config.chunk, size)
+    # All memories stand at one known place of their chunk and stay together.
+    if tokens.write is tokens.reset is None and position is not None and position < config.chunk:
+        spans = spans_of(position, length, config.chunk, size)
     else:
-        start = carry.position
-        layout = layout_of(tokens.write, tokens.reset, start, length, config.chunk, size)
-        tokens, moved = _laid(layout, tokens, run), layout.position
+        layout = layout_of(tokens.write, tokens.reset, carry.position, length, config.chunk, size)
+        tokens, moved = _lay_out(layout, tokens, run), layout.position
         spans = [Span(size, True, True)] * layout.spans
     make = steps or partial(steps_and_rows, ahead=ahead)
     step, rows = make(config, tokens, [span.size for span in spans], run)
@@ -212,13 +205,13 @@ def chunked(
     def segment(rows: list[Tensors], carry: Carry, initial: Memory, run: Run, first: int) -> tuple[Tensor, Carry]:
         outputs: list[Tensor] = []
         for index, row in enumerate(rows, first):
-            own, span = labelled(run, f"chunk {index}"), spans[index]
+            chunk_run, span = labelled(run, f"chunk {index}"), spans[index]
             if layout is not None:
                 at = (layout.opens[:, index], layout.closes[:, index], layout.starts[:, index])
                 span = Span(span.size, *at)
                 if layout.resets is not None:
-                    carry = restarted(config, layout.resets[:, index], initial, carry, own)
-            y, carry = step(carry, (*row, *initial) if config.retention.anchored else row, span, own)
+                    carry = restarted(config, layout.resets[:, index], initial, carry, chunk_run)
+            y, carry = step(carry, (*row, *initial) if config.retention.anchored else row, span, chunk_run)
             outputs.append(y)
         return one(run(CONCAT, *outputs, label="outputs")), carry
 
@@ -228,9 +221,9 @@ def chunked(
     if layout is not None:
         y = one(run(layout.collect(), y, label="outputs"))
     if ahead:
-        (_, made), (_, query) = cut((y,), [1, length - 1], run), cut((queries,), [length - 1, 1], run)
+        (_, answers), (_, query) = cut((y,), [1, length - 1], run), cut((queries,), [length - 1, 1], run)
         last = predict(config, config.rule.weights(carry.memory, run=run), one(query), labelled(run, "outputs"))
-        y = one(run(CONCAT, one(made), last, label="outputs"))
+        y = one(run(CONCAT, one(answers), last, label="outputs"))
     return y, carry._replace(position=moved)
 
 
@@ -264,12 +257,12 @@ def _remembered(
     return (keys, write), carry._replace(keys=several(run(KEYS, keys, p, write)))
 
 
-def _laid(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
+def _lay_out(layout: Layout, tokens: Tokens, run: Run) -> Tokens:
     """The tokens in their spans."""
     lay = layout.lay()
     laid = Tokens(*(one(run(lay, tensor, label="cells")) for tensor in tokens[:NUMBERS]), layout.write)  # type: ignore[call-arg]
-    kept = one(run(SELECT, layout.write, laid.retain, torch.ones_like(laid.retain), label="cells"))
-    return laid._replace(retain=kept)
+    retain = one(run(SELECT, layout.write, laid.retain, torch.ones_like(laid.retain), label="cells"))
+    return laid._replace(retain=retain)
 
 
 def steps_and_rows(
@@ -299,66 +292,66 @@ def step_of(config: MemoryConfig, graph: Graph | None, *, ahead: bool = False) -
 def _commit_dual(
     config: MemoryConfig, graph: Graph, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
-    """A step at each token, read in the dual form: kept, phi_k, phi_q, v and the coefficients."""
+    """A step at each token, read in the dual form: decay, phi_k, phi_q, v and the coefficients."""
     row, write, start_at = _of_row(config, carry, row)
-    anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
+    anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
     met: Memory = ()
     answers: tuple[Tensor, ...] = ()
-    own, at = kept, () if span.opens is True else anchor
+    scale, at = decay, () if span.opens is True else anchor
     if not config.retention.linear:
         start = (
             anchor
             if span.starts is None
             else per_weight(run, SELECT, (span.starts,) * len(anchor), carry.memory, anchor)
         )
-        at, own = config.rule.weights(start, run=run), None
-        if kept is None:
+        at, scale = config.rule.weights(start, run=run), None
+        if decay is None:
             answers = several(run(predict_block(graph), one(row[2:3]), *at))
         else:
             met = config.rule.moved(carry.memory, start, at, carry.pending_retain[0], run=run)
     states = carry.memory, carry.slots, met, at, start_at
     step = Dual(config, graph, tuple(map(len, states)), reads=not answers).block()
     weighed, carry = _remembered(config, one(row[1:2]), carry, write, run)
-    answers += several(run(step, *row[1:4], own, *row[4:], *weighed, *chain.from_iterable(states)))
+    answers += several(run(step, *row[1:4], scale, *row[4:], *weighed, *chain.from_iterable(states)))
     count = len(carry.memory)
     y, new, slots = answers[0], answers[1 : 1 + count], answers[1 + count :]
-    return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), kept, span, run)
+    return y, closed(carry._replace(memory=new, slots=slots, anchor=anchor), decay, span, run)
 
 
 def _commit_built(config: MemoryConfig, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
-    """A step at each token, built one after the other: kept, phi_k, phi_q, v, the gates and the mask."""
+    """A step at each token, built one after the other: decay, phi_k, phi_q, v, the gates and the mask."""
     row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, *gates = several(row[1:-1])
-    anchor, kept = anchor_of(carry, span, run), since_of(carry, row[0], run)
-    at = config.rule.weights(anchor, run=run) if kept is None else anchor
+    anchor, decay = anchor_of(carry, span, run), since_of(carry, row[0], run)
+    at = config.rule.weights(anchor, run=run) if decay is None else anchor
     if config.blocks:
         c, carry = _lengths(config, phi_k, at, carry, write, run)
-        gates = [one(run(_TIMES, gates[0], c)), *gates[1:]]
-    built = token_gradients(config, at, (phi_k, v, kept), run, start)
+        gates = [one(run(MULTIPLY, gates[0], c)), *gates[1:]]
+    built = token_gradients(config, at, (phi_k, v, decay), run, start)
     columns = [several(run(UNBIND, item)) for item in (*gates, *built)]
     masks = [None] * span.size if row[-1] is None else row[-1].unbind(1)
     states: list[Memory] = []
     for mask, *each in zip(masks, *columns, strict=True):
-        before, own = carry.memory, TokenGates(*each[: len(gates)])
-        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), own, run=run)
-        memory = regained(config, memory, start, own.retain, run)
+        before, token_gates = carry.memory, TokenGates(*each[: len(gates)])
+        memory, slots = config.rule.apply(carry.memory, carry.slots, tuple(each[len(gates) :]), token_gates, run=run)
+        memory = regained(config, memory, start, token_gates.retain, run)
         stepped = carry._replace(memory=memory, slots=slots)
         carry = stepped if mask is None else select(mask, stepped, carry, run)
         states.append(carry.memory if config.read == "after" else before)
     y = predict_states(config, states, phi_q, run)
-    return y, closed(carry._replace(anchor=anchor), kept, span, run)
+    return y, closed(carry._replace(anchor=anchor), decay, span, run)
 
 
-def since_of(carry: Carry, kept: Tensor | None, run: Run) -> Tensor | None:
+def since_of(carry: Carry, decay: Tensor | None, run: Run) -> Tensor | None:
     """The products of retain since the span's start as those since its chunk's."""
-    return None if kept is None else one(run(_SINCE, carry.pending_retain[0], kept))
+    return None if decay is None else one(run(_SINCE, carry.pending_retain[0], decay))
 
 
-def closed(carry: Carry, kept: Tensor | None, span: Span, run: Run) -> Carry:
+def closed(carry: Carry, decay: Tensor | None, span: Span, run: Run) -> Carry:
     """The carry with the product that the chunk goes on with: 1 where it closes."""
-    if kept is None:
+    if decay is None:
         return carry
-    last = one(run(LAST, kept))
+    last = one(run(LAST, decay))
     if isinstance(span.closes, Tensor):
         last = one(run(SELECT, span.closes, torch.ones_like(last), last))
     elif span.closes:
@@ -376,42 +369,42 @@ def anchor_of(carry: Carry, span: Span, run: Run) -> Memory:
 def _commit_chunk(
     config: MemoryConfig, ahead: bool, carry: Carry, row: Tensors, span: Span, run: Run
 ) -> tuple[Tensor, Carry]:
-    """One step where a chunk closes: kept, phi_k, phi_q, v and the gates; `ahead` if queries are those of the tokens
+    """One step where a chunk closes: decay, phi_k, phi_q, v and the gates; `ahead` if queries are those of the tokens
     before."""
     row, write, start = _of_row(config, carry, row)
     phi_k, phi_q, v, lr, retain, momentum = several(row[1:])
     since, weights = since_of(carry, row[0], run), config.rule.weights(carry.memory, run=run)
     graph = summed_graph(config, retain, lr) if since is None else None
-    kept = one(run(PRODUCT, carry.pending_retain[0], retain))
+    product = one(run(PRODUCT, carry.pending_retain[0], retain))
     last = one(run(LAST, momentum))
     states: tuple[Memory, ...]
     if graph is not None and span.opens is True and span.closes is True:
-        end, own = kept if config.retention.uses_retain else None, carry.slots
-        gates = (lr, end, last, lr, last) if own else (lr, end, None, None, None)
-        states = carry.memory, own, (), (), start
-        y, found, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
-        carry = carry._replace(memory=found[: len(weights)], slots=found[len(weights) :])
+        end, slots = product if config.retention.uses_retain else None, carry.slots
+        gates = (lr, end, last, lr, last) if slots else (lr, end, None, None, None)
+        states = carry.memory, slots, (), (), start
+        y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+        carry = carry._replace(memory=new[: len(weights)], slots=new[len(weights) :])
     else:
         if graph is not None:
             gates = (one(run(_MINUS, lr)), None, None, None, None)
             states = carry.pending, (), (), weights, ()
-            y, found, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
+            y, new, carry = _through_layers(config, graph, carry, (phi_k, phi_q, v), gates, states, write, run)
         else:
             y, at = predict(config, weights, phi_q, run), weights if since is None else carry.memory
             if config.blocks:
                 c, carry = _lengths(config, phi_k, at, carry, write, run)
-                lr = one(run(_TIMES, lr, c))
-            found = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
-        waiting = carry._replace(pending=found, pending_retain=(kept,))
+                lr = one(run(MULTIPLY, lr, c))
+            new = summed(config, at, carry.pending, (phi_k, v, since), lr, run, start)
+        waiting = carry._replace(pending=new, pending_retain=(product,))
         carry = waiting if span.closes is False else committed_chunk(config, waiting, start, last, run)
         if isinstance(span.closes, Tensor):
             carry = select(span.closes, carry, waiting, run)
     if ahead or span.closes is False or config.read == "before":
         return y, carry
     # The closing token alone sees the commit.
-    seen, (_, query) = cut((y,), [span.size - 1, 1], run), cut((phi_q,), [span.size - 1, 1], run)
+    early, (_, query) = cut((y,), [span.size - 1, 1], run), cut((phi_q,), [span.size - 1, 1], run)
     after = predict(config, config.rule.weights(carry.memory, run=run), one(query), run)
-    return one(run(CONCAT, one(seen[0]), after)), carry
+    return one(run(CONCAT, one(early[0]), after)), carry
 
 
 def _through_layers(
@@ -421,9 +414,9 @@ def _through_layers(
     """Outputs at the weights of gradients, the states with these added to them, and the carry with the last keys."""
     weighed, carry = _remembered(config, one(tokens[:1]), carry, write, run)
     step = Dual(config, graph, tuple(map(len, states))).block()
-    given = *tokens, None, None, None, None, *gates, *weighed
-    y, *found = several(run(step, *given, *chain.from_iterable(states)))
-    return y, tuple(found), carry
+    inputs = *tokens, None, None, None, None, *gates, *weighed
+    y, *new = several(run(step, *inputs, *chain.from_iterable(states)))
+    return y, tuple(new), carry
 
 
 def _product_vjp(total: Tensor, gates: Tensor, g: Tensor) -> Tensors:
@@ -440,8 +433,8 @@ def _last_vjp(gates: Tensor, g: Tensor) -> Tensor:
 
 _SINCE = formula_block(
     "chunk.since",
-    lambda total, kept: total.unsqueeze(1) * kept,
-    lambda total, kept, g: ((g * kept).sum(1), total.unsqueeze(1) * g),
+    lambda total, decay: total.unsqueeze(1) * decay,
+    lambda total, decay, g: ((g * decay).sum(1), total.unsqueeze(1) * g),
 )
 _LATER = linear_block(  # the first answer is nobody's
     "chunk.later",
@@ -449,7 +442,6 @@ _LATER = linear_block(  # the first answer is nobody's
     lambda g: torch.nn.functional.pad(g[:, 1:], (0, 0, 0, 1)),
 )
 _MINUS = linear_block("chunk.minus", torch.neg, torch.neg)
-_TIMES = formula_block("chunk.times", torch.mul, lambda a, b, g: (g * b, g * a))
 
 PRODUCT = formula_block("chunk.product", lambda total, gates: total * gates.prod(1), _product_vjp)
 LAST = formula_block("chunk.last", lambda gates: gates[:, -1], _last_vjp)
@@ -503,7 +495,7 @@ def _compiled_block(
     first, step = sum(counts) + 1, step_of(config, dual_graph(config, channelwise))
 
     def plain(*flat: Tensor | None) -> Tensors:
-        masks = [own if given is None else given for own, given in zip(known[1:], flat[-3:], strict=True)]
+        masks = [fixed if mask is None else mask for fixed, mask in zip(known[1:], flat[-3:], strict=True)]
         y, carry = step(Carry.of(counts, flat), flat[first:-3], Span(known.size, *masks), execute)  # type: ignore[arg-type]
         return y, *carry.flat[:-1]
 
@@ -515,16 +507,16 @@ def _compiled_block(
         if not keeps:
             return program(*inputs), None
         with torch.enable_grad():
-            own = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
-            made = program(*own)
-        return tuple([item.detach() for item in several(made)]), (own, made)
+            copies = [None if item is None else item.detach().requires_grad_(differentiable(item)) for item in inputs]
+            answers = program(*copies)
+        return tuple([item.detach() for item in several(answers)]), (copies, answers)
 
     def vjp(inputs: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
-        own, made = record
-        leaves = [item for item in own if differentiable(item)]
-        pairs = [pair for pair in zip(made, cotangents, strict=True) if pair[0].requires_grad]
-        outputs, given = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(outputs, leaves, given, retain_graph=True, allow_unused=True))
-        return tuple([next(found) if differentiable(item) else None for item in own])
+        copies, answers = record
+        leaves = [item for item in copies if differentiable(item)]
+        pairs = [pair for pair in zip(answers, cotangents, strict=True) if pair[0].requires_grad]
+        outputs, gs = zip(*pairs, strict=True)
+        grads = iter(torch.autograd.grad(outputs, leaves, gs, retain_graph=True, allow_unused=True))
+        return tuple([next(grads) if differentiable(item) else None for item in copies])
 
     return ByHand("chunk.step", forward, vjp, plain).block()

@@ -54,14 +54,14 @@ def coefficient_rows(config: MemoryConfig, tokens: Tokens, sizes: list[int], run
 
     def formula(lr: Tensor, retain: Tensor, momentum: Tensor, write: Tensor | None) -> Tensors:
         after, before, slot = coefficients(config, retain, momentum, write)
-        seen = after if config.read == "after" else before
+        states = after if config.read == "after" else before
         decays = config.retention.uses_retain
-        a, end = (seen.bases[0], after.bases[0][..., -1]) if decays else (None, None)
+        a, end = (states.bases[0], after.bases[0][..., -1]) if decays else (None, None)
         # [N, c, C, C] what each token's state has of each write, [N, c, C] what the end has.
-        weights, into = seen.writes * lr.unsqueeze(-2), after.last * lr
+        weights, into = states.writes * lr.unsqueeze(-2), after.last * lr
         if slot is None:
             return weights, a, None, into, end, None, None, None
-        return weights, a, seen.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
+        return weights, a, states.bases[1], into, end, after.bases[1][..., -1], slot.last * lr, slot.bases[0][..., -1]
 
     return _of_steps("chunk.coefficients", formula, (*tokens[VECTORS:NUMBERS], tokens.write), sizes, run)
 
@@ -89,7 +89,7 @@ def _of_steps(
     for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
         block = Block(name, partial(_by_step, formula, group[0]))
         if small:
-            block = checkpoint(name, lambda run, *gates, own=block: run(own, *gates), keep=True)
+            block = checkpoint(name, lambda run, *gates, inner=block: run(inner, *gates), keep=True)
         columns: list[Tensors] = []
         for out in run(block, *part, label="coefficients"):
             columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))

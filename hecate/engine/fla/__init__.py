@@ -51,8 +51,8 @@ class Fla(TokenEngine):
             return "its kernels take no masks, and on_nonfinite='skip' leaves tokens out by one"
         if config.dtype == torch.float64:
             return "its kernels keep a float32 state, not state_dtype='float64'"
-        found = kernel_of(config, channelwise=False)
-        return found if isinstance(found, str) else None
+        kernel = kernel_of(config, channelwise=False)
+        return kernel if isinstance(kernel, str) else None
 
     def unfit(self, plan: Plan) -> str | None:
         """Masks, torch looking on, another dtype or device, no kernel at hand, or one that is not trusted."""
@@ -108,10 +108,10 @@ class Fla(TokenEngine):
         features."""
         config, inputs, traits = call.config, call.inputs, call.config.feature_map.traits()
         units = config.key_norm == "l2" and (inputs.k.is_cuda or interpreting())
-        own = (units or config.key_norm == "none") and config.step == "raw" and config.query_scale == "none"
-        own = own and inputs.erase is inputs.write_gate is inputs.retain_value is inputs.floor is None
+        direct = (units or config.key_norm == "none") and config.step == "raw" and config.query_scale == "none"
+        direct = direct and inputs.erase is inputs.write_gate is inputs.retain_value is inputs.floor is None
         # A multiple of x is rounded once, in whichever dtype.
-        if not (own and traits.componentwise and traits.degree == 1 and traits.parity == "odd"):
+        if not (direct and traits.componentwise and traits.degree == 1 and traits.parity == "odd"):
             return super().run(call, run)
         block, tensors = config.feature_map.block(call.params)
         phi_k, phi_q = (one(run(block, x, *tensors, label="phi")) for x in (inputs.k, inputs.q))
@@ -137,6 +137,6 @@ def _by_documents(plan: Plan) -> bool:
 def _borders(reset: Tensor | None) -> tuple[int, ...] | None:
     if reset is None:
         return None
-    found = BORDERS.get(reset)
+    borders = BORDERS.get(reset)
     # A mask that came back from autograd may be another tensor of the same numbers.
-    return (*reset[0].nonzero().flatten().tolist(), reset.shape[1]) if found is None else found
+    return (*reset[0].nonzero().flatten().tolist(), reset.shape[1]) if borders is None else borders

@@ -68,10 +68,10 @@ def kernel_of(config: MemoryConfig, *, channelwise: bool) -> Kernel | str:
 
 def known_kernel(config: MemoryConfig, channelwise: bool) -> Kernel:
     """The kernel of a config that was not refused."""
-    found = kernel_of(config, channelwise=channelwise)
-    if isinstance(found, str):
+    kernel = kernel_of(config, channelwise=channelwise)
+    if isinstance(kernel, str):
         raise TypeError("the engine was chosen without its refusal being asked")
-    return found
+    return kernel
 
 
 @cache
@@ -91,19 +91,19 @@ def by_kernel(config: MemoryConfig, carry: Carry, dtype: torch.dtype, borders: t
     plain = by_torch(config, carry)
 
     def wide(*inputs: Tensor | None) -> Tensors:
-        held = one(inputs[:1]).dtype
-        own = (i if i is None or not i.is_floating_point() else i.to(held) for i in inputs)
-        return plain(*own)
+        precision = one(inputs[:1]).dtype
+        tensors = (i if i is None or not i.is_floating_point() else i.to(precision) for i in inputs)
+        return plain(*tensors)
 
     def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
         with torch.set_grad_enabled(keeps):
-            own = inputs
+            leaves = inputs
             if keeps:
-                own = tuple(i if i is None or not differentiable(i) else i.detach().requires_grad_() for i in inputs)
-            outputs = several(_outputs(config, dtype, borders, own))
-        return tuple(item.detach() for item in outputs), (*own, *outputs) if keeps else ()
+                leaves = tuple(i if i is None or not differentiable(i) else i.detach().requires_grad_() for i in inputs)
+            outputs = several(_outputs(config, dtype, borders, leaves))
+        return tuple(item.detach() for item in outputs), (*leaves, *outputs) if keeps else ()
 
-    return ByHand("engine.fla", forward, _pulled, wide)
+    return ByHand("engine.fla", forward, _cotangents, wide)
 
 
 def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] | None, inputs: Tensors) -> Tensors:
@@ -137,12 +137,12 @@ def _outputs(config: MemoryConfig, dtype: torch.dtype, borders: tuple[int, ...] 
     return y.to(memory.dtype), last.flatten(0, 1).mT.to(memory.dtype)
 
 
-def _pulled(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def _cotangents(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
     """The kernels' own derivatives, by the graph that the forward kept."""
-    own, outputs = record[: len(inputs)], several(record[len(inputs) :])
-    leaves = [item for item in own if item is not None and item.requires_grad]
+    recorded, outputs = record[: len(inputs)], several(record[len(inputs) :])
+    leaves = [item for item in recorded if item is not None and item.requires_grad]
     grads = iter(torch.autograd.grad(outputs, leaves, cotangents, retain_graph=True, allow_unused=True))
-    return tuple(next(grads) if item is not None and item.requires_grad else None for item in own)
+    return tuple(next(grads) if item is not None and item.requires_grad else None for item in recorded)
 
 
 def verdict(
@@ -169,8 +169,8 @@ def distrust(
     kernel = by_kernel(config, carry, dtype)
 
     def of(kind: torch.dtype, plain: ByHand) -> Tensors:
-        own = [x if x is None or not x.is_floating_point() else x.to(kind) for x in inputs]
-        return both_by_torch(plain, tuple(own), [item.to(kind) for item in cotangents])
+        tensors = [x if x is None or not x.is_floating_point() else x.to(kind) for x in inputs]
+        return both_by_torch(plain, tuple(tensors), [item.to(kind) for item in cotangents])
 
     loop = kernel._replace(plain=by_torch(config, carry, sequential))
     return difference(

@@ -29,15 +29,15 @@ def scanned(config: MemoryConfig, dtype: torch.dtype, tokens: Tokens, carry: Car
     return y, carry._replace(memory=(last,))
 
 
-def _kernel(rule: str, dtype: torch.dtype, memory: Tensor, *given: Tensor) -> tuple[ByHand, Tensors, bool]:
+def _kernel(rule: str, dtype: torch.dtype, memory: Tensor, *tensors: Tensor) -> tuple[ByHand, Tensors, bool]:
     """The kernel with its plain torch, their inputs, and whether it is trusted."""
-    config, (lr, retain) = config_of(rule), given[3:]
+    config, (lr, retain) = config_of(rule), tensors[3:]
     carry = Carry((memory,), (), (), (), (), (), torch.zeros(2, dtype=torch.int64, device=memory.device))
     reason = verdict(config, retain.dim() == 4, dtype, memory.device.type, tuple(memory.shape[1:]))
     if reason is not None:
         _tell(reason)
     # Of the start of documents and of momentum nothing is made here.
-    inputs = (memory, memory, *Tokens(*given, torch.zeros_like(lr)))  # type: ignore[call-arg]
+    inputs = (memory, memory, *Tokens(*tensors, torch.zeros_like(lr)))  # type: ignore[call-arg]
     return by_kernel(config, carry, dtype), inputs, reason is None
 
 
@@ -57,44 +57,44 @@ def fla_scan(
 
 
 @fla_scan.register_fake
-def _(rule: str, dtype: torch.dtype, memory: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
-    return memory.new_empty(given[2].shape), memory.new_empty(memory.shape)
+def _(rule: str, dtype: torch.dtype, memory: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return memory.new_empty(tensors[2].shape), memory.new_empty(memory.shape)
 
 
 @torch.library.custom_op("hecate::fla_scan_backward", mutates_args=())
 def fla_scan_backward(
-    rule: str, dtype: torch.dtype, own: Sequence[Tensor], cotangents: Sequence[Tensor]
+    rule: str, dtype: torch.dtype, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
     """Cotangents of the tensors of `fla_scan`; of retain only if it decays."""
-    kernel, inputs, trusted = _kernel(rule, dtype, *own)
+    kernel, inputs, trusted = _kernel(rule, dtype, *tensors)
     with recorded():
         if trusted:
-            found = kernel.vjp(inputs, kernel.forward(inputs, True)[1], tuple(cotangents))
+            grads = kernel.vjp(inputs, kernel.forward(inputs, True)[1], tuple(cotangents))
         else:
-            found = kernel.by_autograd(inputs, tuple(cotangents))
-    memory, _, *rest = found
-    return [one((item,)).contiguous() for item, _ in zip((memory, *rest), _moved(rule, own), strict=False)]
+            grads = kernel.by_autograd(inputs, tuple(cotangents))
+    memory, _, *rest = grads
+    return [one((item,)).contiguous() for item, _ in zip((memory, *rest), _moved(rule, tensors), strict=False)]
 
 
-def _moved(rule: str, own: Sequence[Tensor]) -> Sequence[Tensor]:
+def _moved(rule: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors that have a cotangent: retain, the last, only where it decays."""
-    return own if config_of(rule).retention.uses_retain else own[:-1]
+    return tensors if config_of(rule).retention.uses_retain else tensors[:-1]
 
 
 @fla_scan_backward.register_fake
-def _(rule: str, dtype: torch.dtype, own: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
-    return [item.new_empty(item.shape) for item in _moved(rule, own)]
+def _(rule: str, dtype: torch.dtype, tensors: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
+    return [item.new_empty(item.shape) for item in _moved(rule, tensors)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    ctx.rule, ctx.dtype, *own = inputs
-    ctx.save_for_backward(*own)
+    ctx.rule, ctx.dtype, *tensors = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    own = ctx.saved_tensors
-    found: list[Tensor | None] = list(fla_scan_backward(ctx.rule, ctx.dtype, own, cotangents))
-    return None, None, *found, *[None] * (len(own) - len(found))
+    tensors = ctx.saved_tensors
+    grads: list[Tensor | None] = list(fla_scan_backward(ctx.rule, ctx.dtype, tensors, cotangents))
+    return None, None, *grads, *[None] * (len(tensors) - len(grads))
 
 
 fla_scan.register_autograd(_backward, setup_context=_setup)

@@ -36,7 +36,7 @@ from hecate.engine.parallel import implicit_gradients
 from hecate.engine.tokens import constants
 from hecate.phi.base import PowerForm
 from hecate.rule import MemoryConfig
-from hecate.tape import ByHand, Tensors, one, several
+from hecate.tape import Block, ByHand, Tensors, one, several
 
 SIZE = 64  # tokens of a block
 AGAIN = 16  # tokens whose steps are held at once in the backward pass
@@ -76,19 +76,26 @@ class Settings(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def kept(self) -> int:
+    def context(self) -> int:
         """Tokens in the context."""
         return len(self.form.weights) if self.form.remembers else 0
+
+    def gain(self) -> Block:
+        """Q of Gram matrices `[N, V, V]`."""
+        form = self.form.inner.gram_form()
+        if form is None:
+            raise TypeError(f"algorithm {self.form.inner.kind!r} has no Gram form")
+        return form.gain(self.shape)
 
 
 class Rows(NamedTuple):
     """`places` `[1 or N, n W]`: the row of every write, its token's own first; `live` `[N, n, W]`: the write's weight,
-    0 where there is no such token; `left` `[1 or N, c, c + n]`: which rows are the context afterwards, as ones in
+    0 where there is no such token; `context` `[1 or N, c, c + n]`: which rows are the context afterwards, as ones in
     zeros; `filled` `[N, c]`: the context's marks then."""
 
     places: Tensor
     live: Tensor
-    left: Tensor
+    context: Tensor
     filled: Tensor
 
     def picked(self, x: Tensor) -> Tensor:
@@ -108,34 +115,34 @@ class Rows(NamedTuple):
 @torch.no_grad()
 def rows_of(settings: Settings, filled: Tensor, count: int, write: Tensor | None, reset: Tensor | None) -> Rows:
     """The rows of a block of `count` tokens; filled `[N, c]`, masks `[N, count]` or None."""
-    kept, device = settings.kept, filled.device
+    context, device = settings.context, filled.device
     weights = constants(tuple(settings.form.weights), filled.dtype, device)
     ages = torch.arange(len(weights), device=device)
     if write is None:
-        own = torch.arange(count, device=device).unsqueeze(0) + kept
-        index = (own.unsqueeze(-1) - ages).clamp(min=0)
-        last = torch.arange(count, count + kept, device=device).unsqueeze(0)
+        tokens = torch.arange(count, device=device).unsqueeze(0) + context
+        index = (tokens.unsqueeze(-1) - ages).clamp(min=0)
+        last = torch.arange(count, count + context, device=device).unsqueeze(0)
     else:
         ordinal = write.cumsum(1)
-        written = torch.argsort((~write).to(torch.int8), dim=1, stable=True) + kept
-        context = torch.arange(kept, device=device).expand(len(write), kept)
-        order = torch.cat((context, written), 1)
-        at = (ordinal.unsqueeze(-1) - 1 + kept - ages).clamp(min=0)
+        written = torch.argsort((~write).to(torch.int8), dim=1, stable=True) + context
+        old_rows = torch.arange(context, device=device).expand(len(write), context)
+        order = torch.cat((old_rows, written), 1)
+        at = (ordinal.unsqueeze(-1) - 1 + context - ages).clamp(min=0)
         index = order.gather(1, at.flatten(1)).view_as(at)
-        last = order.gather(1, ordinal[:, -1:] + torch.arange(kept, device=device))
+        last = order.gather(1, ordinal[:, -1:] + torch.arange(context, device=device))
     marks = torch.cat((filled, filled.new_ones(len(filled), count)), 1)
     live = _at(marks, index.flatten(1)).unflatten(1, (count, -1)) * weights
-    left = (last.unsqueeze(-1) == torch.arange(kept + count, device=device)).to(filled.dtype)
+    selection = (last.unsqueeze(-1) == torch.arange(context + count, device=device)).to(filled.dtype)
     still = _at(marks, last)
     if reset is not None:
         document = reset.cumsum(1)
-        segment = torch.cat((document.new_zeros(len(filled), kept), document), 1)
+        segment = torch.cat((document.new_zeros(len(filled), context), document), 1)
         live = live * (_at(segment, index.flatten(1)).view_as(live) == document.unsqueeze(-1))
         same = _at(segment, last) == document[:, -1:]
-        still, left = still * same, left * same.unsqueeze(-1)
+        still, selection = still * same, selection * same.unsqueeze(-1)
     if write is not None:
         live = live * write.unsqueeze(-1)
-    return Rows(index.flatten(1), live, left, still)
+    return Rows(index.flatten(1), live, selection, still)
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:
@@ -156,19 +163,19 @@ class Kernels(NamedTuple):
 def kernels_of(settings: Settings, products: Tensor, x_k: Tensor, x_q: Tensor, width: int) -> Kernels:
     """From the products `[N, L + n, bases V + c]` of the features of rows and queries with base states and context, and
     from the keys and queries themselves."""
-    kept, count, kernel = settings.kept, x_k.shape[1], settings.lift.kernel
-    rows, queries = products.split((kept + count, count), 1)
-    states = products.shape[-1] - kept
-    facing, old = rows.split((states, kept), -1)
-    read, old_q = queries.split((states, kept), -1)
-    pairs = torch.cat((old, torch.cat((old[:, kept:].mT, kernel(x_k @ x_k.mT)), 1)), 2)
+    context, count, kernel = settings.context, x_k.shape[1], settings.lift.kernel
+    rows, queries = products.split((context + count, count), 1)
+    states = products.shape[-1] - context
+    facing, old = rows.split((states, context), -1)
+    read, old_q = queries.split((states, context), -1)
+    pairs = torch.cat((old, torch.cat((old[:, context:].mT, kernel(x_k @ x_k.mT)), 1)), 2)
     asked = torch.cat((old_q, kernel(x_q @ x_k.mT)), 2)
     lengths = None
     if settings.normed:
-        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, kept, 1), inverse_length(settings, x_k)), 1)
-        own = inverse_length(settings, x_q) * settings.query
-        pairs, asked = lengths * pairs * lengths.mT, own * asked * lengths.mT
-        facing, read = lengths * facing, own * read
+        lengths = torch.cat((torch.ones_like(x_k[:, :1, :1]).expand(-1, context, 1), inverse_length(settings, x_k)), 1)
+        scale = inverse_length(settings, x_q) * settings.query
+        pairs, asked = lengths * pairs * lengths.mT, scale * asked * lengths.mT
+        facing, read = lengths * facing, scale * read
     elif settings.query != 1:
         asked, read = settings.query * asked, settings.query * read
     return Kernels(pairs, asked, list(facing.split(width, -1)), list(read.split(width, -1)), lengths)
@@ -205,12 +212,12 @@ def left_behind(rows: Rows, lengths: Tensor | None, values: Tensor | None, v: Te
     """The context's keys, as combinations of the rows' features, and its values after a block."""
     if values is None:
         return None, None
-    left = rows.left.expand(len(v), -1, -1)
-    return left if lengths is None else left * lengths.mT, left @ torch.cat((values, v), 1)
+    context = rows.context.expand(len(v), -1, -1)
+    return context if lengths is None else context * lengths.mT, context @ torch.cat((values, v), 1)
 
 
 def linear_block(
-    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: None = None
+    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, record: None = None
 ) -> tuple[Outcome, None]:
     """One block of n tokens with W writes each, from what does not need a state's width.
 
@@ -235,12 +242,12 @@ def linear_block(
     errors = -target
     if not config.forms.target:
         base: Tensor = sum(  # type: ignore[assignment]
-            weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(held)
-            for weight, held in zip(faced.bases, kernels.facing, strict=True)
+            weight.repeat_interleave(ages, 1).unsqueeze(-1) * rows.picked(state)
+            for weight, state in zip(faced.bases, kernels.facing, strict=True)
         )
         cross = rows.picked(rows.picked(kernels.pairs).mT).mT
-        seen = faced.writes.repeat_interleave(ages, 1).repeat_interleave(ages, 2)
-        lower = seen * cross * step.unsqueeze(1)
+        coupling = faced.writes.repeat_interleave(ages, 1).repeat_interleave(ages, 2)
+        lower = coupling * cross * step.unsqueeze(1)
         if config.forms.error:
             right = (base - target).mT
             errors = torch.linalg.solve_triangular(lower.mT, right, upper=True, left=False, unitriangular=True).mT
@@ -250,11 +257,11 @@ def linear_block(
 
     attend = rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)
     y = attend @ moves
-    for weight, held in zip(states.bases, kernels.read, strict=True):
-        y = y + weight.unsqueeze(-1) * held
+    for weight, state in zip(states.bases, kernels.read, strict=True):
+        y = y + weight.unsqueeze(-1) * state
 
     def onto(weights: Tensor) -> Tensor:
-        total = rows.summed(weights.repeat_interleave(ages, 1).unsqueeze(-1) * moves, settings.kept + count)
+        total = rows.summed(weights.repeat_interleave(ages, 1).unsqueeze(-1) * moves, settings.context + count)
         return (total if kernels.lengths is None else kernels.lengths * total).mT
 
     keys, values = left_behind(rows, kernels.lengths, values, v)
@@ -270,7 +277,7 @@ def linear_block(
     return outcome, None
 
 
-class _Given(NamedTuple):
+class _Operands(NamedTuple):
     """Of every token: base states at its rows and at its query `[N, n, V, W]`, `[N, n, V, 1]`, values, kernels of all
     rows with its own `[N, n, L, W]`, of these with each other, of all with its query `[N, n, L, 1]`, gates `[N, n, 1,
     1]`; and the first Gram matrix."""
@@ -283,7 +290,7 @@ class _Given(NamedTuple):
     initial_q: Tensor | None
     values: Tensor
     hit: Tensor
-    own: Tensor
+    mutual: Tensor
     asked: Tensor
     lr: Tensor
     retain: Tensor
@@ -304,29 +311,29 @@ class _State(NamedTuple):
 
 
 def gram_block(
-    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, found: Any = None
+    settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], leaves: Leaves, record: Any = None
 ) -> tuple[Outcome, Any]:
     """As `linear_block`; the products hold those of the first S's rows with the base states at their end.
 
-    Beside the outcome stands what the same call takes as `found`, lest the tokens run again."""
+    Beside the outcome stands what the same call takes as `record`, lest the tokens run again."""
     products, x_k, x_q, v, values, *gates = leaves
     width = v.shape[-1]
     kernels = kernels_of(settings, products[:, :-width], x_k, x_q, width)
     gram = products[:, -width:, width : 2 * width]
     target = v if values is None else torch.cat((values, v), 1)
-    outputs, starts = mixed(settings, rows, masks, kernels, gram, target, gates, found=found)
+    outputs, starts = mixed(settings, rows, masks, kernels, gram, target, gates, record=record)
     y, x, onto, slot, s, a, i = several(outputs)
-    keys, left = left_behind(rows, kernels.lengths, values, v)
+    keys, values = left_behind(rows, kernels.lengths, values, v)
     if kernels.lengths is not None:
         onto, slot = onto * kernels.lengths.mT, slot * kernels.lengths.mT
     bases = (a, torch.zeros_like(a), i)[: len(kernels.facing)]
     combined = torch.cat((onto, x), -1), slot, keys, torch.cat(bases, -1).squeeze(1), s.flatten()
-    return Outcome(y, *combined, left), (outputs, starts)
+    return Outcome(y, *combined, values), (outputs, starts)
 
 
 def mixed(
     settings: Settings, rows: Rows, masks: tuple[Tensor | None, Tensor | None], kernels: Kernels, gram: Tensor,
-    target: Tensor, gates: Sequence[Tensor], *, errors: Tensor | None = None, found: Any = None,
+    target: Tensor, gates: Sequence[Tensor], *, errors: Tensor | None = None, record: Any = None,
 ) -> tuple[Tensors, Any]:  # fmt: skip
     """y, X, Y, W, s, a and i of a block's tokens, and what the backward pass begins with; `errors` `[N, n W, V]` are
     those of all writes where they do not depend on the present memory."""
@@ -345,23 +352,20 @@ def mixed(
         keep = torch.ones_like(keep)
     initial = errors is None and len(kernels.facing) > 2
     faced = windows(kernels.facing[0]) if errors is None else errors.unflatten(1, (count, ages)).mT
-    given = _Given(
+    operands = _Operands(
         faced, windows(kernels.facing[1]), windows(kernels.facing[2]) if initial else None,
         asked(kernels.read[0]), asked(kernels.read[1]), asked(kernels.read[2]) if initial else None,
         windows(target), hit, hit.gather(2, index.mT), asked(kernels.asked), lr.unsqueeze(-1).unsqueeze(-1), keep,
         carried, gram,
     )  # fmt: skip
-    return _Loop(settings, rows, reset, kernels.pairs.shape[1]).run(given, found)
+    return _Loop(settings, rows, reset, kernels.pairs.shape[1]).run(operands, record)
 
 
 class _Loop:
     """The tokens of one block; `run` is differentiable, by hand where torch need not see it."""
 
     def __init__(self, settings: Settings, rows: Rows, reset: Tensor | None, length: int) -> None:
-        form = settings.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {settings.form.inner.kind!r} has no Gram form")
-        self.gain = form.gain(settings.shape)
+        self.gain = settings.gain()
         count = rows.live.shape[1]
         self.early = settings.config.read == "before"
         self.frozen = settings.config.chunk > 1  # the errors are given, as what the memory predicts of values of 0
@@ -373,23 +377,23 @@ class _Loop:
         self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)
         self.reset = None if reset is None else reset.view(*reset.shape, 1, 1).unbind(1)
 
-    def run(self, given: _Given, found: Any = None) -> tuple[Tensors, list[_State]]:
-        """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `found` is what it returned
+    def run(self, operands: _Operands, record: Any = None) -> tuple[Tensors, list[_State]]:
+        """(y `[N, n, V]`, X, Y, W, s, a, i), and the states at every `AGAIN` tokens; `record` is what it returned
         before, if it has run, to be pulled back by hand."""
-        if found is None and not torch.is_grad_enabled():
-            return self.forward(given)
+        if record is None and not torch.is_grad_enabled():
+            return self.forward(operands)
         hand = ByHand(
             "engine.window.gram",
-            lambda inputs, keeps: found or self.forward(_Given(*inputs)),  # type: ignore[arg-type]
-            lambda inputs, starts, cotangents: self.backward(_Given(*inputs), starts, cotangents),  # type: ignore[arg-type]
-            lambda *inputs: self.forward(_Given(*inputs))[0],
+            lambda inputs, keeps: record or self.forward(_Operands(*inputs)),  # type: ignore[arg-type]
+            lambda inputs, starts, cotangents: self.backward(_Operands(*inputs), starts, cotangents),  # type: ignore[arg-type]
+            lambda *inputs: self.forward(_Operands(*inputs))[0],
         )
-        return hand.block().forward(*given)[0], found and found[1]
+        return hand.block().forward(*operands)[0], record and record[1]
 
-    def forward(self, given: _Given) -> tuple[Tensors, list[_State]]:
+    def forward(self, operands: _Operands) -> tuple[Tensors, list[_State]]:
         """Token by token."""
-        state, outputs, starts = self._first(given), [], []
-        for t, token in enumerate(_tokens(given)):
+        state, outputs, starts = self._first(operands), [], []
+        for t, token in enumerate(_tokens(operands)):
             if t % AGAIN == 0:
                 starts.append(state)
             state, read, _ = self._step(t, token, self._entered(t, state))
@@ -400,32 +404,32 @@ class _Loop:
         """The state that a token finds, after its reset."""
         return state if self.reset is None else _where(self.reset[t], self._blank(state), state)
 
-    def _first(self, given: _Given) -> _State:
-        one = torch.ones_like(given.lr[:, 0])
-        across = torch.zeros_like(given.gram)
-        wide = given.hit.new_zeros(len(one), across.shape[-1], given.hit.shape[2])
-        return _State(one, one, torch.zeros_like(one), across, wide, wide, given.gram)
+    def _first(self, operands: _Operands) -> _State:
+        one = torch.ones_like(operands.lr[:, 0])
+        across = torch.zeros_like(operands.gram)
+        wide = operands.hit.new_zeros(len(one), across.shape[-1], operands.hit.shape[2])
+        return _State(one, one, torch.zeros_like(one), across, wide, wide, operands.gram)
 
     def _blank(self, state: _State) -> _State:
         return _State(*(torch.zeros_like(item) for item in state))._replace(i=torch.ones_like(state.i))
 
-    def _step(self, t: int, token: _Given, before: _State) -> tuple[_State, Tensor, tuple[Any, ...]]:
+    def _step(self, t: int, token: _Operands, before: _State) -> tuple[_State, Tensor, tuple[Any, ...]]:
         s, a, i, x, y, w, gram = before
         pred = token.memory
         if not self.frozen:
             pred = torch.baddbmm(torch.baddbmm(a * pred, x, token.slot), y, token.hit)
             if token.initial is not None:
                 pred = pred + i * token.initial
-        seen = token.retain * pred if self.decayed else pred
-        u = (seen - token.values if self.asks else -token.values) * self.live[t]
+        prediction = token.retain * pred if self.decayed else pred
+        u = (prediction - token.values if self.asks else -token.values) * self.live[t]
         reached = torch.baddbmm(s * token.slot, w, token.hit)
-        h = torch.baddbmm(token.momentum * reached, u, token.own, alpha=0.5)
+        h = torch.baddbmm(token.momentum * reached, u, token.mutual, alpha=0.5)
         both = torch.bmm(h, u.mT)
         gram = torch.addcmul(both + both.mT, token.momentum.square(), gram)
         w = torch.baddbmm(token.momentum * w, u, self.hot[t])
         s = token.momentum * s
-        made, kept = self.gain.apply((gram,))
-        q = one(made)
+        outputs, of_gain = self.gain.apply((gram,))
+        q = one(outputs)
         step = -token.lr * q
         after = _State(
             s, token.retain * a, token.retain * i, torch.addcmul(token.retain * x, s, step),
@@ -434,38 +438,38 @@ class _Loop:
         return (
             after,
             self._read(token, before if self.early else after),
-            (before, after, pred, u, reached, h, q, step, kept),
+            (before, after, pred, u, reached, h, q, step, of_gain),
         )
 
-    def _read(self, token: _Given, state: _State) -> Tensor:
+    def _read(self, token: _Operands, state: _State) -> Tensor:
         read = torch.baddbmm(torch.baddbmm(state.a * token.memory_q, state.x, token.slot_q), state.y, token.asked)
         return read if token.initial_q is None else read + state.i * token.initial_q
 
-    def backward(self, given: _Given, starts: list[_State], cotangents: Any) -> Tensors:
+    def backward(self, operands: _Operands, starts: list[_State], cotangents: Any) -> Tensors:
         """Cotangents of what was given; steps are made again, a few tokens at once."""
         gread, gx, gy, gw, gs, ga, gi = cotangents
-        later = _State(gs, ga, gi, gx, gy, gw, torch.zeros_like(given.gram))
-        found: list[_Given] = []
+        later = _State(gs, ga, gi, gx, gy, gw, torch.zeros_like(operands.gram))
+        shares: list[_Operands] = []
         reads = gread.mT.split(1, -1)
-        tokens = _tokens(given)
+        tokens = _tokens(operands)
         for first in reversed(range(0, len(tokens), AGAIN)):
             state, steps = starts[first // AGAIN], []
             for t in range(first, min(first + AGAIN, len(tokens))):
-                state, _, kept = self._step(t, tokens[t], self._entered(t, state))
-                steps.append(kept)
+                state, _, past = self._step(t, tokens[t], self._entered(t, state))
+                steps.append(past)
             for t in reversed(range(first, first + len(steps))):
-                own, later = self._back(t, tokens[t], steps.pop(), reads[t], later)
+                share, later = self._back(t, tokens[t], steps.pop(), reads[t], later)
                 if self.reset is not None:
                     later = _where(self.reset[t], _State(*map(torch.zeros_like, later)), later)
-                found.append(own)
+                shares.append(share)
         stacked = [
             None if column[0] is None else torch.stack(column[::-1], 1)
-            for column in zip(*(own[:-1] for own in found), strict=True)
+            for column in zip(*(share[:-1] for share in shares), strict=True)
         ]
         return *stacked, later.gram
 
-    def _back(self, t: int, token: _Given, kept: tuple[Any, ...], g: Tensor, later: _State) -> tuple[_Given, _State]:
-        before, after, pred, u, reached, h, q, step, of_gain = kept
+    def _back(self, t: int, token: _Operands, past: Any, g: Tensor, later: _State) -> tuple[_Operands, _State]:
+        before, after, pred, u, reached, h, q, step, of_gain = past
         asked, later, earlier = self._read_back(token, before, after, g, later)
         gs, ga, gi, gx, gy, gw, ggram = later
         # X', Y', a', i'
@@ -479,7 +483,7 @@ class _Loop:
         gboth = ggram + ggram.mT
         gh = torch.bmm(gboth, u)
         gu = torch.baddbmm(torch.bmm(gw, self.hot[t].mT), gboth.mT, h)
-        gu = torch.baddbmm(gu, gh, token.own.mT, alpha=0.5)
+        gu = torch.baddbmm(gu, gh, token.mutual.mT, alpha=0.5)
         gmomentum = gmomentum + _inner(gh, reached)
         greached = token.momentum * gh
         gs, gw, ggram = token.momentum * gs, token.momentum * gw, token.momentum.square() * ggram
@@ -494,7 +498,7 @@ class _Loop:
         ga, gi = token.retain * ga + _inner(gpred, token.memory), token.retain * gi
         if token.initial is not None:
             gi = gi + _inner(gpred, token.initial)
-        own = _Given(  # type: ignore[call-arg]
+        share = _Operands(  # type: ignore[call-arg]
             before.a * gpred if gfrozen is None else gfrozen,
             torch.baddbmm(before.s * greached, before.x.mT, gpred),
             None if token.initial is None else before.i * gpred,
@@ -513,10 +517,10 @@ class _Loop:
         new = _State(gs, ga, gi, gx, gy, gw, ggram)
         if earlier is not None:
             new = _State(*(x if e is None else x + e for x, e in zip(new, earlier, strict=True)))
-        return own, new
+        return share, new
 
     def _read_back(
-        self, token: _Given, before: _State, after: _State, g: Tensor, later: _State
+        self, token: _Operands, before: _State, after: _State, g: Tensor, later: _State
     ) -> tuple[tuple[Tensor | None, ...], _State, tuple[Tensor | None, ...] | None]:
         """Cotangents of what the query meets, and of the state that it is read from: added to those of the state after
         the token, or apart."""
@@ -538,10 +542,10 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum((-2, -1), keepdim=True)
 
 
-def _tokens(given: _Given) -> list[_Given]:
+def _tokens(operands: _Operands) -> list[_Operands]:
     """Inputs of each token."""
-    columns = [[None] * given.lr.shape[1] if item is None else item.unbind(1) for item in given[:-1]]
-    return [_Given(*token, given.gram) for token in zip(*columns, strict=True)]  # type: ignore[call-arg]
+    columns = [[None] * operands.lr.shape[1] if item is None else item.unbind(1) for item in operands[:-1]]
+    return [_Operands(*token, operands.gram) for token in zip(*columns, strict=True)]  # type: ignore[call-arg]
 
 
 def _where(mask: Tensor, yes: _State, no: _State) -> _State:

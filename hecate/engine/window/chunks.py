@@ -1,7 +1,7 @@
 """Chunks of the window engine: gradients at a remembered state, so that no token of a span waits for another's write.
 
 The features R `[L, F]` of a span, the c keys of the context and its own n, meet the states in one product, and what
-leaves it is made of them in another. With A the memory at the chunk's start all errors are known at once,
+span it is made of them in another. With A the memory at the chunk's start all errors are known at once,
 
     e_(t,a) = grad ell(b_t A phi_r(t,a), v_r(t,a)),   b_t = 1, or with before_gradient what retain has left of A
 
@@ -39,14 +39,14 @@ def in_chunks(
     run: Run,
 ) -> tuple[Tensor, Carry]:  # fmt: skip
     """Runs tokens `[N, T, *]` from a place in a chunk, None where it is not one: outputs and the final carry."""
-    lift, own = settings.lift, len(settings.form.inner.slots)
+    lift, count = settings.lift, len(settings.form.inner.slots)
     wide = linear_block("window.spread", lift.spread, lift.gathered)
     back = linear_block("window.gathered", lambda x: lift.gathered(x).contiguous(), lift.spread)
 
     def mapped(block: Block, carry: Carry) -> Carry:
-        kinds = carry.memory, carry.slots[: own + 1], carry.anchor, carry.pending
+        kinds = carry.memory, carry.slots[: count + 1], carry.anchor, carry.pending
         memory, slots, anchor, pending = (per_weight(run, block, kind) for kind in kinds)
-        slots = (*slots, *carry.slots[own + 1 :])
+        slots = (*slots, *carry.slots[count + 1 :])
         return carry._replace(memory=memory, slots=slots, anchor=anchor, pending=pending)
 
     if tokens.reset is not None:
@@ -59,10 +59,10 @@ def in_chunks(
 def _steps(
     spans: _Spans, config: MemoryConfig, tokens: Tokens, sizes: list[int], run: Run
 ) -> tuple[Step, list[Tensors]]:
-    """The step to take, and the row of each: kept, keys, queries, v, the gates and the mask."""
+    """The step to take, and the row of each: decay, keys, queries, v, the gates and the mask."""
     columns = kept_rows(config, tokens.retain, sizes, run), cut((*tokens[:NUMBERS], tokens.write), sizes, run)
     step = spans.commit_chunk if config.commit == "chunk" else spans.commit_token
-    return step, [(*kept, *row) for kept, row in zip(*columns, strict=True)]
+    return step, [(*decay, *row) for decay, row in zip(*columns, strict=True)]
 
 
 class _Inputs(NamedTuple):
@@ -82,98 +82,105 @@ class _Inputs(NamedTuple):
     filled: Tensor | None
 
 
-class _Spans:
-    """Runner of all spans, as one block by hand: two products with features, in a room that every span uses again since
-    pages of fresh tensors cost as much as what is done with them, and between them what autograd records."""
+class Rooms:
+    """Space over features for a block, which the next one uses again: pages of fresh tensors cost as much as what is
+    done with them."""
 
     def __init__(self, settings: Settings) -> None:
-        inner, self.settings, self.config = settings.form.inner, settings, settings.config
-        self.own, self.mixes, self.waits = (
+        self.settings = settings
+        self.rooms: dict[str, Tensor] = {}
+
+    def room(self, name: str, like: Tensor, length: int) -> Tensor:
+        """Space `[N, length, F]`."""
+        shape, space = (len(like), length, self.settings.lift.width), self.rooms.get(name)
+        if space is None or space.shape != shape:
+            self.rooms[name] = space = like.new_empty(shape)
+        return space
+
+    def features(self, x: Tensor, keys: Tensor | None, slot: Tensor | None = None, *, by_hand: bool = True) -> Tensor:
+        """`[N, c + n + n (+ V), F]`: the context's keys, which are features already, those of keys and queries, first S
+        where that is given."""
+        lift, context, count = self.settings.lift, self.settings.context, x.shape[1]
+        if not by_hand:
+            tensors = [item for item in (keys, lift.features(x), slot) if item is not None]
+            return torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0]
+        space = self.room("features", x, context + count + (0 if slot is None else slot.shape[1]))
+        lift.features(x, space[:, context : context + count])
+        if keys is not None:
+            space[:, :context] = keys
+        if slot is not None:
+            space[:, context + count :] = slot
+        return space
+
+
+class _Spans(Rooms):
+    """Runner of all spans, as one block by hand: two products with features, and between them what autograd records."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        inner, self.config = settings.form.inner, settings.config
+        self.slot_count, self.mixes, self.waits = (
             len(inner.slots),
             inner.kernel_form() is None,
             settings.config.commit == "chunk",
         )
         self.terms = [(0, 0)]  # (state, base): what goes on, in the order of its weights
         # M' has a of M and s of S, S' a share of S; where rows are mixed the Gram matrix has s.
-        if self.own and not self.waits:
+        if self.slot_count and not self.waits:
             self.terms = [(0, 0), (1, 1)] if self.mixes else [(0, 0), (0, 1), (1, 1)]
-        self.rooms: dict[str, Tensor] = {}
         self.span = ByHand("window.span", self.forward, self.backward, self.whole).block()
         self.step = again("window.step", self.stepped)
         self.ask = again("window.ask", self.asked)
 
-    def gain(self, gram: Tensor) -> Tensor:
-        """Q of Gram matrices `[N, V, V]`."""
-        form = self.settings.form.inner.gram_form()
-        if form is None:
-            raise TypeError(f"algorithm {self.settings.form.inner.kind!r} has no Gram form")
-        return one(by_hand(form.gain(self.settings.shape)).forward(gram)[0])
-
     # A span: (inputs, base states that meet features, pending) -> (y, states, the context's values and marks).
 
-    def split(self, given: Tensors) -> tuple[_Inputs, list[Tensor], list[Tensor]]:
+    def split(self, tensors: Tensors) -> tuple[_Inputs, list[Tensor], list[Tensor]]:
         """Inputs, the states that features meet, and those that go on."""
-        own, states = _Inputs(*given[: len(_Inputs._fields)]), list(given[len(_Inputs._fields) :])  # type: ignore[arg-type]
-        return (own, states[:1], states[1:]) if self.waits else (own, states, states[: 1 + self.own])  # type: ignore[return-value]
+        span, states = _Inputs(*tensors[: len(_Inputs._fields)]), list(tensors[len(_Inputs._fields) :])  # type: ignore[arg-type]
+        return (span, states[:1], states[1:]) if self.waits else (span, states, states[: 1 + self.slot_count])  # type: ignore[return-value]
 
-    def whole(self, *given: Tensor | None) -> Tensors:
+    def whole(self, *tensors: Tensor | None) -> Tensors:
         """In operations that torch differentiates."""
-        own, met, bases = self.split(given)
-        made = self.settings.lift.features(torch.cat((own.x_k, own.x_q), 1))
-        made = made if own.keys is None else torch.cat((own.keys, made), 1)
-        found = self.between(*own, *self.products(own, made, met))
-        return self.states(self.named(found), made, bases)
+        span, met, bases = self.split(tensors)
+        features = self.features(torch.cat(span[:2], 1), span.keys, by_hand=False)
+        outcome = self.between(*span, *self.products(span, features, met))
+        return self.states(self.named(outcome), features, bases)
 
-    def forward(self, given: Tensors, keeps: bool) -> tuple[Tensors, Any]:
+    def forward(self, tensors: Tensors, keeps: bool) -> tuple[Tensors, Any]:
         """The same by hand; of what lies between, what it is made of and what it is."""
-        own, met, bases = self.split(given)
-        made, steps = self.features(own), list[Any]()
-        inputs = *own, *self.products(own, made, met)
+        span, met, bases = self.split(tensors)
+        features, steps = self.features(torch.cat(span[:2], 1), span.keys), list[Any]()
+        inputs = *span, *self.products(span, features, met)
         with torch.no_grad():
-            found = self.between(*inputs, steps=steps)
-        return self.states(self.named(found), made, bases), (inputs, found, steps) if keeps else None
+            outcome = self.between(*inputs, steps=steps)
+        return self.states(self.named(outcome), features, bases), (inputs, outcome, steps) if keeps else None
 
-    def features(self, own: _Inputs) -> Tensor:
-        """`[N, c + n + n, F]`: the context's keys, that are features, and those of keys and queries."""
-        x, kept = torch.cat((own.x_k, own.x_q), 1), self.settings.kept
-        made = self.room("features", x, kept + x.shape[1])
-        self.settings.lift.features(x, made[:, kept:])
-        if own.keys is not None:
-            made[:, :kept] = own.keys
-        return made
-
-    def room(self, name: str, like: Tensor, length: int) -> Tensor:
-        """Space `[N, length, F]`."""
-        shape, held = (len(like), length, self.settings.lift.width), self.rooms.get(name)
-        if held is None or held.shape != shape:
-            self.rooms[name] = held = like.new_empty(shape)
-        return held
-
-    def products(self, own: _Inputs, made: Tensor, met: list[Tensor]) -> Tensors:
+    def products(self, span: _Inputs, features: Tensor, met: list[Tensor]) -> Tensors:
         """Features with states and context `[N, c + n + n, *]`, and S S^T where rows are mixed at every token."""
-        states = (*met, *([] if own.keys is None else [own.keys]))
+        states = (*met, *([] if span.keys is None else [span.keys]))
         gram = torch.bmm(met[1], met[1].mT) if self.mixes and not self.waits else None
-        return torch.cat([made @ state.mT for state in states], -1), gram
+        return torch.cat([features @ state.mT for state in states], -1), gram
 
-    def states(self, found: tuple[Any, ...], made: Tensor, bases: list[Tensor]) -> Tensors:
+    def states(self, outcome: tuple[Any, ...], features: Tensor, bases: list[Tensor]) -> Tensors:
         """y, states `[N, *, F]` as `O X + a B`, and the context."""
-        y, weights, across, ontos, context = found
-        states = [torch.bmm(onto, made[:, : onto.shape[-1]]) for onto in ontos]
+        y, weights, across, ontos, context = outcome
+        states = [torch.bmm(onto, features[:, : onto.shape[-1]]) for onto in ontos]
         for (state, base), weight in zip(self.terms, weights.unbind(-1), strict=True):
             states[state] = torch.addcmul(states[state], over(weight, bases[base]), bases[base])
         if across is not None:
             states[0] = torch.baddbmm(states[0], across, bases[1])
         return y, *states, *context
 
-    def backward(self, given: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
+    def backward(self, tensors: Tensors, record: Any, cotangents: Sequence[Tensor]) -> Tensors:
         """With X features, P their products with states B, O combinations and G the cotangents of the new states: g_O =
         G X^T, g_a = <G, B>, g_X = O^T G + g_P B, g_B = a G + g_P^T X."""
-        (own, met, bases), kept = self.split(given), self.settings.kept
-        made, (inputs, found, steps) = self.features(own), record
-        _, weights, across, ontos, _ = self.named(found)
+        (span, met, bases), context = self.split(tensors), self.settings.context
+        x, (inputs, outcome, steps) = torch.cat(span[:2], 1), record
+        features = self.features(x, span.keys)
+        _, weights, across, ontos, _ = self.named(outcome)
         gy, gstates, gcontext = cotangents[0], cotangents[1 : 1 + len(ontos)], cotangents[1 + len(ontos) :]
         count = ontos[0].shape[-1]
-        total, rows = self.room("cotangents", made, made.shape[1]).zero_(), made[:, :count]
+        total, rows = self.room("cotangents", features, features.shape[1]).zero_(), features[:, :count]
         gonto = [torch.bmm(g, rows.mT) for g in gstates]
         for onto, g in zip(ontos, gstates, strict=True):
             total[:, :count].baddbmm_(onto.mT, g)
@@ -190,19 +197,19 @@ class _Spans:
         *drawn, gproducts, ggram = again.by_autograd(inputs, wanted)
         gmet = [torch.zeros_like(met[0])] if self.waits else gbases + [torch.zeros_like(m) for m in met[len(bases) :]]
         shares = one((gproducts,)).split(
-            [item.shape[1] for item in (*met, *([] if own.keys is None else [own.keys]))], -1
+            [item.shape[1] for item in (*met, *([] if span.keys is None else [span.keys]))], -1
         )
         # g_B = g_P^T X and g_X = g_P B, in place of what is there already.
-        for g, share, held in zip(gmet, shares, met, strict=False):
-            g.baddbmm_(share.mT, made)
-            total.baddbmm_(share, held)
+        for g, share, operand in zip(gmet, shares, met, strict=False):
+            g.baddbmm_(share.mT, features)
+            total.baddbmm_(share, operand)
         if ggram is not None:
             gmet[1].baddbmm_(ggram + ggram.mT, met[1])
         gkeys = None
-        if own.keys is not None:
-            total.baddbmm_(shares[-1], own.keys)
-            gkeys = torch.bmm(shares[-1].mT, made) + total[:, :kept]
-        gx = self.settings.lift.pullback(torch.cat((own.x_k, own.x_q), 1), total[:, kept:]).split(own.v.shape[1], 1)
+        if span.keys is not None:
+            total.baddbmm_(shares[-1], span.keys)
+            gkeys = torch.bmm(shares[-1].mT, features) + total[:, :context]
+        gx = self.settings.lift.pullback(x, total[:, context:]).split(span.v.shape[1], 1)
         gk, gq = (a.clone() if b is None else a + b for a, b in zip(gx, drawn[:2], strict=True))
         ginputs = list(drawn)
         ginputs[_Inputs._fields.index("keys")] = gkeys
@@ -210,52 +217,52 @@ class _Spans:
 
     # What lies between.
 
-    def named(self, found: Tensors) -> tuple[Any, ...]:
+    def named(self, outcome: Tensors) -> tuple[Any, ...]:
         """Outputs of `between`: y, a, what M' has of S across, the combinations O, the context's values and marks."""
-        y, weights, *rest = several(found)
+        y, weights, *rest = several(outcome)
         across, rest = (rest[0], rest[1:]) if self.mixes and not self.waits else (None, rest)
-        count = len(rest) - 2 * (self.settings.kept > 0)
+        count = len(rest) - 2 * (self.settings.context > 0)
         return y, weights, across, rest[:count], rest[count:]
 
-    def between(self, *given: Tensor | None, steps: list[Any] | None = None) -> Tensors:
+    def between(self, *inputs: Tensor | None, steps: list[Any] | None = None) -> Tensors:
         """Of inputs, products and S S^T, what does not need a state's width, one after the other as in `named`; `steps`
         holds those of a Gram matrix from one call to the next."""
-        *first, products, gram = given
-        own = _Inputs(*first)  # type: ignore[arg-type]
-        settings, config, count = self.settings, self.config, own.v.shape[1]
-        rows = rows_of(settings, own.v[:, :0, 0] if own.filled is None else own.filled, count, own.write, None)
-        kernels = kernels_of(settings, one((products,)), own.x_k, own.x_q, own.v.shape[-1])
-        anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.own else -1]
-        target = own.v if own.values is None else torch.cat((own.values, own.v), 1)
-        errors, across = _errors(settings, rows, anchor, own.since, target), list[Tensor]()
+        *first, products, gram = inputs
+        span = _Inputs(*first)  # type: ignore[arg-type]
+        settings, config, count = self.settings, self.config, span.v.shape[1]
+        rows = rows_of(settings, span.v[:, :0, 0] if span.filled is None else span.filled, count, span.write, None)
+        kernels = kernels_of(settings, one((products,)), span.x_k, span.x_q, span.v.shape[-1])
+        anchor = kernels.facing[0 if self.waits or len(kernels.facing) == 1 + self.slot_count else -1]
+        target = span.v if span.values is None else torch.cat((span.values, span.v), 1)
+        errors, across = _errors(settings, rows, anchor, span.since, target), list[Tensor]()
         # [N, n] to [N, n W, 1]: every age of a token's window takes its lr.
-        step = (own.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
+        step = (span.lr.unsqueeze(-1) * rows.live).flatten(1).unsqueeze(-1)
         if self.waits:
-            y, weights = kernels.read[0], torch.ones_like(own.lr[:, :1])
-            onto = [rows.summed(step * errors, settings.kept + count).mT]
+            y, weights = kernels.read[0], torch.ones_like(span.lr[:, :1])
+            onto = [rows.summed(step * errors, settings.context + count).mT]
         elif self.mixes:
-            gates, none = (own.lr, own.retain, own.momentum), torch.zeros_like(target)
-            masks, known = (own.write, None), steps[0] if steps else None
-            found, starts = mixed(settings, rows, masks, kernels, one((gram,)), none, gates, errors=errors, found=known)
+            gates, none = (span.lr, span.retain, span.momentum), torch.zeros_like(target)
+            masks, known = (span.write, None), steps[0] if steps else None
+            record = mixed(settings, rows, masks, kernels, one((gram,)), none, gates, errors=errors, record=known)
             if steps is not None and known is None:
-                steps.append((found, starts))
-            y, x, *onto, s, a, _ = several(found)
+                steps.append(record)
+            y, x, *onto, s, a, _ = several(record[0])
             weights, across = torch.cat((a, s), 1).squeeze(-1), [x]
         else:
             ages = len(settings.form.weights)
             form = settings.form.inner.kernel_form()
-            after, before, slot = coefficients(config, own.retain, own.momentum, own.write, None, form)
+            after, before, slot = coefficients(config, span.retain, span.momentum, span.write, None, form)
             states, moves = after if config.read == "after" else before, -step * errors
             y = (rows.picked(kernels.asked.mT).mT * states.writes.repeat_interleave(ages, 2)) @ moves
-            for weight, held in zip(states.bases, kernels.read, strict=False):
-                y = y + weight.unsqueeze(-1) * held
-            left = [after] if slot is None else [after, slot]
-            weights = torch.stack([weight[..., -1] for state in left for weight in state.bases], -1)
-            moved = [state.last.repeat_interleave(ages, 1).unsqueeze(-1) * moves for state in left]
-            onto = [rows.summed(item, settings.kept + count).mT for item in moved]
+            for weight, answer in zip(states.bases, kernels.read, strict=False):
+                y = y + weight.unsqueeze(-1) * answer
+            combined = [after] if slot is None else [after, slot]
+            weights = torch.stack([weight[..., -1] for state in combined for weight in state.bases], -1)
+            moved = [state.last.repeat_interleave(ages, 1).unsqueeze(-1) * moves for state in combined]
+            onto = [rows.summed(item, settings.context + count).mT for item in moved]
         if kernels.lengths is not None:
             onto = [item * kernels.lengths.mT for item in onto]
-        keys, values = left_behind(rows, kernels.lengths, own.values, own.v)
+        keys, values = left_behind(rows, kernels.lengths, span.values, span.v)
         context = () if keys is None or values is None else (keys, values, rows.filled)
         return y, weights, *across, *onto, *context
 
@@ -264,24 +271,24 @@ class _Spans:
     def commit_token(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, anchor = since_of(carry, row[0], run), anchor_of(carry, span, run)
-        bases = (*carry.memory, *carry.slots[: self.own], *(() if span.opens is True else anchor))
+        bases = (*carry.memory, *carry.slots[: self.slot_count], *(() if span.opens is True else anchor))
         y, memory, *slots = several(run(self.span, *row[1:-1], since, row[-1], *self.context(carry), *bases))
         carry = carry._replace(memory=(memory,), slots=tuple(slots), anchor=anchor)
         return y, closed(carry, since, span, run)
 
     def context(self, carry: Carry) -> tuple[Tensor | None, ...]:
         """Keys, values and marks of the context, None where the algorithm looks at its own token alone."""
-        return carry.slots[self.own :] or (None, None, None)
+        return carry.slots[self.slot_count :] or (None, None, None)
 
     # One step a chunk.
 
     def commit_chunk(self, carry: Carry, row: Tensors, span: Span, run: Run) -> tuple[Tensor, Carry]:
         """Outputs of a span and the carry after it."""
         since, (x_q, retain, momentum) = since_of(carry, row[0], run), several((row[2], row[5], row[6]))
-        given = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending
-        y, total, *context = several(run(self.span, *given))
-        kept, slots = one(run(PRODUCT, carry.pending_retain[0], retain)), (*carry.slots[: self.own], *context)
-        waiting = carry._replace(slots=slots, pending=(total,), pending_retain=(kept,))
+        inputs = *row[1:-1], since, row[-1], *self.context(carry), *carry.memory, *carry.pending
+        y, total, *context = several(run(self.span, *inputs))
+        product, slots = one(run(PRODUCT, carry.pending_retain[0], retain)), (*carry.slots[: self.slot_count], *context)
+        waiting = carry._replace(slots=slots, pending=(total,), pending_retain=(product,))
         if span.closes is False:
             return y, waiting
         new = self.committed(waiting, one(run(LAST, momentum)), run)
@@ -295,20 +302,19 @@ class _Spans:
 
     def committed(self, carry: Carry, momentum: Tensor, run: Run) -> Carry:
         """The carry after the one step on a chunk's sum."""
-        (total,), (kept,) = carry.pending, carry.pending_retain
-        new = several(run(self.step, kept, momentum, total, *carry.memory, *carry.slots[: self.own]))
-        none, slots = total.new_zeros(1, 1, 1).expand_as(total), (*new[1:], *carry.slots[self.own :])
-        return carry._replace(memory=new[:1], slots=slots, pending=(none,), pending_retain=(torch.ones_like(kept),))
+        (total,), (product,) = carry.pending, carry.pending_retain
+        new = several(run(self.step, product, momentum, total, *carry.memory, *carry.slots[: self.slot_count]))
+        none, slots = total.new_zeros(1, 1, 1).expand_as(total), (*new[1:], *carry.slots[self.slot_count :])
+        return carry._replace(memory=new[:1], slots=slots, pending=(none,), pending_retain=(torch.ones_like(product),))
 
-    def stepped(self, kept: Tensor, momentum: Tensor, total: Tensor, memory: Tensor, *slots: Tensor) -> Tensors:
+    def stepped(self, retain: Tensor, momentum: Tensor, total: Tensor, memory: Tensor, *slots: Tensor) -> Tensors:
         """The one step of a chunk, on the sum of its gradients: the memory and slots."""
         if not self.mixes:
-            return self.config.rule.step_block().forward(torch.ones_like(kept), kept, momentum, total, memory, *slots)[
-                0
-            ]
+            block = self.config.rule.step_block()
+            return block.forward(torch.ones_like(retain), retain, momentum, total, memory, *slots)[0]
         slot = torch.addcmul(total, over(momentum, slots[0]), slots[0])
-        step = -(self.gain(slot @ slot.mT) @ slot)
-        return one(self.config.retention.block().forward(memory, step, kept)[0]), slot
+        step = -(one(by_hand(self.settings.gain()).forward(slot @ slot.mT)[0]) @ slot)
+        return one(self.config.retention.block().forward(memory, step, retain)[0]), slot
 
     def asked(self, x: Tensor, memory: Tensor) -> Tensors:
         """Answers of a memory to queries."""
@@ -332,10 +338,10 @@ def _errors(settings: Settings, rows: Rows, facing: Tensor, since: Tensor | None
 def again(name: str, formula: Callable[..., Tensors]) -> Block:
     """A block whose derivative is autograd's, recorded in its backward pass."""
 
-    def vjp(given: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
-        return hand.by_autograd(given, cotangents)
+    def vjp(inputs: Tensors, _: bool, cotangents: Sequence[Tensor]) -> Tensors:
+        return hand.by_autograd(inputs, cotangents)
 
-    hand = ByHand(name, lambda given, _: (formula(*given), True), vjp, formula)
+    hand = ByHand(name, lambda inputs, _: (formula(*inputs), True), vjp, formula)
     return hand.block()
 
 

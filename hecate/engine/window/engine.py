@@ -43,7 +43,7 @@ from hecate.engine.parallel import coordinate_refusal
 from hecate.engine.tokens import Carry, Tokens, by_head, in_folds
 from hecate.engine.window import blocks
 from hecate.engine.window.blocks import Leaves, Outcome, Rows, Settings, gram_block, linear_block, rows_of
-from hecate.engine.window.chunks import SIZE, in_chunks, inner_product
+from hecate.engine.window.chunks import SIZE, Rooms, in_chunks, inner_product
 from hecate.phi.polynomial import given_features
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -160,7 +160,7 @@ def _in_blocks(
     return y, carry._replace(memory=(memory,), slots=tuple(slots))
 
 
-class _Held(NamedTuple):
+class _State(NamedTuple):
     """State between blocks, over features of the lift: M, S, initial M and context keys `[N, *, F]`, the context's
     values and marks; None where there is no such thing."""
 
@@ -176,37 +176,29 @@ class _Held(NamedTuple):
         return [item for item in self[:4] if item is not None]
 
 
-class _Walk:
+class _Walk(Rooms):
     """A settings's blocks one after the other, and the same backwards."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+        super().__init__(settings)
         mixes = settings.form.inner.kernel_form() is None
         self.name, self.mixes = ("gram", True) if mixes else ("linear", False)
         self.block: Callable[..., tuple[Outcome, Any]] = gram_block if mixes else linear_block
         self.size = blocks.SIZE
-        self.rooms: dict[str, Tensor] = {}
 
-    def room(self, name: str, like: Tensor, length: int) -> Tensor:
-        """Space `[N, length, F]` for what one block needs: pages of fresh tensors cost as much as their products."""
-        shape = (len(like), length, self.settings.lift.width)
-        if name not in self.rooms or self.rooms[name].shape != shape:
-            self.rooms[name] = like.new_empty(shape)
-        return self.rooms[name]
-
-    def named(self, inputs: Tensors) -> tuple[_Held, Tokens, int]:
+    def named(self, inputs: Tensors) -> tuple[_State, Tokens, int]:
         """States over the lift's features and tokens, of what the block is given, and the number of slots."""
         settings, spread = self.settings, self.settings.lift.spread
-        own = len(settings.form.inner.slots)
+        count = len(settings.form.inner.slots)
         context = 3 if settings.form.remembers else 0
-        memory, *slots = inputs[: 1 + own + context]
-        initial, tokens = inputs[1 + own + context], Tokens(*inputs[2 + own + context :])  # type: ignore[arg-type]
+        memory, *slots = inputs[: 1 + count + context]
+        initial, tokens = inputs[1 + count + context], Tokens(*inputs[2 + count + context :])  # type: ignore[arg-type]
         none = one((memory,)).new_zeros(len(tokens.v), 0)
-        keys, values, filled = slots[own:] if context else (None, None, none)
-        given = (memory, slots[0] if own else None, None if tokens.reset is None else initial, keys)
+        keys, values, filled = slots[count:] if context else (None, None, none)
+        states = (memory, slots[0] if count else None, None if tokens.reset is None else initial, keys)
         # From phi's numbers to the lift's features, of which one or two hold the same number.
-        memory, slot, initial, keys = (None if item is None else spread(item) for item in given)
-        return _Held(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, own
+        memory, slot, initial, keys = (None if item is None else spread(item) for item in states)
+        return _State(one((memory,)), slot, initial, keys, values, one((filled,))), tokens, count
 
     def spans(self, tokens: Tokens) -> list[slice]:
         """The tokens of every block."""
@@ -219,159 +211,147 @@ class _Walk:
 
     def forward(self, inputs: Tensors, keeps: bool) -> tuple[Tensors, list[Any]]:
         """Outputs and last states, and of every block what it began with and what it found."""
-        made = self.walked(inputs, keeps=keeps, by_hand=True)
+        outputs, record = self.walked(inputs, keeps=keeps, by_hand=True)
         self.rooms.clear()
-        return made
+        return outputs, record
 
     def walked(self, inputs: Tensors, *, keeps: bool, by_hand: bool) -> tuple[Tensors, list[Any]]:
         """The blocks in their order."""
-        held, tokens, _ = self.named(inputs)
+        state, tokens, _ = self.named(inputs)
         outputs, record = [], []
         spans = self.spans(tokens)
         for at, span in enumerate(spans):
             part = _part(tokens, span)
-            features, rows = self.features(held, part, by_hand=by_hand), self.rows(held, part)
+            features, rows = self.rows_met(state, part, by_hand=by_hand), self.rows(state, part)
             # All that a block asks of the states that enter it, [N, rows, *], side by side.
-            products = torch.cat([features @ base.mT for base in held.bases()], -1)
-            outcome, found = self.block(
-                self.settings, rows, (part.write, part.reset), self.leaves(products, part, held)
+            products = torch.cat([features @ base.mT for base in state.bases()], -1)
+            outcome, steps = self.block(
+                self.settings, rows, (part.write, part.reset), self.leaves(products, part, state)
             )
             if keeps:
                 # Base states are [V, F]: of most blocks what makes them is kept in their place.
-                first = held if at % _each(spans) == 0 else None
-                record.append((first, products, found, outcome._replace(y=None)))  # type: ignore[arg-type]
+                first = state if at % _each(spans) == 0 else None
+                record.append((first, products, steps, outcome._replace(y=None)))  # type: ignore[arg-type]
             outputs.append(outcome.y)
-            held = self.after(held, rows, features, outcome)
+            state = self.after(state, rows, features, outcome)
         back = self.settings.lift.gathered
-        context = () if held.keys is None else (back(held.keys), held.values, held.filled)
-        slots = (back(held.slot),) if held.slot is not None else ()
-        return (torch.cat(outputs, 1), back(held.memory), *slots, *context), record
+        context = () if state.keys is None else (back(state.keys), state.values, state.filled)
+        slots = (back(state.slot),) if state.slot is not None else ()
+        return (torch.cat(outputs, 1), back(state.memory), *slots, *context), record
 
-    def features(self, held: _Held, part: Tokens, *, by_hand: bool) -> Tensor:
-        """`[N, c + n + n (+ V), F]`: context keys, keys, queries, first S where rows are mixed."""
-        features, x = self.settings.lift.features, torch.cat((part.phi_k, part.phi_q), 1)
-        first, last = held.keys, held.slot if self.mixes else None
-        if not by_hand:
-            return _cat([first, features(x), last], 1)
-        kept, own = self.settings.kept, x.shape[1]
-        length = kept + own + (0 if last is None else last.shape[1])
-        made = self.room("features", x, length)
-        features(x, made[:, kept : kept + own])
-        if first is not None:
-            # The context's keys are features already: of the block before.
-            made[:, :kept] = first
-        if last is not None:
-            made[:, kept + own :] = last
-        return made
+    def rows_met(self, state: _State, part: Tokens, *, by_hand: bool = True) -> Tensor:
+        """The features of a block: with first S where rows are mixed."""
+        slot = state.slot if self.mixes else None
+        return self.features(torch.cat((part.phi_k, part.phi_q), 1), state.keys, slot, by_hand=by_hand)
 
-    def rows(self, held: _Held, part: Tokens) -> Rows:
+    def rows(self, state: _State, part: Tokens) -> Rows:
         """The rows of a block's writes."""
-        return rows_of(self.settings, held.filled, part.v.shape[1], part.write, part.reset)
+        return rows_of(self.settings, state.filled, part.v.shape[1], part.write, part.reset)
 
-    def leaves(self, products: Tensor, part: Tokens, held: _Held) -> Leaves:
+    def leaves(self, products: Tensor, part: Tokens, state: _State) -> Leaves:
         """Inputs of an outcome."""
-        return Leaves(products, part.phi_k, part.phi_q, part.v, held.values, *part[3:6])
+        return Leaves(products, part.phi_k, part.phi_q, part.v, state.values, *part[3:6])
 
-    def after(self, held: _Held, rows: Rows, features: Tensor, outcome: Outcome) -> _Held:
+    def after(self, state: _State, rows: Rows, features: Tensor, outcome: Outcome) -> _State:
         """The states that leave a block."""
-        bases, end = [item for item in held[:3] if item is not None], rows.left.shape[-1]
+        bases, end = [item for item in state[:3] if item is not None], rows.context.shape[-1]
         # M' = Y R + sum_b a_b B_b, R the features of the rows that were written.
         memory = torch.bmm(outcome.memory[..., :end], features[:, :end])
         if self.mixes:
-            memory.baddbmm_(outcome.memory[..., end:], one((held.slot,)))
+            memory.baddbmm_(outcome.memory[..., end:], one((state.slot,)))
         for weight, base in zip(outcome.bases.unbind(-1), bases, strict=True):
             memory.addcmul_(over(weight, base), base)
-        slot, keys = held.slot, held.keys
+        slot, keys = state.slot, state.keys
         if slot is not None and outcome.slot is not None and outcome.slot_base is not None:
             slot = torch.bmm(outcome.slot, features[:, :end]).addcmul_(over(outcome.slot_base, slot), slot)
         if keys is not None and outcome.keys is not None:
             keys = torch.bmm(outcome.keys, features[:, :end])
-        return _Held(memory, slot, held.initial, keys, outcome.values, rows.filled)
+        return _State(memory, slot, state.initial, keys, outcome.values, rows.filled)
 
     # Backwards.
 
     def backward(self, inputs: Tensors, record: list[Any], cotangents: Sequence[Tensor]) -> Tensors:
         """Cotangents of all inputs."""
-        held, tokens, own = self.named(inputs)
+        state, tokens, count = self.named(inputs)
         gy, gmemory, *rest = cotangents
         wide = self.settings.lift.spread
-        gslots, context = rest[:own], rest[own:]
+        gslots, context = rest[:count], rest[count:]
         # Cotangents lie where the states do that they are of.
-        later = _Held(
-            wide(gmemory), wide(gslots[0]) if own else None,
-            None if held.initial is None else torch.zeros_like(held.initial),
-            wide(context[0]) if context else None, context[1] if context else None, held.filled,
+        later = _State(
+            wide(gmemory), wide(gslots[0]) if count else None,
+            None if state.initial is None else torch.zeros_like(state.initial),
+            wide(context[0]) if context else None, context[1] if context else None, state.filled,
         )  # fmt: skip
-        found: list[Tensors] = []
+        gtokens: list[Tensors] = []
         spans = self.spans(tokens)
         for first in reversed(range(0, len(spans), _each(spans))):
             parts = [_part(tokens, span) for span in spans[first : first + _each(spans)]]
             # Forward once more from the kept states, sqrt(B) blocks at a time.
             entered = self.entered(parts, record[first:])
             for span, part in zip(reversed(spans[first : first + len(parts)]), reversed(parts), strict=True):
-                _, products, made, _ = record.pop()
-                shares, later = self.block_back(part, entered.pop(), products, made, gy[:, span], later)
-                found.append(shares)
+                _, products, steps, _ = record.pop()
+                shares, later = self.block_back(part, entered.pop(), products, steps, gy[:, span], later)
+                gtokens.append(shares)
         self.rooms.clear()
         back = self.settings.lift.gathered
-        joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*found, strict=True)]
+        joined = [None if column[0] is None else torch.cat(column[::-1], 1) for column in zip(*gtokens, strict=True)]
         states = (later.memory, later.slot, later.keys)
         memory, slot, keys = (None if item is None else back(item) for item in states)
-        slots = (*((slot,) if own else ()), *((keys, later.values, None) if context else ()))
+        slots = (*((slot,) if count else ()), *((keys, later.values, None) if context else ()))
         initial = None if later.initial is None else back(later.initial)
         masks = (None,) * (len(tokens) - len(joined))
         return (memory, *slots, initial, *joined, *masks)
 
-    def entered(self, parts: list[Tokens], record: list[Any]) -> list[_Held]:
+    def entered(self, parts: list[Tokens], record: list[Any]) -> list[_State]:
         """The states that entered some blocks, from those that entered the first and from what the others became."""
-        held = record[0][0]
-        found = [held]
+        state = record[0][0]
+        states = [state]
         for part, (*_, outcome) in zip(parts[:-1], record, strict=False):
-            held = self.after(held, self.rows(held, part), self.features(held, part, by_hand=True), outcome)
-            found.append(held)
-        return found
+            state = self.after(state, self.rows(state, part), self.rows_met(state, part), outcome)
+            states.append(state)
+        return states
 
     def block_back(
-        self, part: Tokens, held: _Held, products: Tensor, found: Any, gy: Tensor, later: _Held
-    ) -> tuple[Tensors, _Held]:
+        self, part: Tokens, state: _State, products: Tensor, steps: Any, gy: Tensor, later: _State
+    ) -> tuple[Tensors, _State]:
         """Cotangents of a block's tokens and of the states that enter it."""
-        features, rows, count = self.features(held, part, by_hand=True), self.rows(held, part), part.v.shape[1]
-        own, kept, end = self.leaves(products, part, held), self.settings.kept, self.settings.kept + count
+        features, rows, count = self.rows_met(state, part), self.rows(state, part), part.v.shape[1]
+        inputs, context, end = self.leaves(products, part, state), self.settings.context, self.settings.context + count
         # What lies between products and combinations is small, and autograd's.
         with torch.enable_grad():
-            leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in own]
-            outcome, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), found)  # type: ignore[arg-type]
-        gshares = self.meeting(held, outcome, later, features[:, :end])
-        pairs = [(made, g) for made, g in zip(outcome, (gy, *gshares), strict=True) if made is not None]
-        made, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+            leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in inputs]
+            outcome, _ = self.block(self.settings, rows, (part.write, part.reset), Leaves(*leaves), steps)  # type: ignore[arg-type]
+        gshares = self.meeting(state, outcome, later, features[:, :end])
+        pairs = [(y, g) for y, g in zip(outcome, (gy, *gshares), strict=True) if y is not None]
+        ys, cotangents = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
         wanted = [leaf for leaf in leaves if leaf is not None]
-        pulled = iter(torch.autograd.grad(made, wanted, cotangents, allow_unused=True))
+        pulled = iter(torch.autograd.grad(ys, wanted, cotangents, allow_unused=True))
         gproducts, gk, gq, gv, gvalues, *ggates = (None if leaf is None else next(pulled) for leaf in leaves)
         outcome = Outcome(*(None if item is None else item.detach() for item in outcome))  # type: ignore[arg-type]
-        shares = one((gproducts,)).split([base.shape[1] for base in held.bases()], -1)
+        shares = one((gproducts,)).split([base.shape[1] for base in state.bases()], -1)
         gbases = [torch.bmm(share.mT, features) for share in shares]
         # g_X = g_P B + O^T G: the first sum here, the second below.
-        gfeatures = torch.bmm(shares[0], held.bases()[0], out=self.room("cotangents", features, features.shape[1]))
-        for share, base in zip(shares[1:], held.bases()[1:], strict=True):
+        gfeatures = torch.bmm(shares[0], state.bases()[0], out=self.room("cotangents", features, features.shape[1]))
+        for share, base in zip(shares[1:], state.bases()[1:], strict=True):
             gfeatures.baddbmm_(share, base)
         states = ((outcome.memory[..., :end], later.memory), (outcome.slot, later.slot), (outcome.keys, later.keys))
         for onto, g in states:
             if onto is not None and g is not None:
                 gfeatures[:, :end].baddbmm_(onto.mT, g)
         x = torch.cat((part.phi_k, part.phi_q), 1)
-        gx = self.settings.lift.pullback(x, gfeatures[:, kept : end + count])
+        gx = self.settings.lift.pullback(x, gfeatures[:, context : end + count])
         gk, gq = (b if a is None else a + b for a, b in zip((gk, gq), gx.split(count, 1), strict=True))
-        return (gk, gq, gv, *ggates), self.entering(held, outcome, later, gbases, gfeatures, gvalues)
+        return (gk, gq, gv, *ggates), self.entering(state, outcome, later, gbases, gfeatures, gvalues)
 
-    def meeting(self, held: _Held, outcome: Outcome, later: _Held, rows: Tensor) -> tuple[Tensor | None, ...]:
+    def meeting(self, state: _State, outcome: Outcome, later: _State, rows: Tensor) -> tuple[Tensor | None, ...]:
         """Cotangents of an outcome's combinations, from those of the states that they make."""
-        bases = [item for item in held[:3] if item is not None]
+        bases = [item for item in state[:3] if item is not None]
         memory = later.memory @ rows.mT
         if self.mixes:
-            memory = torch.cat((memory, later.memory @ one((held.slot,)).mT), -1)
+            memory = torch.cat((memory, later.memory @ one((state.slot,)).mT), -1)
         slot = slot_base = None
-        if later.slot is not None and held.slot is not None:
-            slot, slot_base = later.slot @ rows.mT, inner_product(later.slot, held.slot)
+        if later.slot is not None and state.slot is not None:
+            slot, slot_base = later.slot @ rows.mT, inner_product(later.slot, state.slot)
         keys = None if later.keys is None else later.keys @ rows.mT
         return (
             memory,
@@ -384,16 +364,16 @@ class _Walk:
 
     def entering(
         self,
-        held: _Held,
+        state: _State,
         outcome: Outcome,
-        later: _Held,
+        later: _State,
         gbases: list[Tensor],
         gfeatures: Tensor,
         gvalues: Tensor | None,
-    ) -> _Held:
+    ) -> _State:
         """Cotangents of the states that enter a block: of what met features, what went on, and what was a feature."""
         shares, weights, wide = iter(gbases), iter(outcome.bases.unbind(-1)), later.memory
-        memory, slot, initial, keys = (None if item is None else next(shares) for item in held[:4])
+        memory, slot, initial, keys = (None if item is None else next(shares) for item in state[:4])
         memory = one((memory,)).addcmul_(over(next(weights), wide), wide)
         if slot is not None and later.slot is not None and outcome.slot_base is not None:
             slot.addcmul_(over(next(weights), wide), wide).addcmul_(over(outcome.slot_base, slot), later.slot)
@@ -404,7 +384,7 @@ class _Walk:
             initial.add_(later.initial).addcmul_(over(next(weights), wide), wide)
         if keys is not None:
             keys.add_(gfeatures[:, : keys.shape[1]])
-        return _Held(memory, slot, initial, keys, gvalues, held.filled)
+        return _State(memory, slot, initial, keys, gvalues, state.filled)
 
 
 def _each(blocks: Sized) -> int:
@@ -414,8 +394,3 @@ def _each(blocks: Sized) -> int:
 
 def _part(tokens: Tokens, span: slice) -> Tokens:
     return Tokens(*(None if item is None else item[:, span] for item in tokens))  # type: ignore[arg-type]
-
-
-def _cat(items: list[Tensor | None], axis: int) -> Tensor:
-    held = [item for item in items if item is not None]
-    return torch.cat(held, axis) if len(held) > 1 else held[0]
