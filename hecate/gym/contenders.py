@@ -321,6 +321,8 @@ def ours() -> Iterator[tuple[str, Callable[[], Contender]]]:
     yield rules("gated_delta", axes={"algorithm.lr": (1.0, 0.4, 0.1, 0.03), "retention.retain": (0.99, 1.0)})
     yield rules("delta, rff", _RFF, axes={"algorithm.lr": (1.0, 0.1), "feature_map.sigma": (0.4, 0.2, 0.8, 1.6)})
     yield rules("delta, dpfp", "{key_norm: l2, feature_map: {kind: dpfp, nu: 4}}")
+    bounded = {"algorithm.lr": (1.0, 0.4, 0.2, 0.1), "bias.delta": (0.3, 1.0)}
+    yield rules("delta, huber", "{key_norm: l2, bias: {kind: huber, norm: true}}", axes=bounded)
     yield rules("titans", axes=deep)
     yield rules("titans, gelu", _titans(structure=_GELU), axes=deep)
     yield rules("titans, chunk 16", _titans(chunk="16"), axes=deep)

@@ -255,6 +255,40 @@ class NoisyMap(_Predicted):
         return {"floor": self.noise, "delta rule, lr 1": 2 * self.noise}
 
 
+class Outliers(_Predicted):
+    r"""outliers: v = A k, but that of every tenth token is wrong, `times` as long and in a random direction; scored on
+    the right ones.
+
+    A squared error lets a wrong value move a memory as far as it is off; a bias whose step is bounded does not. The
+    delta rule with lr 1 has an error of (1 + times^2) (1 - a^9) / (9 (1 - a^10)) in the end, a = 1 - 1/D.
+
+    Formula: $v_t = A k_t, \quad v_{10 i + 9} = s n_i, \quad |n_i| = 1$
+
+    Origin: gross errors (Huber, Robust estimation of a location parameter, 1964). [GYM-MAP-D1]
+    """
+
+    kind: Literal["outliers"] = "outliers"
+    length: Annotated[Length, Field(ge=64)] = 1024
+    times: float = Field(3.0, gt=0, le=1e6, description="Length of a wrong value, of right ones' root mean square.")
+    about: ClassVar[str] = "a linear map, every tenth value wrong"
+
+    def row(self, rng: np.random.Generator) -> Row:
+        keys = _units(rng, self.length, self.width)
+        values = _scale_to(keys @ rng.standard_normal((self.width, self.width)))
+        values[9::10] = self.times * _units(rng, *values[9::10].shape)
+        return Row(keys, values)
+
+    def layout(self) -> tuple[Tensor, dict[str, Tensor]]:
+        written, parts = super().layout()
+        right = torch.arange(self.length) % 10 != 9
+        return written, {f"right ones of the {name}": part & right for name, part in parts.items()}
+
+    def known(self) -> dict[str, float]:
+        """The delta rule with lr 1."""
+        rate = 1 - 1 / self.width
+        return {"delta rule, lr 1": (1 + self.times**2) * (1 - rate**9) / (9 * (1 - rate**10))}
+
+
 class _Teacher(_Predicted):
     """Helper for values V f(W k), W two orthonormal directions times `scale`."""
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from hecate.errors import ConfigError, HecateError
-from hecate.gym import GymTask, tasks
+from hecate.gym import GymTask, run, tasks
 from hecate.gym.tasks import (
     EvenTeacher,
     Facts,
     LinearMap,
     NoisyMap,
     OddTeacher,
+    Outliers,
     Overwrite,
     Recall,
     Return,
@@ -73,7 +74,9 @@ def delta_rule(keys: np.ndarray, values: np.ndarray, lr: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "task", [LinearMap(rows=600), NoisyMap(rows=60), Return(rows=400, phase=128)], ids=lambda task: task.kind
+    "task",
+    [LinearMap(rows=600), NoisyMap(rows=60), Outliers(rows=60), Return(rows=400, phase=128)],
+    ids=lambda task: task.kind,
 )
 @pytest.mark.spec("GYM-MAP-D1")
 def test_the_delta_rule_is_where_the_formula_says(task):
@@ -85,6 +88,27 @@ def test_the_delta_rule_is_where_the_formula_says(task):
     energy = (values[:, scored] ** 2).sum((1, 2))
     found, error = rows.mean() / energy.mean(), (rows - rows.mean() / energy.mean() * energy).std() / energy.mean()
     assert abs(found - task.known()["delta rule, lr 1"]) < 4 * error / math.sqrt(len(rows))
+
+
+@pytest.mark.spec("GYM-MAP-D1")
+def test_every_tenth_value_is_wrong_and_the_right_ones_are_a_map():
+    stream = Outliers(rows=2, times=5.0).stream(3)
+    assert stream.written.all() and list(stream.parts) == [
+        "right ones of the second half",
+        "right ones of the first half",
+    ]
+    right = sum(stream.parts.values()) > 0
+    assert right.nonzero().flatten().tolist() == [token for token in range(1024) if token % 10 != 9]
+    for keys, values in zip(stream.keys.double(), stream.values.double(), strict=True):
+        fitted = keys[right] @ torch.linalg.lstsq(keys[right], values[right]).solution
+        assert float((fitted - values[right]).norm()) < 1e-5 * float(values[right].norm())
+        assert (values[~right].norm(dim=-1) - 5).abs().max() < 1e-5
+
+
+@pytest.mark.spec("GYM-MAP-D1")
+def test_a_bounded_step_survives_wrong_values():
+    best, squared = run(["delta, huber", "delta"], ["outliers"], seeds=1)
+    assert best.spread.mean < 0.01 < squared.spread.mean < 0.2
 
 
 @pytest.mark.parametrize("task", [OddTeacher(rows=6), EvenTeacher(rows=6)], ids=lambda task: task.kind)

@@ -28,8 +28,8 @@ DAYS = 30  # that kernels of other sources are kept after their last use
 
 @cache
 def digest() -> str:
-    """Of the sources in this folder, numba, LLVM and Python; what is printed from formulas has a name of its own. Sources
-    that import torch call kernels, and hold none."""
+    """Of the kernels' sources, numba, LLVM and Python; what is printed from formulas has a name of its own. Sources in
+    this folder that import torch call kernels, and hold none."""
     found = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_bytes()
