@@ -136,14 +136,12 @@ def chosen_checkpoint(folder: Path, which: str) -> tuple[Path, Checkpoint]:
     """The `best` verified checkpoint of a run folder, or the newest where it is asked for or none was evaluated."""
     check_entries(folder)
     path = best_checkpoint(folder / CHECKPOINTS) if which == "best" else None
-    if path is not None:
-        return path, load_checkpoint(path)
-    newest = newest_checkpoint(folder / CHECKPOINTS)
-    if newest is None and (folder / WEIGHTS).is_file():
+    chosen = newest_checkpoint(folder / CHECKPOINTS) if path is None else (path, load_checkpoint(path))
+    if chosen is None and (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is an export, without a checkpoint; make a run of it with `hecate import`")
-    if newest is None:
+    if chosen is None:
         raise CheckpointError(f"{folder} has no checkpoint yet; train it first")
-    return newest[:2]
+    return chosen[0], chosen[1]
 
 
 def reads_text(trained: Trained, where: str) -> Tokenizer:
