@@ -129,27 +129,27 @@ def _tell() -> Any:
     """The listener by which what numba compiles of this package from now on is told to the log. [ENG-NUM-D9]"""
     from numba.core import event
 
-    class Told(event.Listener):  # type: ignore[misc]
+    class Listener(event.Listener):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.depth, self.told = 0, False
+            self.depth, self.warned = 0, False
 
-        def on_start(self, found: event.Event) -> None:
+        def on_start(self, happening: event.Event) -> None:
             self.depth += 1
-            kernel = found.data["dispatcher"]
+            kernel = happening.data["dispatcher"]
             if self.depth > 1 or not kernel.py_func.__module__.startswith(__package__):
                 return
-            if not self.told:
-                kept = "kept on disk" if kernel.stats.cache_path else "not kept, for want of a folder"
-                _LOG.warning("compiling kernels, maybe for minutes, %s; `hecate doctor --warm` does it ahead", kept)
-            self.told = True
+            if not self.warned:
+                where = "kept on disk" if kernel.stats.cache_path else "not kept, for want of a folder"
+                _LOG.warning("compiling kernels, maybe for minutes, %s; `hecate doctor --warm` does it ahead", where)
+            self.warned = True
             _LOG.info("compiling %s", kernel.py_func.__qualname__)
 
-        def on_end(self, found: event.Event) -> None:
+        def on_end(self, happening: event.Event) -> None:
             self.depth -= 1
 
-    told = Told()
-    event.register("numba:compile", told)
-    return told
+    listener = Listener()
+    event.register("numba:compile", listener)
+    return listener
 
 
 def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
@@ -204,9 +204,8 @@ class Scan:
         self.length = tokens.v.shape[1]
         self.segment = max(SEGMENT, math.isqrt(self.length))
 
-    def launch(self, kernel: str, given: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
-        """Runs a kernel over all memories on what is given beside their tokens, each worker with scratch space of its
-        own."""
+    def launch(self, kernel: str, beside: Sequence[Tensor | None], scratch: Sequence[int | None]) -> None:
+        """Runs a kernel over all memories, each worker with its own scratch space, on tensors beside their tokens."""
         config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
         if not config.retention.uses_retain:
             tokens = tokens._replace(retain=None)  # type: ignore[arg-type]
@@ -214,7 +213,7 @@ class Scan:
         reset, initial, whole = tokens.reset, self.initial, self.whole
         if reset is None:
             reset, initial, whole = NO_MASK, none, ()  # type: ignore[assignment]
-        tensors = (*tokens[:NUMBERS], write, reset, initial, *given)
+        tensors = (*tokens[:NUMBERS], write, reset, initial, *beside)
         rows = arrays(tensors, chain(self.sizes, ((), (), whole), repeat(())))
         arguments = (
             self.heads, self.length, self.height, self.width, *rows, self.segment,
@@ -225,20 +224,20 @@ class Scan:
         run = getattr(load_kernels("registers" if self.vectors else "wide"), kernel)
 
         def work(lo: int, hi: int) -> None:
-            own: list[Tensor | None] = []
+            space: list[Tensor | None] = []
             for size in scratch:  # no comprehension, which is a frame in every call
-                own.append(None if size is None else none.new_empty(size))
-            run(lo, hi, *arguments, *arrays(own))
+                space.append(None if size is None else none.new_empty(size))
+            run(lo, hi, *arguments, *arrays(space))
 
         share_out(work, self.count, self.count * self.length * self.height * self.width)
 
     def cut(self, *states: Tensor | None) -> list[Tensor]:
         """States without their padding, and without those that are None."""
-        (_, height, width), found = self.memory.shape, []
+        (_, height, width), whole = self.memory.shape, []
         for state in states:
             if state is not None:
-                found.append(state[:, :height, :width].contiguous())
-        return found
+                whole.append(state[:, :height, :width].contiguous())
+        return whole
 
 
 def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
@@ -250,8 +249,8 @@ def _scan(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, 
     memory = padded(call.memory, *call.whole).clone()
     slot = None if call.slot is None else padded(call.slot, *call.whole).clone()
     y = new(*shape, call.height)
-    kept = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
-    record = (new(y.shape if keeps else 0), kept, None if slot is None else kept.clone())
+    states = new(call.count, -(-call.length // call.segment), call.height, call.width) if keeps else new(0)
+    record = (new(y.shape if keeps else 0), states, None if slot is None else states.clone())
     call.launch("forward", (memory, slot, y, *record), [] if call.vectors else [2 * call.width])
     return (y[..., :v], *call.cut(memory, slot)), record
 
@@ -277,8 +276,8 @@ def _scan_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents
         sums = segment * BYTES // call.memory.element_size()
         scratch = [states, None if slot is None else states, ROWS * segment, sums, sums]
     call.launch("backward", (*record, padded(gy, height), memory, slot, initial, *grads), scratch)
-    found: list[Tensor | None] = call.cut(memory, slot)  # type: ignore[assignment]
-    found += call.cut(initial) if tokens.reset is not None else [None]
+    pulled: list[Tensor | None] = call.cut(memory, slot)  # type: ignore[assignment]
+    pulled += call.cut(initial) if tokens.reset is not None else [None]
     for grad, item, needed in zip(grads, tokens[:NUMBERS], (True, True, True, *config.forms.gates), strict=True):
-        found.append(grad[..., : item.shape[-1]] if needed else None)  # type: ignore[union-attr]
-    return (*found, *(None,) * (len(Tokens._fields) - NUMBERS))
+        pulled.append(grad[..., : item.shape[-1]] if needed else None)  # type: ignore[union-attr]
+    return (*pulled, *(None,) * (len(Tokens._fields) - NUMBERS))
