@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, named_rule, retention
+from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, named_rule, phi, retention
 from hecate.errors import HecateError, LayoutWarning
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.sums import linear_attention
@@ -23,6 +23,24 @@ class Root(retention.Retention):
 
     def step(self, memory, direction, retain):
         return over(retain, memory) * memory.asinh() + direction
+
+
+class Halves(phi.FeatureMap):
+    """halves_of_a_test: every other number of x, which its width does not say."""
+
+    kind: Literal["halves_of_a_test"] = "halves_of_a_test"
+
+    def features(self, x, params):
+        return x[..., ::2]
+
+
+class Single(phi.FeatureMap):
+    """single_of_a_test: sin(x) in float32, whatever x is."""
+
+    kind: Literal["single_of_a_test"] = "single_of_a_test"
+
+    def features(self, x, params):
+        return x.float().sin()
 
 
 IMPOSSIBLE = [
@@ -361,3 +379,15 @@ def test_the_other_layout_is_warned_of_where_nothing_tells():
     Memory(64, heads=32)(torch.zeros(2, 3, 64))
     LinearAttention(64, heads=32)(torch.zeros(2, 3, 64))
     torch.compile(lambda x: memory_scan(rule, x, x, x)[0], backend="eager")(torch.zeros(1, 2, 32, 4))
+
+
+@pytest.mark.spec("ENG-CALL-I6")
+@pytest.mark.parametrize("length", [1, 3, 40])  # 40: a kernel, which would read beyond a row that is too short
+@pytest.mark.parametrize(("kind", "words"), [
+    ("halves_of_a_test", "makes 2 features of width 4, where its output_dim says 4"),
+    ("single_of_a_test", "makes torch.float32 of torch.float64; give features in the dtype of x"),
+])  # fmt: skip
+def test_features_of_another_width_or_dtype_than_declared_are_refused(length, kind, words):
+    q, k, v = torch.randn(3, 1, length, 2, 4, dtype=torch.float64).unbind()
+    with pytest.raises(ShapeError, match=f"feature map '{kind}' {words}"):
+        memory_scan(MemoryConfig.model_validate({"feature_map": kind}), q, k, v, Gates(lr=0.1))
