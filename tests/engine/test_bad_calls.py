@@ -13,6 +13,7 @@ from hecate.errors import HecateError, LayoutWarning
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.sums import linear_attention
 from hecate.tape.ops import over
+from tests.registries import restore_registries
 
 
 class Root(retention.Retention):
@@ -23,24 +24,6 @@ class Root(retention.Retention):
 
     def step(self, memory, direction, retain):
         return over(retain, memory) * memory.asinh() + direction
-
-
-class Halves(phi.FeatureMap):
-    """halves_of_a_test: every other number of x, which its width does not say."""
-
-    kind: Literal["halves_of_a_test"] = "halves_of_a_test"
-
-    def features(self, x, params):
-        return x[..., ::2]
-
-
-class Single(phi.FeatureMap):
-    """single_of_a_test: sin(x) in float32, whatever x is."""
-
-    kind: Literal["single_of_a_test"] = "single_of_a_test"
-
-    def features(self, x, params):
-        return x.float().sin()
 
 
 IMPOSSIBLE = [
@@ -383,11 +366,29 @@ def test_the_other_layout_is_warned_of_where_nothing_tells():
 
 @pytest.mark.spec("ENG-CALL-I6")
 @pytest.mark.parametrize("length", [1, 3, 40])  # 40: a kernel, which would read beyond a row that is too short
-@pytest.mark.parametrize(("kind", "words"), [
-    ("halves_of_a_test", "makes 2 features of width 4, where its output_dim says 4"),
-    ("single_of_a_test", "makes torch.float32 of torch.float64; give features in the dtype of x"),
-])  # fmt: skip
-def test_features_of_another_width_or_dtype_than_declared_are_refused(length, kind, words):
+def test_features_of_another_width_or_dtype_than_declared_are_refused(length, monkeypatch):
+    restore_registries(monkeypatch)
+
+    class Halves(phi.FeatureMap):
+        """halves: every other number of x, which its width does not say."""
+
+        kind: Literal["halves"] = "halves"
+
+        def features(self, x, params):
+            return x[..., ::2]
+
+    class Single(phi.FeatureMap):
+        """single: sin(x) in float32, whatever x is."""
+
+        kind: Literal["single"] = "single"
+
+        def features(self, x, params):
+            return x.float().sin()
+
     q, k, v = torch.randn(3, 1, length, 2, 4, dtype=torch.float64).unbind()
-    with pytest.raises(ShapeError, match=f"feature map '{kind}' {words}"):
-        memory_scan(MemoryConfig.model_validate({"feature_map": kind}), q, k, v, Gates(lr=0.1))
+    for feature_map, words in (
+        (Halves(), "'halves' makes 2 features of width 4, where its output_dim says 4"),
+        (Single(), "'single' makes torch.float32 of torch.float64; give features in the dtype of x"),
+    ):
+        with pytest.raises(ShapeError, match=f"feature map {words}"):
+            memory_scan(MemoryConfig(feature_map=feature_map), q, k, v, Gates(lr=0.1))
