@@ -1,4 +1,4 @@
-"""Where hecate meets `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
+"""The bridge to `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
 
 A tape and a pass by hand are functions of numbers. Where torch has to see every operation (`torch.compile`,
 `torch.func`, dispatch modes, forward mode, batched cotangents, second derivatives) both give way to plain operations.
