@@ -374,7 +374,7 @@ def _dtype_of(kind: type[State], field: str) -> _Dtype:
 
 
 def _misfit(tensor: Tensor, wanted: _Dtype) -> str | None:
-    """Why a tensor cannot stand where others are wanted."""
+    """Reason why a tensor cannot stand where others are wanted."""
     fits = tensor.is_floating_point() if wanted == "floating point" else wanted in (None, tensor.dtype)
     if fits and not tensor.is_complex():
         return None

@@ -346,7 +346,7 @@ def capacity(run: Run) -> Result:
     return told(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
 
 
-CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=2)
+CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=5)
 
 
 def with_floors(axes: Any) -> None:
@@ -419,7 +419,7 @@ def overwrite(run: Run) -> Result:
 
 
 ABOUT = "Which rule still answers when keys are written again with new values?"
-OVERWRITE = Study("overwrite", ABOUT, overwrite, seeds=2)
+OVERWRITE = Study("overwrite", ABOUT, overwrite, seeds=5)
 
 
 def end(outcome: Outcome) -> tuple[Cell, ...]:

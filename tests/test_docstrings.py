@@ -79,7 +79,7 @@ def test_concrete_variants_are_final():
     assert not subclassed
 
 
-RIDDLES = re.compile(r"\s*(?:What|Whether|How|Those|Who|Which)\b")
+RIDDLES = re.compile(r"\s*(?:What|Whether|Why|How|Those|Who|Which)\b")
 
 
 def riddles(source: str) -> list[str]:

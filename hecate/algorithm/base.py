@@ -152,7 +152,7 @@ class Algorithm(Variant, family="algorithm"):
         return words
 
     def refusal(self, *, linear: bool, diagonal: bool, curvature: float | None) -> str | None:
-        """Why it cannot step a structure (linear, diagonal or not) under a bias; None if it can."""
+        """Reason why it cannot step a structure (linear, diagonal or not) under a bias; None if it can."""
         return None
 
     def slot_shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -38,7 +38,7 @@ def polynomials(name: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def too_many_steps(name: str, steps: int) -> str | None:
-    """Why a schedule has no polynomial for a step, if it has none."""
+    """Reason why a schedule has no polynomial for a step, if it has none."""
     most = len(POLYNOMIALS[name])
     reason = f"polynomial {name!r} is {most} steps, got {steps}; use at most {most}, or 'quintic'"
     return reason if steps > most > 1 else None

@@ -142,7 +142,7 @@ class CMSConfig(Config):
 
 
 def _of_nested(fast: LevelConfig, slow: LevelConfig) -> Conflicts:
-    """Why a level cannot restart from the next one, with the latter's field."""
+    """Reason why a level cannot restart from the next one, with the latter's field."""
     if slow.period == 1:
         reason = f"{slow.name!r} commits at every token, so {fast.name!r} would restart at every token"
         yield ("period",), f"{reason}; give it a period of at least 2"

@@ -139,7 +139,7 @@ class SelfReferenceConfig(Config):
             yield ("erase",), f"'twice': {refusal}, or erase='once'"
 
     def _erases_once_only(self) -> str | None:
-        """Why the rule cannot erase twice, and what to use; None if it can."""
+        """Reason why the rule cannot erase twice, and what to use; None if it can."""
         rule = self.memory
         if rule.structure.diagonal or not rule.structure.linear:
             return (

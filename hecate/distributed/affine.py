@@ -27,8 +27,8 @@ from hecate.tape.bridge import without_autocast
 
 
 def not_affine(config: MemoryConfig, gates: Gates | None = None) -> str | None:
-    """Why a piece of a sequence is no affine function of the state that enters it, or not known to be one; None if it
-    is."""
+    """Reason why a piece of a sequence is no affine function of the state that enters it, or not known to be one; None
+    if it is."""
     rule, forms = config.rule, config.forms
     if config.chunk != 1 or config.commit != "token":
         return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"

@@ -422,7 +422,7 @@ def _machine() -> str:
 
 
 def _start_time(process: int) -> str:
-    """When a process of this machine was started; empty where it has ended."""
+    """Start of a process of this machine; empty where it has ended."""
     with suppress(OSError):
         state, *facts = Path(f"/proc/{process}/stat").read_bytes().rpartition(b") ")[2].split()
         return "" if state in (b"Z", b"X") else facts[18].decode()

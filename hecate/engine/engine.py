@@ -74,11 +74,11 @@ class Engine(ABC):
             Engine.registrations += 1
 
     def refuses(self, config: MemoryConfig) -> str | None:
-        """Why it is not exact for a config; None if it is."""
+        """Reason why it is not exact for a config; None if it is."""
         return None
 
     def excludes(self, config: MemoryConfig) -> str | None:
-        """Why it cannot run a config, whatever it is called with; None if it can."""
+        """Reason why it cannot run a config, whatever it is called with; None if it can."""
         if config.forms.transposed and not self.transposes:
             return f"it reads what memories predict, and {config.structure.named} is read by its transpose"
         if config.retention.anchored and not self.anchors:
@@ -88,15 +88,15 @@ class Engine(ABC):
         return self.refuses(config)
 
     def unfit(self, plan: Plan) -> str | None:
-        """Why it cannot run calls of a plan although it is exact for their config: device, dtypes, masks, tracing,
-        sizes.
+        """Reason why it cannot run calls of a plan although it is exact for their config: device, dtypes, masks,
+        tracing, sizes.
 
         A plan has no tensors: once for all calls that look alike it is asked this, its cost, and what it says about
         them. One that asks for `plan.tensors`, or what else a call alone has, is given the call, in every call."""
         return None
 
     def unable(self, plan: Plan) -> str | None:
-        """Why it cannot run calls of a plan, for whatever reason; None if it can."""
+        """Reason why it cannot run calls of a plan, for whatever reason; None if it can."""
         config, known = plan.config, plan.config.refusals
         if torch.compiler.is_compiling():  # which cannot trace what remembers
             known = {}
@@ -115,7 +115,7 @@ class Engine(ABC):
         """Microseconds, roughly: `auto` takes the least. `math.inf` leaves the call to others."""
 
     def about(self, plan: Plan) -> str:
-        """Why it costs what it costs, for the log: by default its `reason`."""
+        """Reason why it costs what it costs, for the log: by default its `reason`."""
         return self.reason
 
     def autodiff(self, config: MemoryConfig) -> Autodiff:
@@ -208,7 +208,7 @@ _COPY = linear_block("copy", torch.clone, lambda g: g)
 
 
 def one_retain(plan: Plan | Call) -> str | None:
-    """Why a retention whose step has a kernel has none where retain differs from cell to cell."""
+    """Reason why a retention whose step has a kernel has none where retain differs from cell to cell."""
     form = plan.config.forms.retention
     wide = plan.channels or "retain_value" in plan.general
     if isinstance(form, str) or not wide or not isinstance(reason := form.step(single=False), str):
@@ -217,7 +217,7 @@ def one_retain(plan: Plan | Call) -> str | None:
 
 
 def chunk_refusal(config: MemoryConfig) -> str | None:
-    """Why an engine that takes every gradient at the current state is not exact for a config; None if it is."""
+    """Reason why an engine that takes every gradient at the current state is not exact for a config; None if it is."""
     if config.chunk == 1 and config.commit == "token":
         return None
     return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"

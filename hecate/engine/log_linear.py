@@ -55,7 +55,7 @@ MOST_LEVELS = 48  # of which the oldest but one takes 2^46 tokens to fill; as nu
 
 
 def tree_refusal(config: MemoryConfig) -> tuple[str, str] | None:
-    """Why the content of a memory cannot be kept apart by age, after the field that says so; None if it can."""
+    """Reason why the content of a memory cannot be kept apart by age, after the field that says so; None if it can."""
     if config.chunk > 1 or config.commit == "chunk":
         return "chunk", f"chunk={config.chunk} takes gradients at a remembered state; use chunk=1, commit='token'"
     if config.structure.diagonal or not config.forms.linear:

@@ -550,7 +550,7 @@ def _settled(before: Tensor, after: Tensor) -> bool:
 
 
 def coordinate_refusal(config: MemoryConfig) -> str | None:
-    """Why a diagonal memory is not a memory per coordinate; None if it is, or is not diagonal."""
+    """Reason why a diagonal memory is not a memory per coordinate; None if it is, or is not diagonal."""
     if config.structure.diagonal and not config.forms.apart:
         return (
             f"bias {config.bias.kind!r} as configured is not known to treat coordinates apart, "

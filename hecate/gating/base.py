@@ -94,7 +94,7 @@ class Gating(Variant, family="gating"):
         return 1.0
 
     def refusal(self, config: Any) -> str | None:
-        """Why it cannot gate a `MemoryConfig`; None if it can."""
+        """Reason why it cannot gate a `MemoryConfig`; None if it can."""
         return None
 
     def pairs(self, writes: int) -> int:

@@ -178,8 +178,8 @@ def _ask(
 
 
 def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
-    """Why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty where
-    they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
+    """Reason why answers of a call are not those of a memory that is asked token by token, ahead of each write; empty
+    where they are: what comes later, and the right answer, are not there to be seen then. [GYM-FLAG-D1]"""
     whole, state = _ask(memory, keys, values, None, values, name)
     once, asked = _ask(memory, keys, None, state, values, name)
     twice = _ask(memory, keys, None, asked, values, name)[0]
@@ -207,8 +207,8 @@ def unlike(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
 
 
 def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
-    """Why answers of a call, in a stream where nothing is written, are not those of one call a token, the state handed
-    on; empty where they are. [GYM-FLAG-D1]"""
+    """Reason why answers of a call, in a stream where nothing is written, are not those of one call a token, the state
+    handed on; empty where they are. [GYM-FLAG-D1]"""
     whole, single, state = _ask(memory, keys, None, None, values, name)[0], [], None
     for token in range(keys.shape[1]):
         answer, state = _ask(memory, keys[:, token, None], None, state, values[:, token, None], name, token)
@@ -218,7 +218,8 @@ def unfolded(memory: Memory, keys: Tensor, values: Tensor, name: str) -> str:
 
 
 def foreseen(memory: Memory, stream: Stream, name: str) -> str:
-    """Why answers in a whole stream are not those of a memory that knows nothing of what comes; empty where they are.
+    """Reason why answers in a whole stream are not those of a memory that knows nothing of what comes; empty where they
+    are.
 
     From two thirds of the longest piece that is scored, and written where anything is, another stream follows: all rows
     are as they were up to there, in calls as long as those that are scored. [GYM-FLAG-D1]

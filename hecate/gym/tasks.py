@@ -97,7 +97,7 @@ class GymTask(Variant, family="gym_task"):
         return self.model_copy(update={"rows": 2})
 
     def refuses(self, contender: Contender) -> str:
-        """Why the contender cannot enter; empty where it can."""
+        """Reason why the contender cannot enter; empty where it can."""
         return "" if contender.build else "it has no memory that runs untrained, one pair a token"
 
     def settings(self, contender: Contender) -> Sequence[Setting]:

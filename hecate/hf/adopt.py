@@ -229,7 +229,7 @@ def document_starts(arguments: Mapping[str, Any], tokens: Tensor) -> Tensor | No
 
 
 def starts_of_documents(arguments: dict[str, Any], rows: int, count: int, device: torch.device) -> Tensor | None:
-    """Where another document begins, as attention is told it, if one does."""
+    """Starts of other documents, as attention is told them, if there are any."""
     ends, position = arguments.get("cu_seq_lens_q"), arguments.get("position_ids")
     if ends is not None:
         starts = torch.zeros(rows * count + 1, dtype=torch.bool, device=device)
@@ -360,7 +360,7 @@ def release(model: Any) -> int:
 
 
 def _foreign(module: Any, kind: Any) -> str | None:
-    """Why a layer that might be one of ours is left, None where nothing speaks against it."""
+    """Reason why a layer that might be one of ours is left, None where nothing speaks against it."""
     forward = inspect.unwrap(getattr(kind, "forward", None))  # type: ignore[arg-type]
     if "mamba_selective_scan" in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return "Mamba-1's scan, which no rule of ours is"
@@ -432,7 +432,8 @@ def _inner(model: nn.Module) -> list[str]:
 
 
 def _mixes(model: Any) -> str | None:
-    """Why documents of a row are mixed by a model of transformers that has adopted layers, None where they are not."""
+    """Reason why documents of a row are mixed by a model of transformers that has adopted layers, None where they are
+    not."""
     name, inner = type(model).__name__, _inner(model)
     source = inspect.getsource(inspect.unwrap(type(model).forward))
     if inner:  # arguments of a call, with calls among them

@@ -288,7 +288,7 @@ def written_tokens(mask: Tensor | None, length: int, past: StateLayer | None) ->
 def document_starts(
     positions: Tensor | None, borders: Tensor | None, written: Tensor | None, shape: torch.Size, past: StateLayer | None
 ) -> Tensor | None:
-    """Where a token begins another document than the one before it in its row, bool `[B, T]`; None if none does.
+    """Tokens that begin another document than the one before them in their row, bool `[B, T]`; None if none does.
 
     `borders` `[N + 1]` counts the tokens before each document of one row, `positions` begin at 0 in each. The first
     token of a new row needs no start. [HF-PACK-D1]

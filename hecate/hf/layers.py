@@ -106,7 +106,7 @@ def describe(layer: Any) -> Described:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Where the numbers of a parameter, and of views of it, lie."""
+    """Address of the numbers of a parameter, and of views of it."""
     return tensor.untyped_storage().data_ptr()
 
 

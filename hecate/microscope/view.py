@@ -213,7 +213,7 @@ class MemoryView:
 
     @property
     def refusal(self) -> str | None:
-        """Why there is no attention map; None if there is one."""
+        """Reason why there is no attention map; None if there is one."""
         return self.unread or nonlinearity(self.config)
 
     @cached_property
@@ -324,7 +324,7 @@ class View(dict[str, MemoryView]):
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Why the others have none."""
+        """Reason why the others have none."""
         return {name: item.refusal for name, item in self.items() if item.refusal is not None}
 
     gates: dict[str, dict[str, Tensor]] = _of_each("gates")

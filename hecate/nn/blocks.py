@@ -372,7 +372,7 @@ def _norms(dtype: torch.dtype, P: int, qk_norm: str, qk_eps: float, key_norm: st
 
 
 def _addresses(dtype: torch.dtype, tensors: Iterable[tuple[Tensor | None, int]]) -> list[int] | None:
-    """Where tensors of so many numbers lie, 0 of None; None where one is not as kernels take it."""
+    """Addresses of tensors of so many numbers, 0 of None; None where one is not as kernels take it."""
     addresses = []
     for tensor, size in tensors:
         if tensor is None:

@@ -42,7 +42,7 @@ def draw_normal(weight: Tensor, std: float, generator: torch.Generator, mean: Te
 
 
 def without_numbers(dtype: torch.dtype | None) -> dict[str, Any]:
-    """Where the shapes of tensors are asked for before any is drawn: the meta device."""
+    """Context in which tensors have shapes and no numbers, as nothing is drawn yet: the meta device."""
     return {"dtype": dtype or torch.get_default_dtype(), "device": "meta"}
 
 

@@ -61,7 +61,7 @@ class Position(Variant, family="position"):
         return {}
 
     def refusal(self, width: int) -> str | None:
-        """Why vectors of a width cannot be given positions; None if they can."""
+        """Reason why vectors of a width cannot be given positions; None if they can."""
         return None
 
     def check_past(self, past: str, instead: str) -> None:

@@ -79,7 +79,7 @@ class Readout(Variant, family="readout"):
         return {}
 
     def refusals(self, config: Any) -> Iterator[str]:
-        """Why a `MemoryConfig` cannot be read this way."""
+        """Reason why a `MemoryConfig` cannot be read this way."""
         if self.plain:
             return
         if not config.forms.target:

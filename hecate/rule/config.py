@@ -349,7 +349,7 @@ class MemoryConfig(Config):
         self.check_step(self.algorithm.lr)
 
     def _no_bound(self) -> Conflicts:
-        """Why a step cannot be normalised, or a start not be gone back to."""
+        """Reason why a step cannot be normalised, or a start not be gone back to."""
         structure, deep = self.structure, not (self.forms.linear or self.forms.transposed)
         if self.step == "normalized" and deep and structure.factored:
             if (reason := unbounded(structure.graph())) is not None:
@@ -374,7 +374,7 @@ class MemoryConfig(Config):
                 yield ("writes",), f"{self.writes} writes a token: {towards} would go back at each of them"
 
     def _no_gating(self) -> Iterator[str]:
-        """Why its gating cannot make what its memory takes."""
+        """Reason why its gating cannot make what its memory takes."""
         gating, structure = self.gating, self.structure
         if (refusal := gating.refusal(self)) is not None:
             yield refusal
@@ -424,7 +424,7 @@ class MemoryConfig(Config):
             yield "retain_value", f"{chunks} keeps the product of a chunk's retain gates, not that of value channels"
 
     def rates_refusal(self) -> str | None:
-        """Why weights cannot have an lr each; None if they can. [RULE-RATES-D1]"""
+        """Reason why weights cannot have an lr each; None if they can. [RULE-RATES-D1]"""
         if self.commit != "chunk":
             return f"commit={self.commit!r} takes steps whose lr the algorithm knows; it needs commit='chunk'"
         if self.forms.linear or self.forms.transposed:
@@ -436,7 +436,7 @@ class MemoryConfig(Config):
         return None
 
     def _no_border(self) -> Iterator[str]:
-        """Why the link cannot be taken at a chunk's start."""
+        """Reason why the link cannot be taken at a chunk's start."""
         retention = self.retention
         if not retention.dual:
             yield f"retention {retention.kind!r} as configured has no link, its weights are what it carries"
@@ -450,7 +450,7 @@ class MemoryConfig(Config):
             yield "a chunk's tokens read one memory, so read='before' would change nothing"
 
     def _no_writes(self) -> Iterator[str]:
-        """Why a token cannot have several writes."""
+        """Reason why a token cannot have several writes."""
         algorithm = self.algorithm
         if algorithm.slots:
             added = "carries a slot that every write would add to the memory once more"
@@ -463,7 +463,7 @@ class MemoryConfig(Config):
             yield "commit='chunk' with chunk=1 takes one step per token; it needs commit='token'"
 
     def _no_quotient(self) -> Iterator[str]:
-        """Why the normaliser cannot divide."""
+        """Reason why the normaliser cannot divide."""
         phi, structure = f"feature_map {self.feature_map.kind!r}", self.structure.named
         if self.normalizer == "sum" and not self.feature_map.kernel_non_negative:
             cure = "it needs a map with a non-negative kernel, such as elu or favor"

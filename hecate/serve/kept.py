@@ -49,7 +49,7 @@ def check_parked(model: nn.Module, dtype: ParkedDtype) -> None:
 
 
 def _unbearable(rule: MemoryConfig) -> str | None:
-    """Why what is rounded once moves all later answers."""
+    """Reason why what is rounded once moves all later answers."""
     if isinstance(rule.algorithm, RLS):
         return "algorithm 'rls' keeps an inverse of all keys, in which errors add up"
     if isinstance(rule.readout, Ridge) and not rule.retention.uses_retain:

@@ -95,7 +95,7 @@ class Request:
         return int(torch.multinomial(chances, 1, generator=self._draws))
 
     def over(self) -> Finish | None:
-        """Why it ends now, if it does."""
+        """Reason why it ends now, if it does."""
         if self.made and self.made[-1] in self.stop:
             return "stop"
         if len(self.made) >= self.max_tokens:

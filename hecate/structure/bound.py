@@ -38,7 +38,7 @@ ROOT = 1e-6  # beside b under the root, whose derivative is infinite at 0
 
 
 def unbounded(graph: Graph) -> str | None:
-    """Why the curvature of a graph has no bound here; None if it has."""
+    """Reason why the curvature of a graph has no bound here; None if it has."""
     used: set[int] = set()
     for node in graph.nodes:
         sources = (node.source,) if isinstance(node, Linear) else node.sources

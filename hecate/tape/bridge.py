@@ -1,4 +1,4 @@
-"""Where hecate meets `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
+"""The bridge to `torch.autograd`: one `autograd.Function`, for programs of blocks and for passes written by hand.
 
 A tape and a pass by hand are functions of numbers. Where torch has to see every operation (`torch.compile`,
 `torch.func`, dispatch modes, forward mode, batched cotangents, second derivatives) both give way to plain operations.
@@ -191,8 +191,9 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        _, ctx.pullback, record, *tensors = inputs
-        ctx.count, ctx.flat, ctx.layout, ctx.others = len(tensors), False, None, []
+        _, ctx.pullback, record, *operands = inputs
+        ctx.count, ctx.flat, ctx.layout, ctx.others = len(operands), False, None, []
+        saved = [*operands]
         if record:
             # Tensors alone need no walk through what may be nested.
             flat = type(record[0]) is tuple and _TENSOR.issuperset(map(type, record[0]))
@@ -200,9 +201,9 @@ class _Function(torch.autograd.Function):
             ctx.flat = flat
             for item in leaves:
                 plain = isinstance(item, Tensor)
-                tensors.append(item if plain else None)
+                saved.append(item if plain else None)
                 ctx.others.append(None if plain else item)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*saved)
         whole = []
         for out in output:
             if isinstance(out, Tensor) and not (out.is_floating_point() or out.is_complex()):

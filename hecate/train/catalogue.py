@@ -130,7 +130,7 @@ def formula_text(text: str, family: str = "bias") -> str:
 
 
 def _kernel(variant: Any) -> str:
-    """Where a variant runs at its default settings: in printed kernels, or in the token loop and why."""
+    """Kernels of a variant at its default settings: printed ones, or the token loop and why."""
     try:
         # At its defaults: whether a formula prints may hang on settings.
         form: Any = _PRINTED[variant._family_type](variant())

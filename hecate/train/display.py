@@ -104,7 +104,7 @@ class Progress:
         self._before = elapsed if 0 <= elapsed < math.inf else 0.0
 
     def clock(self) -> dict[str, float]:
-        """When it is, in seconds since 1970, and for how many seconds the run has been going on."""
+        """Seconds since 1970, and seconds that the run has been going on for."""
         return {"time": round(time.time(), 3), "elapsed": round(self._before + time.monotonic() - self._began, 3)}
 
     def take(self, loss: float, tokens: int, seconds: float, bytes_per_label: float = 1.0) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Progress:
         return f"loss {score.value(self._metric):.3f} bits per byte" if bits else f"loss {score.loss:.3f} nats"
 
     def _rates_start(self) -> _Mark | None:
-        """Where the steps begin that rates are of; None before the first of them."""
+        """First of the steps that rates are of; None before it."""
         count = len(self._marks)
         # Later steps compile, too, where shapes are new: the first quick one ends the warming.
         warm = next((n for n in range(1, count) if self._marks[n].latest <= 2 * self._quickest), count)

@@ -326,6 +326,29 @@ def steps(model: nn.Module, batches: Tensor, own: slice, add: Any, count: int = 
         optimizer.step()
 
 
+def moved_by_rounding(fields: dict[str, Any], data: int) -> float:
+    """How far the parameters of `mixed_error`'s one process end where every number they start from moves by its last
+    bit or so."""
+    models = [mixed_model(fields) for _ in range(2)]
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in models[1].parameters():
+            p.mul_(1 + 2.0**-52 * torch.randint(-1, 2, p.shape, generator=draw))
+    for model in models:
+        steps(model, mixed_batches(data), slice(None), lambda: None)
+    ends = (map(Tensor.detach, model.parameters()) for model in models)
+    return max(apart(moved, end) for end, moved in zip(*ends, strict=True))
+
+
+def mixed_model(fields: dict[str, Any]) -> LanguageModel:
+    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
+    return LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def mixed_batches(data: int) -> Tensor:
+    return torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
+
+
 def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompute: bool) -> float:
     """Parameters after 8 steps of data x context ranks, sharded over data where there are several, against one
     process."""
@@ -334,16 +357,10 @@ def mixed_error(rank: int, size: int, fields: dict[str, Any], data: int, recompu
     from torch.distributed.fsdp import fully_shard
     from torch.utils.checkpoint import checkpoint
 
-    config = LanguageModelConfig.model_validate({"vocab_size": 11, "d_model": 16, "layers": 2, "heads": 2, **fields})
-
-    def make() -> LanguageModel:
-        return LanguageModel(config, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    batches = torch.randint(11, (8, 2 * data, 13), generator=torch.Generator().manual_seed(1))
-    one = make()
+    batches, one, model = mixed_batches(data), mixed_model(fields), mixed_model(fields)
     steps(one, batches, slice(None), lambda: None)
     mesh = init_device_mesh("cpu", (data, size // data), mesh_dim_names=("data", "context"))
-    model, context = make(), Context.of(mesh["context"].get_group())
+    context = Context.of(mesh["context"].get_group())
     share(model, context)
     if recompute:
         for block in model.blocks:
@@ -486,4 +503,5 @@ def meshed() -> dict[str, float]:
         "turns": (turns, True),
         "mac": (mac, True),
     }
-    return {name: mixed_error(rank, size, fields, 2, again) for name, (fields, again) in runs.items()}
+    rounding = {f"rounding: {name}": moved_by_rounding(fields, 2) for name, (fields, _) in runs.items()}
+    return rounding | {name: mixed_error(rank, size, fields, 2, again) for name, (fields, again) in runs.items()}

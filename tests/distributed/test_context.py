@@ -144,7 +144,11 @@ def test_spreading_is_taken_back():
 @pytest.mark.spec("CTX-SCAN-I1", "CTX-MODEL-D1")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rule_and_model(ranks):
-    found = run_ranks(ranks, large, group=True, dtype=torch.float64, patience=280)[0]
+    within_rounding(run_ranks(ranks, large, group=True, dtype=torch.float64, patience=280)[0])
+
+
+def within_rounding(found: dict[str, float]) -> None:
+    """Errors beside what rounding alone moves, where that is known."""
     rounding = {name: found.pop(f"rounding: {name}") for name in list(found) if f"rounding: {name}" in found}
     allowed = {name: max(TOLERANCE, ROUNDINGS * rounding.get(name, 0.0)) for name in found}
     assert not {name: (error, allowed[name]) for name, error in found.items() if not error <= allowed[name]}
@@ -153,5 +157,4 @@ def test_every_rule_and_model(ranks):
 @pytest.mark.slow
 @pytest.mark.spec("CTX-AGAIN-I1", "CTX-GRAD-D1")
 def test_with_parameters_sharded_over_data():
-    found = run_ranks(4, meshed, group=True, dtype=torch.float64)[0]
-    assert not {name: error for name, error in found.items() if not error <= TOLERANCE}
+    within_rounding(run_ranks(4, meshed, group=True, dtype=torch.float64)[0])

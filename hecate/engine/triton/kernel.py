@@ -105,7 +105,7 @@ def kernel_of(
 
 @cache
 def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
-    """Why a kernel is not trusted, as it was found once on this machine."""
+    """Reason why a kernel is not trusted, as it was found once on this machine."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     formula = bias_formula(config.bias)
@@ -119,9 +119,9 @@ def verdict(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str,
 
 @torch.inference_mode(False)
 def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
-    """Why a kernel is not trusted: what it computes beside the token loop in float64. The loop kernels, whose links may
-    be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it stay
-    finite."""
+    """Reason why a kernel is not trusted: what it computes beside the token loop in float64. The loop kernels, whose
+    links may be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it
+    stay finite."""
     loops = LOOP in flags
     slots, exact = len(config.algorithm.slots), None
     if not loops:
@@ -172,8 +172,9 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
 def distrust_token(
     config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str, shape: tuple[int, ...]
 ) -> str | None:
-    """Why the kernel of one token is not trusted: what it makes of a trial token by token, from what a caller gives it,
-    beside the token loop in float64. States are held to what those of the loop kernels are, outputs to their dtype."""
+    """Reason why the kernel of one token is not trusted: what it makes of a trial token by token, from what a caller
+    gives it, beside the token loop in float64. States are held to what those of the loop kernels are, outputs to their
+    dtype."""
     slots = len(config.algorithm.slots)
     for scale in (min(scale, _stable(config, shape[1])) for scale in SCALES):
         inputs, _ = trial(
@@ -240,7 +241,7 @@ def _stable(config: MemoryConfig, width: int) -> float:
 @cache
 @torch.inference_mode(False)
 def distrust_norm(norm: ByHand, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
-    """Why a norm of keys is not trusted: what it computes beside float64."""
+    """Reason why a norm of keys is not trusted: what it computes beside float64."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)

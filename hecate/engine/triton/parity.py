@@ -32,7 +32,7 @@ Facts = dict[str, Any]
 
 
 class Unrun(str):
-    """Why a kernel did not run: want of memory it may be, so that it is told of this process alone."""
+    """Reason why a kernel did not run: want of memory it may be, so that it is told of this process alone."""
 
     __slots__ = ()
 
@@ -105,8 +105,8 @@ def difference(
     shape: tuple[int, ...],
     names: Sequence[str] = (),
 ) -> str | None:
-    """Why a kernel is not trusted: it fails, or one of its tensors is further from what is expected of it than a bound,
-    relative to its norm. With `plain`, what plain torch makes of the same in the kernel's dtype, a kernel may be
+    """Reason why a kernel is not trusted: it fails, or one of its tensors is further from what is expected of it than a
+    bound, relative to its norm. With `plain`, what plain torch makes of the same in the kernel's dtype, a kernel may be
     `times` as far off as that."""
     try:
         own = found()
@@ -138,7 +138,7 @@ def both_by_torch(kernel: ByHand, inputs: Tensors, cotangents: Sequence[Tensor])
 
 
 def folder() -> Path:
-    """Where verdicts lie: within Triton's cache."""
+    """Folder of verdicts, within Triton's cache."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache") / "hecate-verdicts"
 
@@ -150,8 +150,9 @@ def here(device: str) -> Facts:
 
 
 def judged(facts: Facts, judge: Callable[[], str | None], own: Facts | None = None) -> str | None:
-    """Why a kernel is not trusted, None if it is: as kept on disk, else as found by `judge`, and kept. A kernel that is
-    not trusted is told of in a warning of the log, and is so for its `own` facts alone: other numbers may do."""
+    """Reason why a kernel is not trusted, None if it is: as kept on disk, else as found by `judge`, and kept. A kernel
+    that is not trusted is told of in a warning of the log, and is so for its `own` facts alone: other numbers may
+    do."""
     both = [json.loads(json.dumps(facts | more)) for more in ({}, own or {})]  # as they are read again
     known = [found for each in both if (found := _read(_path(each))) is not None and found["facts"] == each]
     if known:
