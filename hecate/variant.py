@@ -484,6 +484,8 @@ class Variant(Config):
             name = f"an {cls._family}" if cls._family[:1] in "aeiou" else f"a {cls._family}"
             raise ConfigError(f"must be {name} kind, a mapping with a 'kind', or an instance, got {shown}")
         known, kind = cls.variants(), fields.get("kind")
+        if not known and cls is not cls._family_type:
+            raise ConfigError(f"{cls.__qualname__} is no {cls._family} kind; pin one: `kind: Literal['own'] = 'own'`")
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")
         if not isinstance(kind, str) or kind not in known:

@@ -199,7 +199,14 @@ def test_a_kind_is_pinned():
 
             kind: Literal["loose", "lax"] = "loose"
 
+    def no_kind():
+        class Loose(Shape):
+            """A helper, which is asked for a value."""
+
+        Loose()
+
     assert "needs a default for its kind" in message(no_default)
+    assert "Loose is no test_shape kind; pin one: `kind: Literal['own'] = 'own'`" in message(no_kind)
     assert "must pin its kind" in message(any_text)
     assert "must pin its kind" in message(two)
     assert "loose" not in Shape.variants()
