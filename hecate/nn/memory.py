@@ -435,8 +435,8 @@ class Memory(RuleParameters, MemoryLayer):
         fits = fits and shape[0] > 0 and state.memory is not None
         width, apart = self.splits[0] + self.splits[1], self.conv_on_qk
         expected = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
-        fits = fits and state.conv_segment is None is state.features is state.projection is state.gating
-        fits = fits and (past is None or past.device == device)
+        fits = fits and state.conv_segment is None is state.features is state.projection
+        fits = fits and state.gating is None and (past is None or past.device == device)
         if not fits or (None if past is None else past.shape) != expected:
             return None
         # Looks are those that the layer was made with: from here on products alone, and no checks.
