@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, phi, retention, structure
+from hecate.activation import Activation
 from hecate.formula import formula_of
 
 
@@ -132,14 +133,29 @@ class Reading(bias.Bias):
         return size(pred - target).sum(-1)
 
 
+class Bump(Activation):
+    kind: Literal["test_bump"] = "test_bump"
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.tanh(size(x))
+
+
 @pytest.mark.spec("ENG-FORMULA-D1")
+@pytest.mark.parametrize("knob", ["bias", "activation"])
 @pytest.mark.parametrize("change", [{"SIZE": 2.0}, {"size": lambda error: error.cosh()}], ids=["number", "function"])
-def test_kernels_are_made_anew_where_what_a_formula_reads_is(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_kernels_are_made_anew_where_what_a_formula_reads_is(
+    change: dict[str, Any], knob: str, monkeypatch: pytest.MonkeyPatch
+):
     """As a cell of a notebook leaves it that is run again, ahead of the class."""
-    q, k, v = torch.randn(3, 1, 40, 1, 4).unbind()
+    source = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 1, 4, generator=source).unbind()
+    initial = structure.MLP().init(4, 4, generator=source)
 
     def outputs(engine: Any) -> Tensor:
-        return memory_scan(MemoryConfig(bias=Reading(), key_norm="l2"), q, k, v, Gates(lr=0.1), engine=engine)[0]
+        knobs = {"bias": Reading()} if knob == "bias" else {"structure": structure.MLP(activation=Bump())}
+        start = None if knob == "bias" else initial
+        config = MemoryConfig(**knobs, key_norm="l2")
+        return memory_scan(config, q, k, v, Gates(lr=0.1), initial=start, engine=engine)[0]
 
     before = outputs("auto")
     for name, value in change.items():
