@@ -294,6 +294,8 @@ class DGD(MatrixOptimizer):
         unattached: Literal["refuse", "sgd"] = "refuse"
         rescaled: Literal["refuse", "follow"] = "refuse"
 
+    carried = ("_seen",)
+
     def prepared(self, options: Group) -> Group:
         self._seen: dict[Tensor, list[Samples]] = {}
         self._scales: dict[Tensor, Tensor | float] = {}
@@ -309,7 +311,10 @@ class DGD(MatrixOptimizer):
                 "with the module's parameters"
             )
         for layer in layers:
-            self._seen.setdefault(layer.weight, [])
+            samples = self._seen.setdefault(layer.weight, [])
+            for hook in layer._forward_hooks.values():
+                if isinstance(hook, partial) and hook.func is _watch and hook.args[0] is samples:
+                    raise ConfigError("attach would count samples twice: it has this module; remove its handles first")
         return [m.register_forward_hook(partial(_watch, self._seen[m.weight])) for m in layers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -319,7 +324,7 @@ class DGD(MatrixOptimizer):
             samples.clear()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.setdefault("_seen", {})  # a copy is attached to nothing
+        self.__dict__.setdefault("_seen", {})
         self.__dict__.setdefault("_scales", {})
         super().__setstate__(state)
 

@@ -206,8 +206,9 @@ def test_maximize_and_removal_and_copies():
     down.step()
     assert torch.equal(one.weight, two.weight)
     copy = deepcopy(up)
+    copy.zero_grad()
     copy.param_groups[0]["params"][0].grad = torch.ones(3, 5)
-    with pytest.raises(ConfigError, match="call attach"):
+    with pytest.raises(ConfigError, match="0 passes"):
         copy.step()
     made = layer()
     optimizer = DGD(made.parameters(), 0.1)
@@ -241,3 +242,30 @@ def test_steps_differentiate(batch):
         return made.weight
 
     assert torch.autograd.gradcheck(after, torch.tensor(0.1, requires_grad=True))
+
+
+@pytest.mark.spec("OPT-DGD-D3")
+def test_a_copy_of_a_layer_and_its_optimizer_is_attached():
+    """It stepped by the gradient alone where `unattached` allows that."""
+    made = layer()
+    both, start = (made, attached(made, unattached="sgd")), made.weight.detach().clone()
+    weights = []
+    for each, optimizer in (deepcopy(both), both):
+        each(draw(4, 5, seed=1)).sum().backward()
+        optimizer.step()
+        weights.append(each.weight.detach())
+    assert torch.equal(*weights) and not torch.equal(weights[0], start)
+
+
+@pytest.mark.spec("OPT-DGD-D3")
+def test_samples_are_not_counted_twice():
+    made = layer()
+    optimizer = DGD(made.parameters(), 0.1)
+    handles = optimizer.attach(made)
+    with pytest.raises(ConfigError, match="attach would count samples twice"):
+        optimizer.attach(nn.Sequential(made))
+    for handle in handles:
+        handle.remove()
+    optimizer.attach(made)
+    made(draw(4, 5, seed=1)).sum().backward()
+    optimizer.step()
