@@ -122,12 +122,13 @@ class Trained(NamedTuple):
         return not math.isfinite(self.losses[-1])
 
 
-def train(model: Associator, count: int, length: int, again: bool, seed: int, steps: int, eval_length: int) -> Trained:
+def train(model: Associator, count: int, again: bool, seed: int, steps: int) -> Trained:
     """Adam until the loss is ENOUGH, PATIENCE evaluations brought nothing, or the budget is used.
 
-    Sequences of `length` pairs, one question each, about the key of a drawn position; evaluated on
-    fresh ones of `eval_length`, asked for every key that they hold.
+    Sequences of `count` pairs, twice as many where keys are written again, one question each, about the key of a drawn
+    position; evaluated on fresh ones of `count`, asked for every key that they hold.
     """
+    length = 2 * count if again else count
     g = torch.Generator().manual_seed(1_000_000 + seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
     losses: list[float] = []
@@ -143,7 +144,7 @@ def train(model: Associator, count: int, length: int, again: bool, seed: int, st
         optimizer.step()
         if step % EVERY:
             continue
-        losses.append(evaluate(model, draw_pairs(count, eval_length, EVAL_ROWS, again, g), g))
+        losses.append(evaluate(model, draw_pairs(count, count, EVAL_ROWS, again, g), g))
         strikes = 0 if losses[-1] < best else strikes + 1
         best = min(best, losses[-1])
         if losses[-1] <= ENOUGH or strikes >= PATIENCE or not math.isfinite(losses[-1]):
@@ -224,15 +225,15 @@ class Setting(NamedTuple):
 
     def fit(self, rule: Any, count: int, steps: int, seed: int) -> tuple[Trained, float | None]:
         """A training; where keys are written again, its last loss on sequences as long as those of training."""
-        model, length = self.model(count, rule, torch.Generator().manual_seed(seed)), 2 * count if self.again else count
-        trained = train(model, count, length, self.again, seed, steps, eval_length=count)
+        model = self.model(count, rule, torch.Generator().manual_seed(seed))
+        trained = train(model, count, self.again, seed, steps)
         if not self.again:
             return trained, None
         g = torch.Generator().manual_seed(2_000_000 + seed)
-        return trained, evaluate(model, draw_pairs(count, length, EVAL_ROWS, True, g), g)
+        return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
 
-def told(
+def report(
     outcomes: Sequence[Outcome], quick: bool, columns: Sequence[str], ends: Sequence[Sequence[Cell]],
     notes: Sequence[str], complete: Callable[[Any], None],
 ) -> Result:  # fmt: skip
@@ -327,7 +328,7 @@ def capacity(run: Run) -> Result:
         "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
         "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
     ]
-    return told(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
+    return report(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
 
 
 CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=5)
@@ -395,7 +396,7 @@ def overwrite(run: Run) -> Result:
     title, what = "Best loss (large open marks: published)", "keys S; 2S pairs are written in training"
     complete = partial(finish, title=title, xlabel=what, ylabel=LOSS, yscale="log", xticks=ticks, ylim=(2e-4, 1))
     columns = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
-    return told(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
+    return report(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
 
 
 ABOUT = "Which rule still answers when keys are written again with new values?"

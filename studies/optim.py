@@ -155,12 +155,8 @@ class Form(NamedTuple):
     clip: Callable[[list[torch.nn.Parameter]], object] | None = None
 
 
-def _phi(phi: str, scale: str) -> list[Form]:
-    options = {"feature_map": phi, "input_scale": scale, "momentum": MOMENTUM, "on_nonfinite": "propagate"}
-    return [Form(partial(PhiMomentum, **options))]  # type: ignore[arg-type]
-
-
 SGD = partial(torch.optim.SGD, momentum=MOMENTUM)
+PHI = partial(PhiMomentum, momentum=MOMENTUM, on_nonfinite="propagate")
 ADAM = partial(torch.optim.AdamW, weight_decay=0.0)
 CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best on the judges
     "SGD": [Form(SGD)],
@@ -168,9 +164,9 @@ CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best o
     "SGD, numbers clipped": [Form(SGD, partial(clip_grad_value_, clip_value=t)) for t in (0.1, 1.0, 3.0)],
     "AdamW": [Form(partial(ADAM, betas=(MOMENTUM, b))) for b in (0.95, 0.99, 0.999)],
     "Lion": [Form(partial(Lion, momentum=MOMENTUM, keep=keep)) for keep in (0.9, 0.99, 0.999)],
-    "phi: identity, rms": _phi("identity", "rms"),
-    "phi: tanh, as they come": _phi("tanh", "none"),
-    "phi: tanh, rms": _phi("tanh", "rms"),
+    "phi: identity, rms": [Form(partial(PHI, feature_map="identity", input_scale="rms"))],
+    "phi: tanh, as they come": [Form(partial(PHI, feature_map="tanh", input_scale="none"))],
+    "phi: tanh, rms": [Form(partial(PHI, feature_map="tanh", input_scale="rms"))],
 }  # fmt: skip
 QUICK = ("SGD", "AdamW", "phi: identity, rms", "phi: tanh, rms")
 
