@@ -78,7 +78,6 @@ def judged(trainer: Trainer, task: Fields, since: float = 0.0) -> float:
     targets[:, : int(since * targets.shape[1])] = IGNORED
     trainer.model.eval()
     logits = torch.cat([trainer.model(inputs)[0] for inputs in tokens.split(BATCH)])
-    trainer.model.train()
     answered = targets != IGNORED
     return float((logits.argmax(-1) == targets)[answered].double().mean())
 
