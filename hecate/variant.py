@@ -367,7 +367,8 @@ _CITED = re.compile(r"\s*\[[A-Z]+-[^\]]*\]")
 def about_field(cls: type[Any], name: str) -> str:
     """Description of a field from docstrings: its entry in a section, there or where that says `as in`; else that of
     its family, the sentences that name it, or the formula that it is a part of."""
-    docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in cls.__mro__ if base.__module__ != "builtins"]
+    bases = (base for base in cls.__mro__ if base.__module__ not in ("builtins", "pydantic.main", __name__))
+    docs = [inspect.cleandoc(vars(base).get("__doc__") or "") for base in bases]
     blocks = [" ".join(_CITED.sub("", block).split()) for doc in docs for block in _BLOCK.split(doc)]
     entries = [(match[1].split(", "), block[match.end() :]) for block in blocks if (match := _ENTRY.match(block))]
     entry = next((text for names, text in entries if name in names), "")
@@ -378,7 +379,7 @@ def about_field(cls: type[Any], name: str) -> str:
     if entry or (isinstance(family, type) and issubclass(family, Variant)):
         return entry or " ".join((inspect.getdoc(family) or "").split("\n\n")[0].split())
     prose = [sentence for block in blocks if not _ENTRY.match(block) for sentence in re.split(r"(?<=\.) ", block)]
-    said = [sentence for sentence in prose if re.search(rf"\b{name}\b", sentence)] if name != "kind" else []
+    said = [sentence for sentence in prose if re.search(rf"(?<!['\w]){name}\b", sentence)] if name != "kind" else []
     return " ".join(said[:2]) or next(filter(None, blocks), name)
 
 
@@ -483,6 +484,8 @@ class Variant(Config):
             name = f"an {cls._family}" if cls._family[:1] in "aeiou" else f"a {cls._family}"
             raise ConfigError(f"must be {name} kind, a mapping with a 'kind', or an instance, got {shown}")
         known, kind = cls.variants(), fields.get("kind")
+        if not known and cls is not cls._family_type:
+            raise ConfigError(f"{cls.__qualname__} is no {cls._family} kind; pin one: `kind: Literal['own'] = 'own'`")
         if kind is None:
             raise ConfigError(f"needs a 'kind'; known {cls._family} kinds: {', '.join(known)}")
         if not isinstance(kind, str) or kind not in known:

@@ -199,7 +199,14 @@ def test_a_kind_is_pinned():
 
             kind: Literal["loose", "lax"] = "loose"
 
+    def no_kind():
+        class Loose(Shape):
+            """A helper, which is asked for a value."""
+
+        Loose()
+
     assert "needs a default for its kind" in message(no_default)
+    assert "Loose is no test_shape kind; pin one: `kind: Literal['own'] = 'own'`" in message(no_kind)
     assert "must pin its kind" in message(any_text)
     assert "must pin its kind" in message(two)
     assert "loose" not in Shape.variants()
@@ -491,6 +498,23 @@ def test_schema_accepts_what_the_models_accept():
     for bad in ({"shape": "ronud"}, {"shape": {"radius": 1.0}}, {"shape": {"kind": "square", "r": 1}}):
         assert not validator.is_valid(bad)
         assert message(lambda bad=bad: Drawing.model_validate(bad))
+
+
+@pytest.mark.spec("VAR-SCHEMA-I1")
+def test_a_description_is_of_the_family_and_says_nothing_of_how_configs_are_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Shape, "_registry", dict(Shape._registry))
+
+    class Scaled(Shape):
+        """scaled: s x, one of its class's values."""
+
+        kind: Literal["scaled"] = "scaled"
+        s: float = 1.0
+        wrong: float = 1.0
+        base: float = 1.0
+
+    fields = Scaled.model_json_schema()["properties"]
+    formula = "scaled: s x, one of its class's values."
+    assert [fields[name]["description"] for name in ("s", "wrong", "base")] == [formula] * 3
 
 
 def test_formula_is_the_first_paragraph_of_the_docstring():

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
+from hecate.errors import ShapeError
 from hecate.tape import Block
 from hecate.tape.ops import torch_vjp
 from hecate.variant import Variant
@@ -195,8 +196,16 @@ class Algorithm(Variant, family="algorithm"):
 
     def block(self) -> Block:
         """`direction` as a tape block: (grad, lr, momentum, *slots) -> (direction, *slots)."""
-        vjp = self.direction_vjp if self.hand_written() else None
-        return Block(f"algorithm.{self.kind}", lambda *inputs: (self.direction(*inputs), inputs), vjp)
+
+        def forward(*inputs: Tensor) -> tuple[State, State]:
+            outputs = self.direction(*inputs)
+            if not isinstance(outputs, tuple) or len(outputs) != 1 + len(self.slots):
+                expected = ", ".join(("direction", *self.slots)) + "," * (not self.slots)
+                count = f"{len(outputs)} of them" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
+                raise ShapeError(f"algorithm {self.kind!r}: direction must return the tuple ({expected}), got {count}")
+            return outputs, inputs
+
+        return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)
 
 
 class Carrying(Algorithm):

@@ -265,13 +265,11 @@ def compare(
     Raises:
         Interrupted: a signal came or the minutes are over; unfinished runs have a checkpoint.
     """
-    for value, name, low, high in (
-        (jobs, "--jobs", 1, 1024), (positions, "--positions", 0, 1024),
-        *([] if keep is None else [(keep, "--keep", 1, len(cells) - 1)]),
-    ):  # fmt: skip
-        expect_number(value, name, low, high)
-    if keep is not None and part != 1:
-        raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
+    expect_number(positions, "--positions", 0, 1024)
+    if keep is not None:
+        expect_number(keep, "--keep", 1, len(cells) - 1)
+        if part != 1:
+            raise ConfigError("--keep says what part of the steps rates are chosen with; leave --tuning-part out")
     _check_part(part, lrs)
     reported, other = seeds_of(seeds, tuning)
     _check_cells(cells, budget, lrs, jobs)
@@ -302,6 +300,7 @@ def _check_part(part: float, lrs: Sequence[float]) -> None:
 def _check_cells(cells: Sequence[Cell], budget: Budget, lrs: Sequence[float], jobs: int) -> None:
     """Refuses cells that this budget or so many processes do not serve: all that is to be run is valid before anything
     is."""
+    expect_number(jobs, "--jobs", 1, 1024)
     check_once(cells, budget, lrs)
     if budget == Budget() and len({cell.config.budget.steps for cell in cells}) > 1:
         raise ConfigError("the cells have different budget.steps; give one budget to all, such as --steps 1000")

@@ -165,6 +165,9 @@ def _scan(
         # Of the plan alone: what a graph keeps of a call are the tensors that it saves.
         outputs = differentiate(partial(chosen.program, call.plan), call.flat, autodiff)
     y, *states = several(outputs)
+    if y.shape != v.shape:
+        named = call.config.structure.named
+        raise ShapeError(f"{named} answers {list(y.shape)} where v is {list(v.shape)}; its predict must give [..., V]")
     if tape is None and _may_read_early(call):
         y = joined(y, *call.flat)
     if policy == "raise":

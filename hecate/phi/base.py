@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, NoReturn, NotRequired, TypedDict, TypeVar
 
 import torch
 from pydantic import ConfigDict
@@ -275,6 +275,7 @@ class FeatureMap(Variant, family="feature_map"):
         """This map as a tape block, and the parameter tensors to pass after x."""
         learned, frozen = list(params["learned"]), list(params["frozen"])
         position = [params["position"]] if "position" in params else []
+        declares = type(self).output_dim is not FeatureMap.output_dim or vars(self).get("d_phi") is not None
 
         def forward(x: Tensor, *tensors: Tensor) -> tuple[Tensors, Any]:
             stream = iter(tensors)
@@ -285,6 +286,10 @@ class FeatureMap(Variant, family="feature_map"):
             if position:
                 inputs["position"] = next(stream)
             features, residuals = self.forward(x, inputs)
+            # Kernels trust both: they would read beyond a row that is too short. Most maps are asked without a call.
+            width = self.output_dim(x.shape[-1]) if declares else self.widening * x.shape[-1]
+            if features.dtype != x.dtype or features.shape[-1] != width:
+                self._refuse_features(x, features, width)
             return (features,), residuals
 
         def vjp(residuals: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -293,6 +298,15 @@ class FeatureMap(Variant, family="feature_map"):
 
         tensors = (*params["learned"].values(), *params["frozen"].values(), *position)
         return Block(f"phi.{self.kind}", forward, vjp if self._by_hand() else None), tensors
+
+    def _refuse_features(self, x: Tensor, features: Tensor, width: int) -> NoReturn:
+        what = f"feature map {self.kind!r}"
+        if features.dtype != x.dtype:
+            raise ShapeError(f"{what} makes {features.dtype} of {x.dtype}; give features in the dtype of x")
+        raise ShapeError(
+            f"{what} makes {features.shape[-1]} features of width {x.shape[-1]}, where its output_dim says {width}; "
+            "mend one of them"
+        )
 
 
 FeatureMapKind = FeatureMap

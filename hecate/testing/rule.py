@@ -68,7 +68,13 @@ def check_knobs(
     def gate(*shape: int) -> Tensor:
         return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
 
-    def check(block: Any, *inputs: Tensor) -> None:
+    def check(block: Any, *inputs: Tensor, shape: torch.Size | None = None) -> None:
+        """Derivatives of a block, that no memory sees another, and the shape of its output."""
+        alone, _ = block.apply(tuple(item[:1] for item in inputs))
+        for one, beside in zip(alone, block.apply(inputs)[0], strict=True):
+            if shape is not None:
+                require(beside.shape == shape, f"{block.name}: shape {list(beside.shape)}, expected {list(shape)}")
+            close(f"{block.name}: a memory beside others against the same alone", beside[:1], one)
         check_vjp(block, inputs, second_order=smooth, generator=generator)
 
     n, d_phi = 4, config.feature_map.output_dim(d)
@@ -76,7 +82,7 @@ def check_knobs(
     check(config.bias.block(), draw(n, width), draw(n, width))
     memory = tuple(draw(n, *shape) / shape[-1] ** 0.5 for shape in config.structure.shapes(d_phi, width).values())
     p, u = draw(n, d_phi), draw(n, width)
-    check(config.structure.predict_block(), p, *memory)
+    check(config.structure.predict_block(), p, *memory, shape=u.shape)
     check(config.structure.pullback_block(), p, u, *memory)
     check(config.structure.gradient_block(config.bias.block()), p, draw(n, width), *memory)
     _check_structure(config, memory, p, u)
@@ -86,7 +92,7 @@ def check_knobs(
         sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
         slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
         for _ in range(2):
-            _, *slots = config.algorithm.direction(draw(*weight.shape), gate(n), gate(n), *slots)
+            (_, *slots), _ = config.algorithm.block().apply((draw(*weight.shape), gate(n), gate(n), *slots))
         return slots
 
     shape = memory[0].shape
@@ -99,9 +105,9 @@ def check_knobs(
     start, grads = config.retention.start, [0.3 * draw(*weight.shape) for weight in memory]
     slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
-        check(config.retention.block(), start(draw(*shape)), draw(*shape), retain)
+        check(config.retention.block(), start(draw(*shape)), draw(*shape), retain, shape=shape)
         moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
-        check(config.retention.weights_block(), moved)
+        check(config.retention.weights_block(), moved, shape=shape)
         states = [start(draw(*weight.shape)) for weight in memory]
         check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)
@@ -112,6 +118,7 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
     point = pred.clone().requires_grad_()
     loss = bias.loss(point, target)
     require(loss.shape == pred.shape[:-1], f"{name}: loss of shape {list(loss.shape)}")
+    require(loss.requires_grad, f"{name}: the loss does not depend on pred")
     (true,) = torch.autograd.grad(loss.sum(), point)
     close(f"{name}: grad against autograd of loss", bias.grad(pred, target), true)
     other = way.roll(1, 0)

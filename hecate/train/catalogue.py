@@ -115,7 +115,8 @@ def formula_text(text: str, family: str = "bias") -> str:
     kind = value.get("kind") if isinstance(value, dict) else value
     others = [name for name in families if isinstance(kind, str) and kind in VARIANTS[name].variants()]
     if others and family not in others:
-        raise ConfigError(f"{kind!r} is no {family} but a {others[0]}: give --family {others[0]}")
+        other = f"an {others[0]}" if others[0] == "algorithm" else f"a {others[0]}"
+        raise ConfigError(f"{kind!r} is no {family} but {other}: give --family {others[0]}")
     variant: Any = VARIANTS[family].model_validate(value)
     if family == "bias":
         functions = formula.bias_formula(variant)

@@ -288,6 +288,7 @@ def test_a_curve_is_made_of_means_over_equal_ratios_of_tokens():
     ("memory=delta,titans", {"budget": Budget(seconds=5), "lrs": [-1.0, 1e-3]}, "cell 'memory=delta': optim.lr"),
     ("memory=delta,titans", {"budget": Budget(steps=5), "lrs": [-1.0, 1e-3]}, "cell 'memory=delta': optim.lr"),
     ("budget.steps=20,40", {"budget": Budget()}, "different budget.steps"),
+    ("memory=delta,titans", {"budget": Budget(steps=5), "jobs": 0}, "--jobs must be in"),
 ])  # fmt: skip
 def test_what_cannot_run_is_told_before_a_speed_is_measured(
     base: str, tmp_path: Path, start: Any, over: str, how: dict[str, Any], told: str

@@ -8,11 +8,12 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, named_rule, retention
+from hecate import ConfigError, Gates, MemoryConfig, ShapeError, memory_scan, memory_step, named_rule, phi, retention
 from hecate.errors import HecateError, LayoutWarning
 from hecate.nn import LinearAttention, Memory
 from hecate.nn.sums import linear_attention
 from hecate.tape.ops import over
+from tests.registries import restore_registries
 
 
 class Root(retention.Retention):
@@ -361,3 +362,33 @@ def test_the_other_layout_is_warned_of_where_nothing_tells():
     Memory(64, heads=32)(torch.zeros(2, 3, 64))
     LinearAttention(64, heads=32)(torch.zeros(2, 3, 64))
     torch.compile(lambda x: memory_scan(rule, x, x, x)[0], backend="eager")(torch.zeros(1, 2, 32, 4))
+
+
+@pytest.mark.spec("ENG-CALL-I6")
+@pytest.mark.parametrize("length", [1, 3, 40])  # 40: a kernel, which would read beyond a row that is too short
+def test_features_of_another_width_or_dtype_than_declared_are_refused(length, monkeypatch):
+    restore_registries(monkeypatch)
+
+    class Halves(phi.FeatureMap):
+        """halves: every other number of x, which its width does not say."""
+
+        kind: Literal["halves"] = "halves"
+
+        def features(self, x, params):
+            return x[..., ::2]
+
+    class Single(phi.FeatureMap):
+        """single: sin(x) in float32, whatever x is."""
+
+        kind: Literal["single"] = "single"
+
+        def features(self, x, params):
+            return x.float().sin()
+
+    q, k, v = torch.randn(3, 1, length, 2, 4, dtype=torch.float64).unbind()
+    for feature_map, words in (
+        (Halves(), "'halves' makes 2 features of width 4, where its output_dim says 4"),
+        (Single(), "'single' makes torch.float32 of torch.float64; give features in the dtype of x"),
+    ):
+        with pytest.raises(ShapeError, match=f"feature map {words}"):
+            memory_scan(MemoryConfig(feature_map=feature_map), q, k, v, Gates(lr=0.1))

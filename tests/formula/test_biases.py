@@ -230,8 +230,9 @@ def test_the_command_line_prints_texts_and_says_who_has_one(monkeypatch):
     assert "c = (1e-12, 1e-06, 0.5)" in formula_text("{kind: lp, p: 1.5}")
     with pytest.raises(ConfigError, match="Did you mean 'huber'"):
         formula_text("hubr")
-    with pytest.raises(ConfigError, match="'tanh' is no bias but a phi: give --family phi"):
-        formula_text("tanh")
+    for kind, other in (("tanh", "a phi: give --family phi"), ("ftrl", "an algorithm: give --family algorithm")):
+        with pytest.raises(ConfigError, match=f"'{kind}' is no bias but {other}"):
+            formula_text(kind)
     for given in ("[1]", "{kind: [1]}"):
         with pytest.raises(ConfigError, match=r"bias kind.* \[1\]"):
             formula_text(given)

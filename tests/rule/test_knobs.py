@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, retention, structure
 from hecate.activation import Activation, ReLU
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, ShapeError
 from hecate.tape.ops import over, sum_to_gate
-from hecate.testing import check_rule, check_vjp
+from hecate.testing import check_knobs, check_rule, check_vjp
 from tests.reference import memory as reference
+from tests.registries import restore_registries
 
 # A user's own knobs, with the least that a family asks for, defined after the library was imported.
 
@@ -359,3 +360,94 @@ def test_stability_limit_is_sharp(momentum):
         gates = Gates(lr=torch.full((1, 2000, 1), lr))
         y, _ = memory_scan(config, ones, ones, ones, gates, engine="parallel")
         assert (abs(float(y[0, -1, 0, 0]) - 1) < 1e-3) == contracts
+
+
+# What a user gets wrong.
+
+
+def wrong(name: str) -> dict[str, Any]:
+    """Knobs that are no knobs."""
+
+    class Bare(algorithm.Algorithm):
+        """bare_of_a_user: D = -lr G, in no tuple."""
+
+        kind: Literal["bare_of_a_user"] = "bare_of_a_user"
+
+        def direction(self, grad, lr, momentum):
+            return -over(lr, grad) * grad
+
+    class Forgetful(algorithm.Algorithm):
+        """forgetful_of_a_user: D = -lr G, and no new slot."""
+
+        kind: Literal["forgetful_of_a_user"] = "forgetful_of_a_user"
+        slots: ClassVar[tuple[str, ...]] = ("previous",)
+
+        def direction(self, grad, lr, momentum, previous):
+            return (-over(lr, grad) * grad,)
+
+    class Spread(structure.Structure):
+        """spread_of_a_user: pred = A p, without the sum."""
+
+        kind: Literal["spread_of_a_user"] = "spread_of_a_user"
+
+        def shapes(self, d_phi: int, d_v: int) -> dict[str, tuple[int, ...]]:
+            return {"weight": (d_v, d_phi)}
+
+        def predict(self, memory, p: Tensor) -> Tensor:
+            return memory[0] * p.unsqueeze(-2)
+
+    class Centred(retention.Retention):
+        """centred_of_a_user: M' = M + D - the mean of all memories."""
+
+        kind: Literal["centred_of_a_user"] = "centred_of_a_user"
+
+        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+            return memory + direction - memory.mean(0, keepdim=True)
+
+    class Summed(retention.Link):
+        """summed_of_a_user: M = the sum of a row."""
+
+        kind: Literal["summed_of_a_user"] = "summed_of_a_user"
+
+        def memory(self, dual: Tensor) -> Tensor:
+            return dual.sum(-1, keepdim=True)
+
+    class Deaf(bias.Bias):
+        """deaf_of_a_user: ell = sum v^2."""
+
+        kind: Literal["deaf_of_a_user"] = "deaf_of_a_user"
+
+        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+            return target.square().sum(-1)
+
+    knobs = {"algorithm": (Bare, Forgetful), "structure": (Spread,), "retention": (Centred,), "bias": (Deaf,)}
+    fields = {cls.__name__: {knob: cls()} for knob, classes in knobs.items() for cls in classes}
+    return (fields | {"Summed": {"retention": retention.Bregman(link=Summed())}})[name]
+
+
+@pytest.mark.spec("RULE-ANY-I1")
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("Bare", r"algorithm 'bare_of_a_user': direction must return the tuple \(direction,\), got a Tensor"),
+    ("Forgetful", r"direction must return the tuple \(direction, previous\), got 1 of them"),
+    ("Spread", r"structure.spread_of_a_user.predict: shape \[4, 3, 3\], expected \[4, 3\]"),
+    ("Centred", "retention.centred_of_a_user: a memory beside others against the same alone"),
+    ("Summed", r"retention.bregman.weights: shape \[4, 3, 1\], expected \[4, 3, 3\]"),
+    ("Deaf", "bias.deaf_of_a_user: the loss does not depend on pred"),
+])  # fmt: skip
+def test_a_check_says_what_is_wrong_with_a_knob(name, sentence, monkeypatch):
+    restore_registries(monkeypatch)
+    with pytest.raises((AssertionError, ShapeError), match=sentence):
+        check_knobs(MemoryConfig(**wrong(name), key_norm="l2"))
+
+
+@pytest.mark.spec("RULE-ANY-I1")
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("Bare", "'bare_of_a_user': direction must return the tuple"),
+    ("Forgetful", "'forgetful_of_a_user': direction must return the tuple"),
+    ("Spread", r"structure 'spread_of_a_user' answers \[1, 20, 1, 4, 4\] where v is \[1, 20, 1, 4\]"),
+])  # fmt: skip
+def test_a_scan_refuses_knobs_that_give_something_else(name, sentence, monkeypatch):
+    restore_registries(monkeypatch)
+    q, k, v = torch.randn(3, 1, 20, 1, 4).unbind()
+    with pytest.raises(ShapeError, match=sentence):
+        memory_scan(MemoryConfig(**wrong(name), key_norm="l2"), q, k, v, Gates(lr=0.1))
