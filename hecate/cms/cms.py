@@ -277,7 +277,7 @@ class CMS(nn.Module):
                 f"state.levels must hold one state for each of {len(self.levels)} levels, got {len(state.levels)}; was "
                 "it made by another layer?"
             )
-        check_tensors(len(x), {"written": (state.written, x.shape[:1])})
+        check_tensors(x, {"written": (state.written, x.shape[:1])})
         expect(state.written, "B", name="state.written", dtype=torch.int64, like=x, other="x")
 
     def _through_levels(self, x: Tensor, levels: Levels, masks: list[Masks]) -> tuple[Tensor, list[LayerState]]:

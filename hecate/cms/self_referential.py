@@ -392,7 +392,7 @@ class SelfReferential(MemoryLayer):
         masks = {"write_mask": write_mask, "reset_mask": reset_mask}
         check_sequence(self.into.weight, x, **masks)
         check_length(x, "a self-referential memory")
-        self._check_state(state, x.shape[0])
+        self._check_state(state, x)
         mixed, conv, segment = convolved(self.conv, self.into(x), state, write_mask, reset_mask)
         with without_autocast(x.device.type):
             phi = self.boxes.input_features(mixed.unflatten(-1, (self.heads, -1)))
@@ -452,19 +452,19 @@ class SelfReferential(MemoryLayer):
         y, memory = boxes(q, k, targets, boxes.gates(answers), state=state.boxes, **masks, **how)
         return y, state._replace(boxes=memory, anchor=anchor if config.anchored else {}, features=features)
 
-    def _check_state(self, state: SelfReferentialState | None, batch: int) -> None:
+    def _check_state(self, state: SelfReferentialState | None, x: Tensor) -> None:
         """Refuses a state that another layer or batch made; a scan looks at the rest of the boxes."""
         if not check_type(state, SelfReferentialState):
             return
         weights, count = self.boxes.initial["memory"].tensors, len(self.boxes.written) * self.heads
-        wanted = {name: (batch, count, *weight.shape[1:]) for name, weight in weights.items()}
+        wanted = {name: (len(x), count, *weight.shape[1:]) for name, weight in weights.items()}
         anchor = wanted if self.config.anchored else {}
-        tensors: dict[str, Any] = {"position": (state.position, (batch,))}
+        tensors: dict[str, Any] = {"position": (state.position, x.shape[:1])}
         for name in {**wanted, **state.boxes.memory, **state.anchor}:
             tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
             tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
         features = self.feature_memory is not None
-        check_state(state, SelfReferentialState, self.conv, batch, tensors, features=features)
+        check_state(state, SelfReferentialState, self.conv, x, tensors, features=features)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

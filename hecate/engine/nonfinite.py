@@ -153,6 +153,9 @@ def _raise_at_first(call: Call, y: Tensor, name: str) -> None:
 
 
 def _step_of(config: MemoryConfig, token: Tokens, row: int) -> str:
+    inputs = ("phi_k", "v", "lr", "retain", "momentum")
+    if bad := [name for name in inputs if not bool(getattr(token, name)[row].isfinite().all())]:
+        return f"{', '.join(bad)} came with NaN or infinity; mend what makes them, or choose on_nonfinite='skip'"
     size, lr = float(token.phi_k[row].square().sum()), float(token.lr[row].max())
     summed = f", where as here writes of {config.chunk} tokens add up, for their sum" if config.chunk > 1 else ""
     return (

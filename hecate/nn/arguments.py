@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import MAX_DEPTH, check_shapes, check_size, described, expect_choice, expect_count
+from hecate.checks import MAX_DEPTH, check_shapes, check_size, described, expect_beside, expect_choice, expect_count
 from hecate.engine import EngineName, check_exact
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.nn.conv import QKNorm, ShortConv
@@ -149,19 +149,21 @@ def check_type(state: Any, kind: type[S], name: str = "") -> TypeGuard[S]:
     return True
 
 
-def check_tensors(batch: int, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
-    """Refuses tensors of a state that are not of the shapes beside them, None for none."""
+def check_tensors(x: Tensor, tensors: dict[str, tuple[Tensor | None, Any]], name: str = "") -> None:
+    """Refuses tensors of a state that are not of the shapes beside them, None for none, or not where the input is."""
     for field, (tensor, expected) in tensors.items():
         shape, expected = None if tensor is None else list(tensor.shape), None if expected is None else list(expected)
         if shape != expected:
             raise ShapeError(
-                f"{f'{name}: ' if name else ''}state.{field} must be {expected} for this layer and {batch} sequences, "
+                f"{f'{name}: ' if name else ''}state.{field} must be {expected} for this layer and {len(x)} sequences, "
                 f"got {shape}; was it made by another layer or with another batch?"
             )
+        if tensor is not None:
+            expect_beside(tensor, x, f"{f'{name}: ' if name else ''}state.{field}", "x")
 
 
 def check_state(
-    state: Any, kind: type[Any], conv: ShortConv | None, batch: int, tensors: dict[str, Any], **needed: bool
+    state: Any, kind: type[Any], conv: ShortConv | None, x: Tensor, tensors: dict[str, Any], **needed: bool
 ) -> None:
     """Refuses a state that another layer or batch made.
 
@@ -177,7 +179,7 @@ def check_state(
                 f"state.{name} is {'None' if has else 'a state'}, but this layer has {'a' if has else 'no'} {what}; "
                 "was it made by another layer?"
             )
-    check_tensors(batch, {**tensors, **conv_tensors(state, conv, batch)})
+    check_tensors(x, {**tensors, **conv_tensors(state, conv, len(x))})
 
 
 def conv_tensors(state: Any, conv: ShortConv | None, batch: int) -> dict[str, tuple[Tensor | None, Any]]:

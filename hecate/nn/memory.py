@@ -26,6 +26,7 @@ from hecate.nn.arguments import (
     check_sequence,
     check_sizes,
     check_state,
+    check_type,
 )
 from hecate.nn.blocks import EPS, EXACT, form_of, layer_token, readout, token_kernels, units
 from hecate.nn.conv import QK_NORMS, QKNorm, ShortConv, convolved, normalise_qk, of_rule, past_inputs, token_unit
@@ -324,8 +325,8 @@ class Memory(RuleParameters, MemoryLayer):
         check_sequence(self.qkv.weight, x, **masks)
         if not self.bare and x.shape[1] > 1 and steady():
             return by_token(self, x, state, masks)
-        if state is not None:
-            check_state(state, LayerState, self.conv, x.shape[0], {}, **self.held)
+        if state is not None and check_type(state, LayerState):
+            check_state(state, LayerState, self.conv, x, self._gating_tensors(state, len(x)), **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
@@ -397,6 +398,13 @@ class Memory(RuleParameters, MemoryLayer):
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
         return asked, (conv, segment, features, projection, gated or None), skip
 
+    def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
+        """What the gating carries in a state, for `check_tensors`."""
+        shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
+        carried = state.gating if isinstance(state.gating, dict) else {}
+        wanted = {name: (batch, *shape) for name, shape in shapes.items()}
+        return {f"gating[{name!r}]": (carried.get(name), wanted.get(name)) for name in {**wanted, **carried}}
+
     def _apply_gating(
         self, gating: GatingParameters, inputs: tuple[Any, ...], before: dict[str, Tensor] | None, masks: Masks
     ) -> tuple[Written, dict[str, Tensor]]:
@@ -428,6 +436,7 @@ class Memory(RuleParameters, MemoryLayer):
         width, apart = self.splits[0] + self.splits[1], self.conv_on_qk
         expected = None if conv is None else (*batch, conv.kernel - 1, width if apart else rows)
         fits = fits and state.conv_segment is None is state.features is state.projection
+        fits = fits and state.gating is None and (past is None or past.device == device)
         if not fits or (None if past is None else past.shape) != expected:
             return None
         # Looks are those that the layer was made with: from here on products alone, and no checks.

@@ -186,7 +186,7 @@ class SlidingAttention(nn.Module):
             shape = (x.shape[0], count, 1 if beside is None else 2, self.kv_heads, self.width)
             tensors: dict[str, Any] = {"keys": (state.keys, shape), "values": (state.values, shape)}
             tensors |= {"present": (state.present, shape[:2]), **conv_tensors(state, self.conv, x.shape[0])}
-            check_tensors(x.shape[0], tensors, self.name)
+            check_tensors(x, tensors, self.name)
         q, k, v, conv = self._project(x, beside, state, write_mask, reset_mask)
         if write_mask is not None:  # never seen; zero, so that equal tokens leave equal states
             k, v = (torch.where(write_mask[..., None, None, None], part, 0.0) for part in (k, v))

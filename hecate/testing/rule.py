@@ -19,6 +19,7 @@ from hecate.formula.printer import Text, printed
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
+from hecate.tape import several
 from hecate.tape.ops import over
 from hecate.testing.block import SIGNAL_FLOOR, check_vjp, close, require
 
@@ -92,7 +93,8 @@ def check_knobs(
         sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
         slots: list[Any] = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
         for _ in range(2):
-            (_, *slots), _ = config.algorithm.block().apply((draw(*weight.shape), gate(n), gate(n), *slots))
+            outputs, _ = config.algorithm.block().apply((draw(*weight.shape), gate(n), gate(n), *slots))
+            _, *slots = several(outputs)
         return slots
 
     shape = memory[0].shape

@@ -69,6 +69,14 @@ def test_overflow_is_found_at_the_token_where_it_happens():
 
 
 @pytest.mark.spec("ENG-FINITE-D1")
+@pytest.mark.parametrize(("field", "named"), [("k", "phi_k"), ("v", "v"), ("lr", "lr")])
+def test_what_came_without_numbers_is_named_in_place_of_a_cure(field, named):
+    with pytest.raises(NonFiniteError, match=f"token 4: {named} came with NaN or infinity; mend") as caught:
+        spoiled("delta", [(2, 4, 1, field, torch.nan)]).scan()
+    assert "lower lr" not in str(caught.value)
+
+
+@pytest.mark.spec("ENG-FINITE-D1")
 def test_a_query_that_overflows_is_told_apart_and_placed():
     for engine in ("sequential", "parallel"):
         case = spoiled("delta", [(1, 5, 1, "q", torch.inf), (2, 3, 0, "q", torch.nan)])

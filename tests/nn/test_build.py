@@ -3,15 +3,16 @@
 import copy
 import inspect
 import warnings
+from functools import partial
 
 import pytest
 import torch
 
 from hecate import named_rule
-from hecate.cms import LevelConfig
+from hecate.cms import LevelConfig, SelfReferential
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.models import LanguageModelConfig
-from hecate.nn import Memory
+from hecate.nn import Memory, SlidingAttention
 from tests.nn.layers import inputs, layer_of, leaves, near, seeded
 
 RANDOM = {"kind": "random_fourier", "d_phi": 8}
@@ -261,6 +262,10 @@ CALLS = {
         inputs(), built(conv_kernel=2)(inputs())[1]
     ),
     r"state.conv must be .*got None": lambda call: call(inputs(), built(conv_kernel=0)(inputs())[1]),
+    "state.conv is on meta, x on cpu": lambda call: call(inputs(), call(inputs())[1].to("meta")),
+    r"state.gating\['moved'\] must be None .*got \[2, 2, 6\]": lambda call: call(
+        inputs(), call(inputs())[1]._replace(gating={"moved": torch.zeros(2, 2, 6)})
+    ),
     "got MemoryState": lambda call: call(inputs(), call(inputs())[1].memory),
     r"state.memory must hold \['w1', 'w2'\], got \['weight'\]": lambda call: call(
         inputs(), built(config={"retention": "decay"})(inputs())[1]
@@ -270,9 +275,43 @@ CALLS = {
 
 @pytest.mark.spec("NN-MEM-I8")
 @pytest.mark.parametrize("message", CALLS)
-def test_calls_that_are_refused(message):
+@pytest.mark.parametrize("length", [1, 7])
+def test_calls_that_are_refused(message, length):
+    layer = built()
+
+    def call(x, *states, **masks):
+        """The message of the whole input; of the state, that of one token without gradients, too."""
+        if length == 1 and states:
+            with torch.no_grad():
+                return layer(x[:, :1], *states)
+        return layer(x, *states, **masks)
+
     with pytest.raises(ShapeError, match=message):
-        CALLS[message](built())
+        CALLS[message](call)
+
+
+@pytest.mark.spec("NN-MEM-I8")
+@pytest.mark.parametrize("gating", ["hypergradient", "mamba3"])
+def test_what_a_gating_carries_is_checked(gating):
+    config = "mamba3" if gating == "mamba3" else {"kind": "delta", "gating": gating}
+    layer, x = Memory(16, 2, config, conv_kernel=0), torch.randn(2, 7, 16)
+    _, state = layer(x)
+    first = next(iter(state.gating))
+    alone = {name: item[:1] for name, item in state.gating.items()}
+    for carried, message in ((alone, r"got \[1, "), (None, "got None"), ({}, "got None")):
+        with pytest.raises(ShapeError, match=rf"state.gating\['{first}'\] must be \[2, .*{message}"):
+            layer(x, state._replace(gating=carried))
+    moved = {name: item.to("meta") for name, item in state.gating.items()}
+    with pytest.raises(ShapeError, match=rf"state.gating\['{first}'\] is on meta, x on cpu"):
+        layer(x, state._replace(gating=moved))
+
+
+@pytest.mark.spec("NN-MEM-I8")
+@pytest.mark.parametrize("kind", [partial(SlidingAttention, window=4), SelfReferential])
+def test_a_state_on_another_device_is_refused(kind):
+    layer, x = kind(16, 2), torch.randn(2, 7, 16)
+    with pytest.raises(ShapeError, match=r"state\..* is on meta, x on cpu; move them together"):
+        layer(x, layer(x)[1].to("meta"))
 
 
 def test_a_convolution_s_state_is_refused_where_there_is_none():

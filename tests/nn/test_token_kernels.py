@@ -305,7 +305,7 @@ def test_states_of_other_parts_are_refused_and_numbers_elsewhere_are_not_read(us
     ):
         with pytest.raises(ShapeError, match="state"):
             layer(x[:, 2:3], state._replace(memory=state.memory._replace(**change)))
-    with pytest.raises(RuntimeError, match="meta"):
+    with pytest.raises(ShapeError, match="state.conv is on meta, x on cpu"):
         layer(x[:, 2:3], state._replace(conv=state.conv.to("meta")))
     with pytest.raises(ShapeError, match="MemoryState"):
         layer(x[:, 2:3], state._replace(memory=(memory,)))
