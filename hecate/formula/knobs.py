@@ -5,10 +5,12 @@ its pullback; and what a componentwise phi makes of gradients."""
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -83,13 +85,30 @@ def cached_formula(variant: Variant, make: Callable[[Any], T]) -> T | str:
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
-    """Methods that are its formulas, and those of the variants in its fields."""
+    """Methods that are its formulas, what they read, and those of the variants in its fields."""
     for name in variant._formulas:
-        yield getattr(type(variant), name, None)
+        yield (method := getattr(type(variant), name, None))
+        yield from _outside(method, set())
     for field in type(variant).model_fields:
         if isinstance(inner := getattr(variant, field), Variant):
             yield type(inner)
             yield from _methods(inner)
+
+
+def _outside(function: Any, known: set[Any]) -> Iterator[Any]:
+    """Numbers and functions that a function of the user's own reads outside its arguments: with others in their place,
+    as a cell of a notebook run again leaves them, it is another formula."""
+    if not isinstance(function, FunctionType) or function.__module__.startswith(("hecate.", "torch")):
+        return
+    if function not in known:
+        known.add(function)
+        try:
+            outside = inspect.getclosurevars(function)
+        except ValueError:  # a name of the function around it has no value yet
+            return
+        for name, value in {**outside.globals, **outside.nonlocals}.items():
+            yield name, value if callable(value) or inspect.ismodule(value) else repr(value)
+            yield from _outside(value, known)
 
 
 @lru_cache(KEPT)

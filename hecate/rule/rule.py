@@ -308,6 +308,7 @@ class Forms(NamedTuple):
         target, error: whether u is that of bias dot, which does not look at the prediction, or that of l2.
         formula: of the bias, printed; None if there is none.
         apart: whether no coordinate of u is known to need another.
+        acts: the nodes of the structure's activations, or why there are none.
         unprinted: why no kernel can be printed of the bias or an activation; torch's compiler cannot trace a trace.
         linear, transposed: as the structure says.
         gates: which of lr, retain and momentum the knobs take, in the order of `TokenGates`.
@@ -329,6 +330,7 @@ class Forms(NamedTuple):
     error: bool
     formula: Formula | None
     apart: bool
+    acts: tuple[Any, ...]
     unprinted: str | None
     linear: bool
     transposed: bool
@@ -357,6 +359,7 @@ class Forms(NamedTuple):
             error=formula is not None and formula.error,
             formula=formula,
             apart=formula is not None and formula.coordinatewise,
+            acts=tuple(map(activation_nodes, acts_of(rule.structure))),
             unprinted=_act_without_kernel(rule.structure)
             if formula is not None
             else f"bias {bias.kind!r} as configured has no kernel: {printed}",

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hecate import Gates, MemoryConfig, algorithm, bias, memory_scan, phi, retention, structure
+from hecate.activation import Activation
+from hecate.formula import formula_of
 
 
 class Squashed(retention.Decay):
@@ -115,3 +117,63 @@ def test_a_gradient_is_that_of_the_new_loss():
     assert Shrunk().kernel_form() is None and Lifted().kernel_form() is None
     plain = (phi.ELU(), phi.ReLU(), phi.LeakyReLU(), phi.SquaredReLU(), phi.Identity())
     assert all(map_.kernel_form() is not None for map_ in plain)
+
+
+SIZE = 1.0
+
+
+def size(error: Tensor) -> Tensor:
+    return SIZE * error.square()
+
+
+class Reading(bias.Bias):
+    kind: Literal["test_reading"] = "test_reading"
+
+    def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+        return size(pred - target).sum(-1)
+
+
+class Bump(Activation):
+    kind: Literal["test_bump"] = "test_bump"
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.tanh(size(x))
+
+
+@pytest.mark.spec("ENG-FORMULA-D1")
+@pytest.mark.parametrize("knob", ["bias", "activation"])
+@pytest.mark.parametrize("change", [{"SIZE": 2.0}, {"size": lambda error: error.cosh()}], ids=["number", "function"])
+def test_kernels_are_made_anew_where_what_a_formula_reads_is(
+    change: dict[str, Any], knob: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As a cell of a notebook leaves it that is run again, ahead of the class."""
+    source = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 1, 4, generator=source).unbind()
+    initial = structure.MLP().init(4, 4, generator=source)
+
+    def outputs(engine: Any) -> Tensor:
+        knobs = {"bias": Reading()} if knob == "bias" else {"structure": structure.MLP(activation=Bump())}
+        start = None if knob == "bias" else initial
+        config = MemoryConfig(**knobs, key_norm="l2")
+        return memory_scan(config, q, k, v, Gates(lr=0.1), initial=start, engine=engine)[0]
+
+    before = outputs("auto")
+    for name, value in change.items():
+        monkeypatch.setitem(globals(), name, value)
+    after = outputs("auto")
+    assert not torch.allclose(before, after) and torch.allclose(after, outputs("sequential"))
+
+
+def test_a_formula_may_read_what_is_not_there_yet():
+    class Early(bias.Bias):
+        kind: Literal["test_early"] = "test_early"
+
+        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+            return late(pred - target).sum(-1)
+
+    assert "NameError" in str(formula_of(Early()))
+
+    def late(error: Tensor) -> Tensor:
+        return error.square()
+
+    assert not isinstance(formula_of(Early()), str)

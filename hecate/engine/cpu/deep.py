@@ -183,7 +183,10 @@ class Route:
 
 
 @lru_cache(maxsize=256)
-def _route(structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int) -> Route:
+def _route(
+    structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int, acts: tuple[Any, ...]
+) -> Route:
+    # Of other nodes of its activations, as where these were made anew, it is another.
     return Route(structure.graph(), shapes, inputs, per)  # graphs of other operations may be equal as tuples
 
 
@@ -209,7 +212,7 @@ class Scan:
         keys, values = ((-(-size // self.per) * self.per,) for size in (self.inputs, self.width))
         self.sizes = keys, keys, values  # of phi(k), phi(q) and v in whole vectors
         self.shapes = [tuple(weight.shape[1:]) for weight in self.memory]
-        self.route = _route(config.structure, tuple(self.shapes), self.inputs, self.per)
+        self.route = _route(config.structure, tuple(self.shapes), self.inputs, self.per, config.forms.acts)
         self.count, self.length = len(first), tokens.v.shape[1]
         self.heads = tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
