@@ -35,18 +35,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, help="of gpu: how long it may take")
     parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="of gpu: what a card without a network may lack")
     parser.add_argument("--python", default="3.12", help="of that machine (3.12)")
-    given = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
         for name, most in (("threads", 1024), ("seeds", 10_000), ("seconds", 1e6)):
-            if (value := getattr(given, name)) is not None:
+            if (value := getattr(options, name)) is not None:
                 expect_number(value, f"--{name}", 1, most)
-        torch.set_num_threads(given.threads)
-        if given.prepare is not None:
-            return prepare(given.prepare, given.python)
-        if given.list or not given.names:
+        torch.set_num_threads(options.threads)
+        if options.prepare is not None:
+            return prepare(options.prepare, options.python)
+        if options.list or not options.names:
             return list_studies()
-        how = {name: getattr(given, name) for name in ("quick", "seeds", "out", "dry", "seconds")}
-        run_studies(given.names, figure=not given.no_figure, **how)
+        how = {name: getattr(options, name) for name in ("quick", "seeds", "out", "dry", "seconds")}
+        run_studies(options.names, figure=not options.no_figure, **how)
     except Interrupted:
         print("stopped; what is done is kept: the same line again goes on", file=sys.stderr)
         raise SystemExit(3) from None

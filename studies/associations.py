@@ -20,7 +20,7 @@ from hecate.engine import memory_scan
 from hecate.figure import COLOURS, GREY, MARKERS, PALE, finish
 from hecate.phi import DPFP, ELU, Favor, FeatureMap
 from hecate.rule import Gates, MemoryConfig
-from studies.study import Cell, Result, Run, Spread, Study, progress, reach
+from studies.study import Cell, Result, Run, Spread, Study, progress, reach, spread_line
 
 WIDTH = 64  # of k and q, before phi
 BATCH, LR = 32, 1e-3  # of Adam
@@ -48,13 +48,11 @@ class Pairs(NamedTuple):
 
 def draw_pairs(count: int, length: int, rows: int, replace: bool, g: torch.Generator) -> Pairs:
     """Keys and values drawn from `count` each, with replacement or without."""
-
-    def drawn() -> Tensor:
-        if replace:
-            return torch.randint(count, (rows, length), generator=g)
-        return torch.rand(rows, count, generator=g).argsort(1)[:, :length]
-
-    return Pairs(drawn(), drawn(), count)
+    if replace:
+        keys, values = (torch.randint(count, (rows, length), generator=g) for _ in range(2))
+    else:
+        keys, values = (torch.rand(rows, count, generator=g).argsort(1)[:, :length] for _ in range(2))
+    return Pairs(keys, values, count)
 
 
 class Associator(nn.Module):
@@ -70,8 +68,7 @@ class Associator(nn.Module):
         fan = width + count
 
         def uniform(bound: float, *shape: int) -> nn.Parameter:
-            drawn = torch.rand(*shape, generator=g, dtype=torch.float32)
-            return nn.Parameter((2 * drawn - 1) * bound)
+            return nn.Parameter((2 * torch.rand(*shape, generator=g, dtype=torch.float32) - 1) * bound)
 
         self.embedding = nn.Parameter(torch.randn(count, width, generator=g, dtype=torch.float32))
         bounds = {n: math.sqrt(6 / (n + WIDTH)) if rule is None else WIDTH**-0.5 for n in (fan, width)}
@@ -125,12 +122,13 @@ class Trained(NamedTuple):
         return not math.isfinite(self.losses[-1])
 
 
-def train(model: Associator, count: int, length: int, again: bool, seed: int, steps: int, eval_length: int) -> Trained:
+def train(model: Associator, count: int, again: bool, seed: int, steps: int) -> Trained:
     """Adam until the loss is ENOUGH, PATIENCE evaluations brought nothing, or the budget is used.
 
-    Sequences of `length` pairs, one question each, about the key of a drawn position; evaluated on
-    fresh ones of `eval_length`, asked for every key that they hold.
+    Sequences of `count` pairs, twice as many where keys are written again, one question each, about the key of a drawn
+    position; evaluated on fresh ones of `count`, asked for every key that they hold.
     """
+    length = 2 * count if again else count
     g = torch.Generator().manual_seed(1_000_000 + seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
     losses: list[float] = []
@@ -146,8 +144,7 @@ def train(model: Associator, count: int, length: int, again: bool, seed: int, st
         optimizer.step()
         if step % EVERY:
             continue
-        pairs = draw_pairs(count, eval_length, EVAL_ROWS, again, g)
-        losses.append(evaluate(model, pairs, g))
+        losses.append(evaluate(model, draw_pairs(count, count, EVAL_ROWS, again, g), g))
         strikes = 0 if losses[-1] < best else strikes + 1
         best = min(best, losses[-1])
         if losses[-1] <= ENOUGH or strikes >= PATIENCE or not math.isfinite(losses[-1]):
@@ -158,10 +155,10 @@ def train(model: Associator, count: int, length: int, again: bool, seed: int, st
 @torch.no_grad()
 def evaluate(model: Associator, pairs: Pairs, g: torch.Generator) -> float:
     """Mean loss over every key that a sequence holds."""
-    values, held = pairs.last()
+    values, written = pairs.last()
     asked = torch.arange(pairs.size).expand_as(values)
     losses = loss_of(model.answers(pairs, asked, g), values)
-    return float(losses[held].mean())
+    return float(losses[written].mean())
 
 
 class Contender(NamedTuple):
@@ -215,28 +212,28 @@ class Setting(NamedTuple):
 
     def outcomes(self, run: Run) -> list[Outcome]:
         """Trains every contender at every size; what is trained is kept."""
-        kept, found = run.kept(), []
+        store, outcomes = run.kept(), []
         for contender in [c for c in self.contenders if c.quick_steps or not run.quick]:
             steps = contender.quick_steps if run.quick else STEPS
             for count in progress((self.quick_size,) if run.quick else self.sizes, contender.name):
                 published = contender.published[self.sizes.index(count)]
                 fit = partial(self.fit, contender.rule, count, steps)
-                fitted = [kept([contender.name, count, seed, steps], partial(fit, seed)) for seed in run.seeds]
-                trained, other = [Trained(*own) for own, _ in fitted], [loss for _, loss in fitted if self.again]
-                found.append(Outcome(contender, count, published, trained, other))
-        return found
+                fitted = [store([contender.name, count, seed, steps], partial(fit, seed)) for seed in run.seeds]
+                trained, other = [Trained(*fields) for fields, _ in fitted], [x for _, x in fitted if self.again]
+                outcomes.append(Outcome(contender, count, published, trained, other))
+        return outcomes
 
     def fit(self, rule: Any, count: int, steps: int, seed: int) -> tuple[Trained, float | None]:
         """A training; where keys are written again, its last loss on sequences as long as those of training."""
-        model, length = self.model(count, rule, torch.Generator().manual_seed(seed)), 2 * count if self.again else count
-        trained = train(model, count, length, self.again, seed, steps, eval_length=count)
+        model = self.model(count, rule, torch.Generator().manual_seed(seed))
+        trained = train(model, count, self.again, seed, steps)
         if not self.again:
             return trained, None
         g = torch.Generator().manual_seed(2_000_000 + seed)
-        return trained, evaluate(model, draw_pairs(count, length, EVAL_ROWS, True, g), g)
+        return trained, evaluate(model, draw_pairs(count, 2 * count, EVAL_ROWS, True, g), g)
 
 
-def told(
+def report(
     outcomes: Sequence[Outcome], quick: bool, columns: Sequence[str], ends: Sequence[Sequence[Cell]],
     notes: Sequence[str], complete: Callable[[Any], None],
 ) -> Result:  # fmt: skip
@@ -252,30 +249,25 @@ def told(
     caps = ", ".join(f"{name} {steps}" for name, steps in used.items()) if quick else f"{STEPS:,}"
     cut = [f"{o.contender.name} S={o.size}" for o in outcomes if not all(trained.finished for trained in o.trained)]
     notes = [
-        "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation of a training; 500 is "
-        "saying nothing; mean +- standard error over seeds",
-        f"k of width {WIDTH} from [one-hot value, embedding of the key], q from the latter; Adam {LR:g}, batch "
-        f"{BATCH}, evaluated every {EVERY} steps on {EVAL_ROWS} sequences asked for every key, until {ENOUGH:g} or "
-        f"{PATIENCE} evaluations without progress; the published runs had one seed and 100,000 steps to stop within",
-        f"cut: steps are at most {caps}; this ended {', '.join(cut) or 'no training'}",
+        "losses in thousandths: |one-hot value - answer|^2 / 2 of a question, best evaluation; 500 is saying nothing",
+        f"cut: steps are at most {caps}, published 100,000; this ended {', '.join(cut) or 'no training'}",
         *notes,
     ]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for index, name in enumerate(used):
-            own = [o for o in outcomes if o.contender.name == name]
-            sizes, ours = [o.size for o in own], [o.ours for o in own]
-            look = {"color": COLOURS[index], "marker": MARKERS[index]}
-            errors = [spread.standard_error / 1000 if spread.seeds > 1 else 0.0 for spread in ours]
-            axes.errorbar(sizes, [spread.mean / 1000 for spread in ours], errors, label=name, capsize=2, **look)
-            axes.plot(sizes, [o.published for o in own], markersize=11, fillstyle="none", linestyle="", **look)
+            several = [o for o in outcomes if o.contender.name == name]
+            sizes, losses = [o.size for o in several], [Spread.of(fit.best for fit in o.trained) for o in several]
+            spread_line(axes, index, name, sizes, losses)
+            look = {"color": COLOURS[index], "markersize": 11, "fillstyle": "none"}
+            axes.plot(sizes, [o.published for o in several], MARKERS[index], **look)
         complete(axes)
 
     data: dict[str, dict[str, Any]] = {}
     for o in outcomes:
         again = {"2S pairs": o.other} if o.other else {}
-        data[f"{o.contender.name} S={o.size}"] = {"evaluations": [trained.losses for trained in o.trained], **again}
+        data[f"{o.contender.name} S={o.size}"] = {"evaluations": [fit.losses for fit in o.trained], **again}
     first, *last = columns
     rows = [[*o.cells(), *end] for o, end in zip(outcomes, ends, strict=True)]
     headings = (first, "pairs S", "published (1e-3)", "ours (1e-3)", "95 %", "seeds", "steps", *last)
@@ -334,16 +326,9 @@ def capacity(run: Run) -> Result:
     ends = [(width := d_phi(o.contender), width and 1000 * floor(o.contender, o.size)) for o in outcomes]
     notes = [
         "rank floor: (1 - d_phi/S)/2; no d_phi features can do better, trained or not",
-        *(
-            f"published below the floor: {o.contender.name} S={o.size}, {o.published:.4f} < "
-            f"{floor(o.contender, o.size):.4f}; that evaluation averages blocks of {BATCH} questions, the shorter "
-            "last one with equal weight, ours every question alike"
-            for o in outcomes
-            if o.published < floor(o.contender, o.size)
-        ),
         "FAVOR+ 64: 64 projections, 128 hyperbolic features of k itself (no d^(-1/4)), drawn anew at every call",
     ]
-    return told(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
+    return report(outcomes, run.quick, ("phi", "d_phi", "floor (1e-3)"), ends, notes, with_floors)
 
 
 CAPACITY = Study("capacity", "How many pairs does a sum of outer products hold, by feature map?", capacity, seeds=5)
@@ -405,17 +390,13 @@ def overwrite(run: Run) -> Result:
     outcomes = REMEMBERED.outcomes(run)
     ticks = sorted({o.size for o in outcomes})
     notes = [
-        "trained on 2S pairs drawn from S keys and S values with replacement; the answer is the key's last value",
-        "published: the code of the paper evaluates on S pairs, not on the 2S that it trains on; "
-        "ours does the same, and the column beside it is the last model's loss on 2S pairs",
-        f"published, {RANDOM.name}: no number from step 1900 on at S=40 and 900 at S=60",
+        "trained on 2S pairs, evaluated on S as the published code does; beside it the last model's loss on 2S",
         *claims(outcomes),
     ]
-
     title, what = "Best loss (large open marks: published)", "keys S; 2S pairs are written in training"
     complete = partial(finish, title=title, xlabel=what, ylabel=LOSS, yscale="log", xticks=ticks, ylim=(2e-4, 1))
     columns = ("rule, phi", "ours, 2S pairs (1e-3)", "diverged")
-    return told(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
+    return report(outcomes, run.quick, columns, [end(o) for o in outcomes], notes, complete)
 
 
 ABOUT = "Which rule still answers when keys are written again with new values?"

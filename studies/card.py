@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from hecate.engine import Stepper, memory_scan, memory_step
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.rule import Gates, MemoryConfig, named_rule
+from hecate.train.checkpoint import named
 from hecate.train.trainer import compile_chunks
 
 LOST = 3  # how a process ends whose card answers no more
@@ -129,13 +130,12 @@ class Order(NamedTuple):
         g = torch.Generator(self.device).manual_seed(seed)
         draw: dict[str, Any] = {"generator": g, "device": self.device}
         q, k, v = (torch.randn(*shape, **draw) for _ in range(3))
-        takes = {"lr": True, "retain": config.retention.uses_retain, "momentum": config.algorithm.uses_momentum}
-        gates = {name: torch.rand(*shape[:3], **draw) for name in takes if takes[name]}
-        if config == RULES["kda"]:
-            gates["retain"] = torch.rand(*shape, **draw)
-        gates = {name: gate if name == "lr" else 0.8 + 0.2 * gate for name, gate in gates.items()}
-        vectors = {"q": q * shape[3] ** -0.5, "k": F.normalize(k, dim=-1), "v": v}
-        case = {**{name: x.to(dtype) for name, x in vectors.items()}, **gates}
+        case = {"q": (q * shape[3] ** -0.5).to(dtype), "k": F.normalize(k, dim=-1).to(dtype), "v": v.to(dtype)}
+        case["lr"] = torch.rand(*shape[:3], **draw)
+        if config.retention.uses_retain:
+            case["retain"] = 0.8 + 0.2 * torch.rand(*shape[: 4 if config == RULES["kda"] else 3], **draw)
+        if config.algorithm.uses_momentum:
+            case["momentum"] = 0.8 + 0.2 * torch.rand(*shape[:3], **draw)
         return {name: x.requires_grad_() for name, x in case.items()}
 
     def wait(self) -> None:
@@ -156,11 +156,11 @@ class Task(NamedTuple):
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Rows on disk; a line that was cut short is left out."""
-    found = []
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            rows.append(json.loads(line))
+    return rows
 
 
 def add(path: Path, **row: Any) -> None:
@@ -183,24 +183,24 @@ def work(order: Order) -> None:
     path = Path(order.rows)
     over = results(path)
     for task in islice(PARTS[order.part].tasks(order), order.share, None, order.shares):
-        own = {"part": order.part, "case": task.case, "way": task.way}
-        if tuple(own.values()) in over:
+        key = {"part": order.part, "case": task.case, "way": task.way}
+        if tuple(key.values()) in over:
             continue
-        add(path, **own, begun=time.time(), by=os.getpid())
+        add(path, **key, begun=time.time(), by=os.getpid())
         start = time.perf_counter()
         try:
             if not order.dry:
                 torch.cuda.reset_peak_memory_stats()
             with mock.patch("hecate.engine.triton.engine.verdict", lambda *about: None):
-                given = task.call()
-            values, against = given if isinstance(given, tuple) else (given, None)
+                answer = task.call()
+            values, against = answer if isinstance(answer, tuple) else (answer, None)
             peak = None if order.dry else torch.cuda.max_memory_allocated() / 2**20
-            found = {"values": values, "unit": task.unit, "against": against, "peak": peak}
+            outcome = {"values": values, "unit": task.unit, "against": against, "peak": peak}
         except Exception as error:  # compilers raise types of their own
             traceback.print_exc()
-            found = {"error": short(error)}
-        add(path, **own, **found, seconds=round(time.perf_counter() - start, 2))
-        if "error" in found and not order.dry:
+            outcome = {"error": short(error)}
+        add(path, **key, **outcome, seconds=round(time.perf_counter() - start, 2))
+        if "error" in outcome and not order.dry:
             try:
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize()
@@ -229,7 +229,7 @@ def device(order: Order) -> Iterator[Task]:
 
     yield Task(f"copy {n} x {n}", "torch", "GB/s", lambda: [copied(order)])
     for dtype in (torch.float32, torch.bfloat16):
-        yield Task(f"matmul {n}", label(dtype), "TFLOP/s", partial(product, dtype))
+        yield Task(f"matmul {n}", named(dtype), "TFLOP/s", partial(product, dtype))
 
 
 def parity(order: Order) -> Iterator[Task]:
@@ -245,7 +245,7 @@ def parity(order: Order) -> Iterator[Task]:
             if engine == "triton" or not loops:
                 call = partial(error_of, order, config, engine, dtype, width, kind)
                 case = f"{name}, D={width}" + (f", {kind}" if kind else "")
-                yield Task(case, f"{engine}, {label(dtype)}", "relative error", call)
+                yield Task(case, f"{engine}, {named(dtype)}", "relative error", call)
 
 
 def first_calls(order: Order) -> Iterator[Task]:
@@ -335,9 +335,9 @@ def error_of(order: Order, config: MemoryConfig, engine: str, dtype: torch.dtype
             case["k"].copy_(F.normalize(case["k"][:, :1] + 1e-2 * case["k"], dim=-1))
             case["lr"].fill_(1.0)
     borders = torch.tensor([0, length // 3, length // 3 + 1, length]) if kind == "documents" else None
-    found = answers(config, case, engine, borders)
+    ours = answers(config, case, engine, borders)
     true = answers(config, {name: x.double() for name, x in case.items()}, "sequential", borders)
-    errors = {name: float((found[name].double() - right).norm() / right.norm()) for name, right in true.items()}
+    errors = {name: float((ours[name].double() - right).norm() / right.norm()) for name, right in true.items()}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     return [errors[worst]], f"float64 loop; the worst is {worst}"
 
@@ -416,11 +416,11 @@ def by_kernel(order: Order, config: MemoryConfig) -> Beside:
     case = order.case(config, order.size.shapes[0])
     call(case)
     order.wait()
-    with profile(activities=[ProfilerActivity.CPU if order.dry else ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU if order.dry else ProfilerActivity.CUDA]) as trace:
         call(case)
         order.wait()
     where = "self_cpu_time_total" if order.dry else "self_device_time_total"
-    taken = sorted(((1e-3 * getattr(item, where), item.key[:40]) for item in seen.key_averages()), reverse=True)
+    taken = sorted(((1e-3 * getattr(item, where), item.key[:40]) for item in trace.key_averages()), reverse=True)
     return [sum(each for each, _ in taken)], "; ".join(f"{name} {each:.3f}" for each, name in taken[:8])
 
 
@@ -465,13 +465,13 @@ def both(call: Call, case: Case) -> None:
 
 def answers(config: MemoryConfig, case: Case, engine: str, borders: Tensor | None = None) -> Case:
     """Outputs, the last weights and the gradients of all inputs."""
-    own = {name: x.detach().requires_grad_() for name, x in case.items()}
-    y, state = memory_scan(config, *arguments(own), engine=engine, cu_seqlens=borders)
-    found = [y, state.memory["weight"]]
+    leaves = {name: x.detach().requires_grad_() for name, x in case.items()}
+    y, state = memory_scan(config, *arguments(leaves), engine=engine, cu_seqlens=borders)
+    tensors = [y, state.memory["weight"]]
     ways = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in found]
-    found += torch.autograd.grad(found, list(own.values()), cotangents)
-    return {name: x.detach() for name, x in zip(("y", "state", *own), found, strict=True)}
+    cotangents = [torch.randn(x.shape, generator=ways).to(x) for x in tensors]
+    tensors += torch.autograd.grad(tensors, list(leaves.values()), cotangents)
+    return {name: x.detach() for name, x in zip(("y", "state", *leaves), tensors, strict=True)}
 
 
 def peer(name: str, case: Case) -> Tensor:
@@ -516,8 +516,3 @@ def copied(order: Order) -> float:
     """GB/s of reading and writing `order.size.side` squared float32 numbers."""
     n = order.size.side
     return 8e-6 * n * n / clock(torch.ones(n, n, device=order.device).clone, order)
-
-
-def label(dtype: torch.dtype) -> str:
-    """Its name."""
-    return str(dtype).removeprefix("torch.")

@@ -54,7 +54,7 @@ def gpu(run: Run) -> Result:
         shares = min(14, os.cpu_count() or 1) if PARTS[name].beside and not run.dry else 1
         order = Order(name, str(path.resolve()), run.dry, run.quick, len(run.seeds), shares=shares)
         run_part(order, min(PARTS[name].limit, stop - time.monotonic()))
-    return told(path, where)
+    return report(path, where)
 
 
 ABOUT = "What do the engines do on a GPU, beside fla's kernels and torch's attention?"
@@ -75,13 +75,13 @@ def start(order: Order) -> subprocess.Popen[bytes]:
     """A process of an order, in a group of its own, which takes this checkout ahead of others; what it says goes to a
     log beside the rows. Without a card kernels are interpreted."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if order.dry and find_spec("triton"):
-        own["TRITON_INTERPRET"] = "1"
+        environment["TRITON_INTERPRET"] = "1"
     rows = Path(order.rows)
     with rows.with_name(rows.name.replace("rows.jsonl", "log.txt")).open("ab") as log:
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-        return subprocess.Popen([sys.executable, "-P", "-c", CODE, json.dumps(order._asdict())], env=own, **how)
+        return subprocess.Popen([sys.executable, "-P", "-c", CODE, json.dumps(order._asdict())], env=environment, **how)
 
 
 Start = Callable[[Order], subprocess.Popen[bytes]]
@@ -131,7 +131,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def told(path: Path, where: str) -> Result:
+def report(path: Path, where: str) -> Result:
     """The table, what has no value, and milliseconds of the first shape of the tables, way by way."""
     rows: list[list[Cell]] = []
     unmeasured = []
@@ -178,9 +178,9 @@ def prepare(folder: Path, python: str) -> None:
 
 def needed(names: set[str]) -> set[str]:
     """Distributions that these ask for, and those that they ask for in turn, but for what comes with torch."""
-    found: set[str] = set()
-    while names := names - found - {"torch", "numpy", "triton"}:
-        found |= names
+    closure: set[str] = set()
+    while names := names - closure - {"torch", "numpy", "triton"}:
+        closure |= names
         asked = [line for name in names for line in requires(name) or () if "extra ==" not in line]
         names = {name for line in asked if any(distributions(name=(name := re.split(r"[^\w.-]", line)[0].lower())))}
-    return found
+    return closure

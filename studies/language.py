@@ -67,12 +67,12 @@ def language(run: Run) -> Result:
     packages: Sequence[str] = () if quick else PACKAGES
     data = {"kind": "bundled", "packages": packages, "max_bytes": 1 << (20 if quick else 25), "validation": 0.1}
     cells = [fitted(name, model, sizes, data) for name, model in list(models().items())[: 2 if quick else None]]
-    found = compare(
+    comparison = compare(
         cells, run.out / f"{run.stem}-runs", budget=Budget(tokens=sizes.tokens), seeds=len(run.seeds),
         lrs=() if quick else RATES, jobs=os.cpu_count() or 1, positions=LONGER,
         say=partial(print, file=sys.stderr, flush=True),
     )  # fmt: skip
-    return told(found, sizes)
+    return report(comparison, sizes)
 
 
 ABOUT = "Which token mixing models bytes best, at equal parameters, equal bytes and the best of five rates each?"
@@ -82,32 +82,30 @@ LANGUAGE = Study("language", ABOUT, language, seeds=3)
 def fitted(name: str, model: Model, sizes: Sizes, data: Mapping[str, Any]) -> Cell:
     """The cell of a model with as many parameters as the reference, by the width of its MLPs if it has any."""
 
-    def made(model: Model, ratio: float) -> Cell:
+    def config(model: Model, ratio: float = RATIO) -> ExperimentConfig:
         shape = {"d_model": sizes.width, "layers": sizes.layers, "heads": sizes.heads, "mlp_ratio": ratio, **model}
-        judged = {"eval_every": 1 << 20, "eval_batches": 32, "checkpoint_every": 1000}
-        budget = {"batch_size": sizes.batch, "seq_len": sizes.context, "threads": 1, **judged}
-        given = {"name": "language", "data": data, "model": shape, "budget": budget, "optim": {"warmup": 100}}
-        return Cell(name, (), ExperimentConfig.model_validate(given))
-
-    def size(cell: Cell) -> int:
-        return sizes_of(cell.config).parameters
+        budget = {"batch_size": sizes.batch, "seq_len": sizes.context, "threads": 1}
+        budget |= {"eval_every": 1 << 20, "eval_batches": 32, "checkpoint_every": 1000}
+        fields = {"name": "language", "data": data, "model": shape, "budget": budget, "optim": {"warmup": 100}}
+        return ExperimentConfig.model_validate(fields)
 
     if "mlp_ratio" in model:
-        return made(model, RATIO)
-    target = size(made({"memory": REFERENCE}, RATIO))
-    one, two = (size(made(model, ratio)) for ratio in (1.0, 2.0))
+        return Cell(name, (), config(model))
+    configs = (config({"memory": REFERENCE}), config(model, 1.0), config(model, 2.0))
+    target, one, two = (sizes_of(config).parameters for config in configs)
     hidden = round((1 + (target - one) / (two - one)) * sizes.width)
-    return made(model, max(hidden, 1) / sizes.width)
+    return Cell(name, (), config(model, max(hidden, 1) / sizes.width))
 
 
-def told(found: Comparison, sizes: Sizes) -> Result:
+def report(comparison: Comparison, sizes: Sizes) -> Result:
     """The table, best first, and the loss by position. Deviations are pooled over models; differences to the reference
     have Dunnett's intervals, which hold for all of them together."""
-    facts = cell_facts(found)
-    losses = {fact["cell"]: [row["loss"] for row in found.of(fact["cell"])] for fact in facts if not fact["diverged"]}
+    facts = cell_facts(comparison)
+    converged = [fact["cell"] for fact in facts if not fact["diverged"]]
+    losses = {name: [row["loss"] for row in comparison.of(name)] for name in converged}
     spreads = pooled_intervals(losses)
     beside = {pair.first: pair for pair in against(losses, REFERENCE)} if REFERENCE in losses else {}
-    places = {fact["cell"]: _places(found, fact["cell"]) for fact in facts}
+    places = {fact["cell"]: _places(comparison, fact["cell"]) for fact in facts}
     rows: list[list[Entry]] = []
     for fact in facts:
         name, pair = fact["cell"], beside.get(fact["cell"])
@@ -124,13 +122,12 @@ def told(found: Comparison, sizes: Sizes) -> Result:
         "state", "tokens/s", "seconds",
     ]  # fmt: skip
     notes = [
-        f"{sizes.tokens:g} bytes a run, context {sizes.context:,}; seeds of a model share their batches with the "
-        f"others; rates chosen from {', '.join(f'{rate:g}' for rate in RATES)} on one other seed at the full budget",
+        f"{sizes.tokens:g} bytes a run, context {sizes.context:,}; rates chosen from "
+        f"{', '.join(f'{rate:g}' for rate in RATES)} on one other seed; the state of attention is its cache",
         "intervals: 95 %, deviations pooled over models; differences and verdicts: Dunnett's, for all of them together",
-        "attention: the state is the cache of all that was read, 0 before the first token",
-        *found.notes,
+        *comparison.notes,
     ]
-    draw = partial(_draw, found, spreads, places, sizes)
+    draw = partial(_draw, comparison, spreads, places, sizes)
     return Result(columns, rows, notes, draw, (12.5, 4.8), {"positions": places})
 
 
@@ -138,10 +135,10 @@ Places = list[tuple[float, float, float, float]]
 Intervals = Mapping[str, Interval]
 
 
-def _places(found: Comparison, cell: str) -> Places:
+def _places(comparison: Comparison, cell: str) -> Places:
     """First and last position, loss and labels of every bucket, means over seeds."""
-    kept = [row["positions"] for row in found.of(cell) if row.get("positions")]
-    return [tuple(map(float, np.mean(each, 0))) for each in zip(*kept, strict=True)]  # type: ignore[misc]
+    seeds = [row["positions"] for row in comparison.of(cell) if row.get("positions")]
+    return [tuple(map(float, np.mean(each, 0))) for each in zip(*seeds, strict=True)]  # type: ignore[misc]
 
 
 def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
@@ -149,17 +146,17 @@ def _mean(places: Places, low: int, high: float = math.inf) -> float | None:
     return sum(n * loss for n, loss in chosen) / sum(n for n, _ in chosen) if chosen else None
 
 
-def _draw(found: Comparison, spreads: Intervals, places: Mapping[str, Places], sizes: Sizes, figure: Any) -> None:
+def _draw(comparison: Comparison, spreads: Intervals, places: Mapping[str, Places], sizes: Sizes, figure: Any) -> None:
     names = sorted(spreads, key=lambda name: spreads[name].mean)
-    curves = {name: found.of(name)[0].get("curve") or () for name in names}  # of the first seed
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
+    curves = {name: comparison.of(name)[0].get("curve") or () for name in names}  # of the first seed
+    losses_axes, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
     for height, name in enumerate(reversed(names)):
-        half = spreads[name].half
-        left.errorbar(spreads[name].mean, height, xerr=0.0 if math.isnan(half) else half, fmt="o", color=COLOURS[0])
-        losses = [row["loss"] for row in found.of(name)]
-        left.plot(losses, [height] * len(losses), "|", color=GREY, markersize=9)
-    left.set_yticks(range(len(names)), list(reversed(names)))
-    left.margins(y=0.05)
+        mean, half, *_ = spreads[name]
+        losses_axes.errorbar(mean, height, xerr=0.0 if math.isnan(half) else half, fmt="o", color=COLOURS[0])
+        losses = [row["loss"] for row in comparison.of(name)]
+        losses_axes.plot(losses, [height] * len(losses), "|", color=GREY, markersize=9)
+    losses_axes.set_yticks(range(len(names)), list(reversed(names)))
+    losses_axes.margins(y=0.05)
     for index, name in enumerate(names):
         look = {"color": COLOURS[index % 7], "linestyle": DASHES[(index + index // 7) % 7], "label": name}
         late = [(math.sqrt(first * last), loss) for first, last, loss, _ in places[name] if first >= 16]
@@ -169,7 +166,7 @@ def _draw(found: Comparison, spreads: Intervals, places: Mapping[str, Places], s
     right.axvline(sizes.context, color=GREY, linestyle=":", linewidth=1)
     right.set_xscale("log", base=2)
     unit = "loss (nats/byte)"
-    finish(left, "validation", unit, "", legend=False)
+    finish(losses_axes, "validation", unit, "", legend=False)
     finish(middle, "training, seed 0", "bytes read", unit, legend=False)
     least = min((loss for each in places.values() for _, _, loss, _ in each), default=1.0)
     finish(right, "by position", f"position, trained up to {sizes.context:,}", unit, ylim=(0.98 * least, 1.3 * least))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,14 +15,14 @@ from torch import Generator, Tensor, nn
 
 from hecate.data import IGNORED, DataConfig, Task
 from hecate.errors import NonFiniteError
-from hecate.figure import COLOURS, GREY, MARKERS, finish
+from hecate.figure import GREY, finish
 from hecate.gym.training import BATCH, Fields, trained
 from hecate.nn import SlidingAttention
 from hecate.nn.conv import ShortConv
 from hecate.nn.sliding import SlidingState
 from hecate.rule import bytes_of
 from hecate.train.trainer import Trainer
-from studies.study import Cell, Kept, Result, Run, Spread, Study, dot_plot, progress, reach
+from studies.study import Cell, Kept, Result, Run, Spread, Study, dot_plot, progress, reach, spread_line
 
 JUDGED = 256  # sequences that are judged
 JUDGE = 1000  # the seed that learning rates and settings are chosen on
@@ -41,7 +40,7 @@ class Outcome(NamedTuple):
 
 def settled(
     models: Sequence[Fields], tasks: Sequence[Fields], steps: int, rates: Sequence[float], seeds: Sequence[int],
-    kept: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
+    store: Kept, since: float = 0.0, mixer: Callable[[Generator], nn.Module] | None = None, batch: int = BATCH,
 ) -> Outcome:  # fmt: skip
     """Trains on the first task from every seed and judges on all of them; on a seed of its own the rate is chosen, for
     the first model, then the model at that rate. Runs that are kept are not run again."""
@@ -49,13 +48,13 @@ def settled(
     def run(model: int, lr: float, seed: int) -> Sequence[Any]:
         """Accuracies of a trained layer by task, and bytes of its state."""
 
-        def made() -> Sequence[Any]:
+        def fit() -> Sequence[Any]:
             trainer = trained(models[model], tasks[0], seed, lr, steps, mixer, batch)
             with torch.no_grad():
                 _, state = trainer.model(torch.zeros(1, trainer.config.seq_len, dtype=torch.int64))
             return [judged(trainer, task, since) for task in tasks], bytes_of(state)
 
-        return kept([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__, batch], made)
+        return store([models[model], list(tasks), steps, lr, seed, since, mixer and mixer.__name__, batch], fit)
 
     def score(lr: float, model: int) -> float:
         try:
@@ -66,7 +65,7 @@ def settled(
     lr = best(rates, lambda lr: score(lr, 0))
     model = best(range(len(models)), lambda model: score(lr, model))
     scores, sizes = zip(*(run(model, lr, seed) for seed in seeds), strict=True)
-    return Outcome([list(own) for own in zip(*scores, strict=True)], lr, model, sizes[0])
+    return Outcome([list(column) for column in zip(*scores, strict=True)], lr, model, sizes[0])
 
 
 @torch.no_grad()
@@ -79,7 +78,6 @@ def judged(trainer: Trainer, task: Fields, since: float = 0.0) -> float:
     targets[:, : int(since * targets.shape[1])] = IGNORED
     trainer.model.eval()
     logits = torch.cat([trainer.model(inputs)[0] for inputs in tokens.split(BATCH)])
-    trainer.model.train()
     answered = targets != IGNORED
     return float((logits.argmax(-1) == targets)[answered].double().mean())
 
@@ -87,17 +85,16 @@ def judged(trainer: Trainer, task: Fields, since: float = 0.0) -> float:
 def best(among: Sequence[T], score: Callable[[T], float]) -> T:
     """The one whose score is the highest, the first of equals; a lone one is not asked, nor who comes after a score of
     1."""
-    found, top = among[0], -1.0
-    for one in among if len(among) > 1 else ():
-        if top < 1 and (own := score(one)) > top:
-            found, top = one, own
-    return found
+    winner, top = among[0], -1.0
+    for candidate in among if len(among) > 1 else ():
+        if top < 1 and (points := score(candidate)) > top:
+            winner, top = candidate, points
+    return winner
 
 
 WIDTH, TAPS, KEYS, STEPS = 32, 2, 8, 900
 RATES = (1e-2, 2e-2, 5e-3, 4e-2, 2.5e-3)
 ATTENTION = "attention, the same convolution"
-DEEP = "deep: "  # before the names of memories of more than one layer
 
 
 class Convolved(nn.Module):
@@ -130,7 +127,7 @@ def rules() -> dict[str, list[dict[str, Any]]]:
     return {
         "gated_delta, d_key 4": [model("gated_delta", 4)],
         **{rule: [model(rule)] for rule in flat},
-        f"{DEEP}titans": [model(rule, d_value=16) for rule in titans],
+        "deep: titans": [model(rule, d_value=16) for rule in titans],
         ATTENTION: [{"d_model": WIDTH, "heads": 1, "mlp_ratio": 0, "attention": {"kind": "attention"}}],
     }
 
@@ -179,57 +176,52 @@ QUICK = ("delta", "linear_attention")
 def recall(run: Run) -> Result:
     """Trains every contender on every task from every seed."""
     steps, rates = (120, (2e-2,)) if run.quick else (STEPS, RATES)
-    found: dict[str, dict[str, Outcome]] = {}
-    kept = run.kept()
+    outcomes: dict[str, dict[str, Outcome]] = {}
+    store = run.kept()
     for kind in list(TASKS)[: 1 if run.quick else None]:
-        task, found[kind] = TASKS[kind], {}
+        task, outcomes[kind] = TASKS[kind], {}
         for name in progress(QUICK if run.quick else tuple(task.models), kind):
             mixer, since = Convolved if name == ATTENTION else None, 0.5 if len(task.lengths) > 1 else 0.0
             tasks = [at(task.data, length) for length in task.lengths]
-            found[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, kept, since, mixer)
-    return report(found)
+            outcomes[kind][name] = settled(task.models[name], tasks, steps, rates, run.seeds, store, since, mixer)
+    return report(outcomes)
 
 
 ABOUT = "What do trained memories answer of pairs replaced, long ago, or more than keys are wide?"
 RECALL = Study("recall", ABOUT, recall, seeds=3)
 
 
-def report(found: Mapping[str, Mapping[str, Outcome]]) -> Result:
+def report(outcomes: Mapping[str, Mapping[str, Outcome]]) -> Result:
     """The table, with intervals, and the figure."""
     scores = {
-        f"{kind}, {length} tokens" if length else kind: {name: outcome.scores[at] for name, outcome in own.items()}
-        for kind, own in found.items()
+        f"{kind}, {length} tokens" if length else kind: {name: outcome.scores[at] for name, outcome in models.items()}
+        for kind, models in outcomes.items()
         for at, length in enumerate(TASKS[kind].lengths)
     }
     chances = [TASKS[title.split(",")[0]].chance for title in scores]
     columns = ["memory", "state (bytes)", *(text for title in scores for text in (title, "95 %"))]
     rows: list[list[Cell]] = [["a guess", None, *(cell for chance in chances for cell in (round(chance, 3), None))]]
-    names = list(dict.fromkeys(name for own in found.values() for name in own))
-    spreads = {name: [Spread.of(own[name]) if name in own else None for own in scores.values()] for name in names}
+    names = list(dict.fromkeys(chain(*outcomes.values())))
+    columns_of = {name: [seeds.get(name, ()) for seeds in scores.values()] for name in names}
+    spreads = {name: [Spread.of(seeds) if seeds else None for seeds in columns_of[name]] for name in names}
     rates = []
     for name in names:
-        reaches = [reach(own.get(name, ()), ".2f", 1.0) for own in scores.values()]
-        own = [outcomes[name] for outcomes in found.values() if name in outcomes]
-        rows.append([name, own[0].bytes, *chain(*zip(spreads[name], reaches, strict=True))])
-        chosen = (f"{one.lr:g}" + (f" of {one.model + 1}" if one.model else "") for one in own)
-        rates.append(f"{name} {', '.join(chosen)}")
+        reaches = [reach(seeds, ".2f", 1.0) for seeds in columns_of[name]]
+        chosen = [models[name] for models in outcomes.values() if name in models]
+        rows.append([name, chosen[0].bytes, *chain(*zip(spreads[name], reaches, strict=True))])
+        places = (f"{outcome.lr:g}" + (f" of {outcome.model + 1}" if outcome.model else "") for outcome in chosen)
+        rates.append(f"{name} {', '.join(places)}")
     notes = [
-        "replaced: 16 pairs of 8 keys and 8 values, drawn with replacement, then 4 keys, asked for their last values; "
-        "far: 4 pairs of 31 keys and 32 values, then a token that means nothing, again and again, and anywhere in it "
-        f"each key once, asked in the later half, trained at {TASKS['far'].lengths[0]} tokens; beyond: 16 such pairs "
-        f"among 64 tokens, keys of width {KEYS} unless said; who knows a sequence's values, and not whose they are, is "
-        "right in 1/4 of far, 1/16 of beyond",
-        f"one layer of width {WIDTH}, one head, keys of width 16 unless said, a convolution of 2 taps, no MLP, no "
-        f"output gate; AdamW, {STEPS} steps of 32 sequences; the best of {len(RATES)} rates, then of three inner rates "
-        f"of titans and three sigmas, on seed {JUDGE}; {JUDGED} sequences judged",
-        "mean +- standard error over seeds, and Student's interval of 95 %, cut at 0 and 1; state: all that is carried "
-        "after a sequence of the first task, of attention its cache",
-        f"{DEEP}memories of two layers, values of width 16; the others are a matrix",
+        "replaced: 4 of 8 keys of 16 pairs, asked for their last values; far: 4 pairs and then nothing, asked in the "
+        f"later half, trained at {TASKS['far'].lengths[0]} tokens; beyond: 16 pairs among 64 tokens, keys of width "
+        f"{KEYS} unless said; who knows the values, not whose they are, is right in 1/4 of far, 1/16 of beyond",
+        f"one layer of width {WIDTH}, one head, keys of width 16 unless said; {STEPS} steps of 32 sequences; state: of "
+        "attention its cache",
         "rates, and which of several models: " + "; ".join(rates),
     ]
-    panels = {title: {"": [own[at] for own in spreads.values()]} for at, title in enumerate(scores)}
+    panels = {title: {"": [cells[at] for cells in spreads.values()]} for at, title in enumerate(scores)}
     size = (2.6 * len(panels) + 2.0, 0.28 * len(names) + 1.4)
-    data = {kind: {name: outcome._asdict() for name, outcome in own.items()} for kind, own in found.items()}
+    data = {kind: {name: outcome._asdict() for name, outcome in kin.items()} for kind, kin in outcomes.items()}
     return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy", chances), size, data)
 
 
@@ -246,16 +238,18 @@ GROUPS: dict[str, dict[str, Any]] = {
 MORE_STEPS = {"S_5, generators": 3}  # times the steps
 
 
-Able = tuple[str, ...] | None  # on which tasks theory lets one layer follow any length; None where it says nothing
+# On which tasks theory lets one layer follow any length; None where it says nothing. A reflection, lr 2, flips a sign
+# or swaps two letters, the product of two moves three, and of four all five; a state on a positive diagonal does not.
+Able = tuple[str, ...] | None
 
 
 def contenders() -> dict[str, tuple[dict[str, Any], Able]]:
     """From memories whose state moves along a diagonal to those that write several times, and attention."""
     around = {"d_model": WIDTH, "heads": HEADS, "mlp_ratio": 2.0}
 
-    def rule(kind: str, most: float | None = None, **own: int) -> dict[str, Any]:
+    def rule(kind: str, most: float | None = None, **fields: int) -> dict[str, Any]:
         algorithm = {} if most is None else {"algorithm": {"kind": "gd", "lr": most}}
-        return {**around, "memory": {"kind": kind, **algorithm, **own}, "conv_kernel": 0}  # keys of a token alone
+        return {**around, "memory": {"kind": kind, **algorithm, **fields}, "conv_kernel": 0}  # keys of a token alone
 
     single, every = ("parity", "S_5, swaps"), tuple(GROUPS)
     return {
@@ -274,31 +268,28 @@ def contenders() -> dict[str, tuple[dict[str, Any], Able]]:
 
 def words(run: Run) -> Result:
     """Trains every contender on every task, at the rate that is best on a seed of its own."""
-    steps, rates, lengths = (60, WORD_RATES[1:], LENGTHS[:2]) if run.quick else (WORD_STEPS, WORD_RATES, LENGTHS)
+    base, rates, lengths = (60, WORD_RATES[1:], LENGTHS[:2]) if run.quick else (WORD_STEPS, WORD_RATES, LENGTHS)
     every, names = contenders(), QUICK_WORDS if run.quick else tuple(contenders())
-    kept, rows, panels = run.kept(), [], {}
+    titles = [f"{length} tokens" for length in lengths]
+    store, rows, panels = run.kept(), [], {}
     for task in list(GROUPS)[: 1 if run.quick else None]:
-        own, tasks = steps * MORE_STEPS.get(task, 1), [at(GROUPS[task], length) for length in lengths]
+        steps, tasks = base * MORE_STEPS.get(task, 1), [at(GROUPS[task], length) for length in lengths]
         scores = []
-        for name in progress(names, f"{task}, {own} steps each"):
+        for name in progress(names, f"{task}, {steps} steps each"):
             model, able = every[name]
-            found = settled([model], tasks, own, rates, run.seeds, kept, 0.5)
-            scores.append([Spread.of(values) for values in found.scores])
+            outcome = settled([model], tasks, steps, rates, run.seeds, store, 0.5)
+            scores.append([Spread.of(accuracies) for accuracies in outcome.scores])
             known = None if able is None else "yes" if task in able else "no"
-            rows.append([task, name, found.bytes, own, found.lr, known, *scores[-1]])
-        panels[task] = {f"{length} tokens": [own[place] for own in scores] for place, length in enumerate(lengths)}
+            rows.append([task, name, outcome.bytes, steps, outcome.lr, known, *scores[-1]])
+        panels[task] = dict(zip(titles, zip(*scores, strict=True), strict=True))
     columns = ["task", "memory", "state (bytes)", "steps", "outer lr", "able in theory"]
     columns += [f"accuracy at {length}" for length in lengths]
     notes = [
-        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; {steps} steps of AdamW, on S_5's "
-        f"generators three times as many, on words of {lengths[0]}, batch {BATCH}; accuracy on the later half of "
-        f"{JUDGED} words; mean +- standard error over seeds; the better of {len(WORD_RATES)} rates on seed {JUDGE}",
-        "a guess is right in .5 of parity, .17 of S_3, and .008 of S_5, .017 once its sign is known; generators: a "
-        "swap, the cycle of all five letters and its inverse",
-        "able: one layer can follow every length in real numbers: a reflection, lr 2, flips a sign or swaps two "
-        "letters, the product of two moves three, and of four all five (Grazzi et al., 2411.12537; Siems et al., "
-        "2502.10297); a state that moves along a positive diagonal cannot (Merrill et al., 2404.08819)",
-        "attention: the state is its cache",
+        f"one layer of width {WIDTH}, {HEADS} heads, no convolution, an MLP; trained on words of {lengths[0]}; "
+        f"accuracy on the later half of {JUDGED} words, where a guess is right in .5 of parity, .17 of S_3, and .008 "
+        "of S_5, .017 once its sign is known; state: of attention its cache",
+        "able: one layer can follow every length in real numbers (Grazzi et al., 2411.12537; Siems et al., 2502.10297; "
+        "Merrill et al., 2404.08819)",
     ]
     size = (2.0 + 3.0 * len(panels), 4.8)
     return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "accuracy"), size)
@@ -323,51 +314,41 @@ def mad(run: Run) -> Result:
     """Trains every model on the same facts for 200 epochs, at every vocabulary, at the rate that is best at one."""
     sizes, names = ((256,), ["delta"]) if run.quick else (VOCABULARIES, list(MEMORISING))
     steps, rates = (5, FACTS_RATES[:1]) if run.quick else (FACTS_STEPS, FACTS_RATES)
-    kept = run.kept()
+    store = run.kept()
 
     def outcome(name: str, size: int, rates: Sequence[float]) -> Outcome:
         task = {"kind": "mad_memorization", "vocab_size": size, "examples": EXAMPLES}
-        return settled([MEMORISING[name][0]], [task], steps, rates, run.seeds, kept, batch=FACTS_BATCH)
+        return settled([MEMORISING[name][0]], [task], steps, rates, run.seeds, store, batch=FACTS_BATCH)
 
     shown = [1 - (1 - 1 / ((size - 1) // 2)) ** (EXAMPLES * PAIRS) for size in sizes]
     rows: list[list[Cell]] = [["all that was shown", None, round(statistics.fmean(shown), 3), None, None, *shown, None]]
     lines = {}
     for name in progress(names, f"{len(sizes)} vocabularies"):
         lr = outcome(name, CHOOSING if CHOOSING in sizes else sizes[0], rates).lr
-        found = [outcome(name, size, [lr]).scores[0] for size in sizes]
-        means = [statistics.fmean(seed) for seed in zip(*found, strict=True)]
-        lines[name] = [Spread.of(own) for own in found]
+        scores = [outcome(name, size, [lr]).scores[0] for size in sizes]
+        means = [statistics.fmean(seed) for seed in zip(*scores, strict=True)]
+        lines[name] = [Spread.of(accuracies) for accuracies in scores]
         ours = [Spread.of(means), reach(means, ".3f", 1.0), len(means)]
         rows.append([name, MEMORISING[name][1], *ours, *lines[name], lr])
     columns = ["model", "published", "ours", "95 %", "seeds", *(f"vocabulary {size}" for size in sizes), "outer lr"]
     notes = [
         "MAD's memorization (Poli et al., 2024, arXiv 2403.17844): accuracy, mean of six vocabularies; published by "
         "Yang et al. (2024, arXiv 2406.06484), figure 3, delta their own, the others of Poli et al.",
-        f"as published: {EXAMPLES} sequences of {PAIRS} facts, the same for 200 epochs, batch {FACTS_BATCH}, AdamW; "
-        f"two blocks of width 128 with a gated MLP; judged on {JUDGED} fresh sequences; delta behind a convolution",
-        f"otherwise: the rate, one of {', '.join(f'{rate:g}' for rate in rates)}, is chosen on seed {JUDGE} at a "
-        f"vocabulary of {CHOOSING:,}, where the published are 1e-4 to 1e-3, each vocabulary its best",
-        "all that was shown: the share of keys that training sequences hold; who knows those scores no more; attention "
-        "with normalised queries and keys, as it is here by default, was not published",
-        "mean +- standard error over seeds, which draw weights and sequences, and Student's interval",
+        f"the rate, one of {', '.join(f'{rate:g}' for rate in rates)}, is chosen at a vocabulary of {CHOOSING:,}; the "
+        "published are 1e-4 to 1e-3, each vocabulary its best",
+        "all that was shown: the share of keys that training sequences hold; who knows those scores no more",
         "MAD's other tasks: 20,000 steps of 128 longer sequences a level, which were not trained",
     ]
-    draw = partial(_memorised, sizes, shown, lines)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        axes.plot(sizes, shown, color=GREY, linestyle=":", linewidth=1, label="all that was shown")
+        for index, (name, spreads) in enumerate(lines.items()):
+            spread_line(axes, index, name, sizes, spreads)
+        axes.set_xscale("log", base=2)
+        finish(axes, "Facts memorised in 200 epochs", "vocabulary", "accuracy", xticks=sizes, ylim=(-0.03, 1.03))
+
     return Result(columns, rows, notes, draw, (6.4, 4.0))
-
-
-def _memorised(
-    sizes: Sequence[int], shown: Sequence[float], lines: Mapping[str, Sequence[Spread]], figure: Any
-) -> None:
-    """Accuracy over the vocabulary."""
-    axes = figure.subplots()
-    axes.plot(sizes, shown, color=GREY, linestyle=":", linewidth=1, label="all that was shown")
-    for index, (name, spreads) in enumerate(lines.items()):
-        errors = [spread.standard_error if spread.seeds > 1 else 0.0 for spread in spreads]
-        look = {"color": COLOURS[index], "marker": MARKERS[index], "label": name, "capsize": 2}
-        axes.errorbar(sizes, [spread.mean for spread in spreads], errors, **look)
-    axes.set_xscale("log", base=2)
-    finish(axes, "Facts memorised in 200 epochs", "vocabulary", "accuracy", xticks=sizes, ylim=(-0.03, 1.03))
 
 
 MAD = Study("mad", "Do memories memorise facts in their weights as published?", mad, seeds=3)

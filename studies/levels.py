@@ -163,8 +163,8 @@ def _asked(levels: list[_Running], stream: Stream, end: int) -> tuple[Tensor, Te
     recent = slice(max(0, end - AGES), end)
     keys = torch.cat([stream.table_keys, stream.keys[:, recent]], 1)
     values = torch.cat([stream.table_values, stream.values[:, recent]], 1)
-    seen = torch.stack([level(keys) for level in levels]).sum(0)
-    right = ((seen @ stream.code.mT).argmax(-1) == values).float()
+    reads = torch.stack([level(keys) for level in levels]).sum(0)
+    right = ((reads @ stream.code.mT).argmax(-1) == values).float()
     tables = right[:, : 2 * TABLE].unflatten(-1, (2, TABLE)).mean(-1)
     by_age = right[:, 2 * TABLE :].masked_fill(stream.from_table[:, recent], math.nan).flip(-1)
     return tables, pad(by_age, (0, AGES - by_age.shape[-1]), value=math.nan)
@@ -225,19 +225,15 @@ def levels(run: Run) -> Result:
         less = shares["score"] - heads["score"]
         rows.append([name, recall.bytes, *(Spread.of(share.tolist()) for share in (*shares.values(), less))])
     notes = [
-        f"shares recalled, mean +- standard error over seeds, phases of {phase} tokens; a guess is "
-        f"right in 1 of {VALUES}; nothing is trained",
-        f"score: mean of A after B and bindings, age 1-{RECENT}; gates were chosen by it, on other seeds, so older "
-        "bindings did not count; minus two heads: seed by seed, as all saw the same tokens",
-        f"size: at most {WIDTH * WIDTH} weights everywhere; a level with a period also carries the sum of its window",
-        "reads are added up; a level is written with every value, a 'residual' one with what slower ones do not know",
+        f"shares recalled; phases of {phase} tokens; a guess is right in 1 of {VALUES}; minus two heads: seed by seed",
+        "a level with a period also carries the sum of its window",
         "claimed (Nested Learning, 2025): levels of several frequencies forget less; nothing is published here",
         *(f"gates of {name}: {'; '.join(map(str, o.systems[o.chosen].levels))}" for name, o in outcomes.items()),
     ]
     data = {}
-    for name, own in outcomes.items():
-        gates = [list(map(str, system.levels)) for system in own.systems]
-        data[name] = {"gates": gates, "scores": [recall.shares()["score"].tolist() for recall in own.recalls]}
+    for name, outcome in outcomes.items():
+        gates = [list(map(str, system.levels)) for system in outcome.systems]
+        data[name] = {"gates": gates, "scores": [recall.shares()["score"].tolist() for recall in outcome.recalls]}
     columns = ["memory", "state (bytes)", *heads, "minus two heads"]
     return Result(columns, rows, notes, partial(draw, outcomes, phase), (11, 4.6), data)
 
@@ -254,16 +250,14 @@ def draw(outcomes: dict[str, Outcome], phase: int, figure: Any) -> None:
     for index, (name, outcome) in enumerate(outcomes.items()):
         curve(over_time, tokens, outcome.recalls[outcome.chosen].tables[:, :, 0], index, name)
         shares = [recall.shares() for recall in outcome.recalls]
-        x, dx = mean_and_error(torch.stack([own[of_age] for own in shares], 1))
-        y, dy = mean_and_error(torch.stack([own["A after B"] for own in shares], 1))
-        look = {"fmt": MARKERS[index], "color": COLOURS[index]}
-        trade.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, **look)
+        (x, dx), (y, dy) = (mean_and_error(torch.stack([s[kind] for s in shares], 1)) for kind in (of_age, "A after B"))
+        trade.errorbar(x, y, dy, dx, label=name, elinewidth=0.8, fmt=MARKERS[index], color=COLOURS[index])
     for number, task in enumerate("ABA"):
         over_time.axvline(number * phase, color=GREY, linewidth=0.8)
         over_time.text((number + 0.5) * phase, 1.05, f"task {task}", ha="center")
     label = "share of table A recalled"
     finish(over_time, "Table A over time", "tokens", label, ylim=(-0.03, 1.14), legend=False)
     one_legend(figure, over_time, 4)
-    title, what = "Both kinds of recall, every setting of the gates", f"bindings recalled, age 1-{RECENT} tokens"
+    title, ages = "Both kinds of recall, every setting of the gates", f"age 1-{RECENT} tokens"
     limits = {"xlim": (-0.03, 1.03), "ylim": (-0.03, 1.03)}
-    finish(trade, title, f"share of {what}", f"{label} after B", legend=False, **limits)
+    finish(trade, title, f"share of bindings recalled, {ages}", f"{label} after B", legend=False, **limits)

@@ -113,17 +113,17 @@ class Reading(World):
 
     def gradients(self) -> None:
         """Of the next batch."""
-        drawn = text().train_batch(self.seed, self.step, 128, CONTEXT)
+        batch = text().train_batch(self.seed, self.step, 128, CONTEXT)
         self.step += 1
-        grads = torch.autograd.grad(self.loss(drawn.tokens, drawn.targets), self.params)
+        grads = torch.autograd.grad(self.loss(batch.tokens, batch.targets), self.params)
         for p, grad in zip(self.params, grads, strict=True):
             p.grad = grad
 
     @torch.no_grad()
     def score(self) -> float:
         """Bits per byte held out."""
-        (held,) = text().validation_batches(4096, CONTEXT, 1)
-        return float(self.loss(held.tokens, held.targets)) / math.log(2)
+        (batch,) = text().validation_batches(4096, CONTEXT, 1)
+        return float(self.loss(batch.tokens, batch.targets)) / math.log(2)
 
 
 @cache
@@ -155,12 +155,8 @@ class Form(NamedTuple):
     clip: Callable[[list[torch.nn.Parameter]], object] | None = None
 
 
-def _phi(phi: str, scale: str) -> list[Form]:
-    options = {"feature_map": phi, "input_scale": scale, "momentum": MOMENTUM, "on_nonfinite": "propagate"}
-    return [Form(partial(PhiMomentum, **options))]  # type: ignore[arg-type]
-
-
 SGD = partial(torch.optim.SGD, momentum=MOMENTUM)
+PHI = partial(PhiMomentum, momentum=MOMENTUM, on_nonfinite="propagate")
 ADAM = partial(torch.optim.AdamW, weight_decay=0.0)
 CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best on the judges
     "SGD": [Form(SGD)],
@@ -168,9 +164,9 @@ CONTENDERS: dict[str, list[Form]] = {  # of several forms the one that is best o
     "SGD, numbers clipped": [Form(SGD, partial(clip_grad_value_, clip_value=t)) for t in (0.1, 1.0, 3.0)],
     "AdamW": [Form(partial(ADAM, betas=(MOMENTUM, b))) for b in (0.95, 0.99, 0.999)],
     "Lion": [Form(partial(Lion, momentum=MOMENTUM, keep=keep)) for keep in (0.9, 0.99, 0.999)],
-    "phi: identity, rms": _phi("identity", "rms"),
-    "phi: tanh, as they come": _phi("tanh", "none"),
-    "phi: tanh, rms": _phi("tanh", "rms"),
+    "phi: identity, rms": [Form(partial(PHI, feature_map="identity", input_scale="rms"))],
+    "phi: tanh, as they come": [Form(partial(PHI, feature_map="tanh", input_scale="none"))],
+    "phi: tanh, rms": [Form(partial(PHI, feature_map="tanh", input_scale="rms"))],
 }  # fmt: skip
 QUICK = ("SGD", "AdamW", "phi: identity, rms", "phi: tanh, rms")
 
@@ -211,8 +207,8 @@ def optim(run: Run) -> Result:
     """Scores of every contender on every task, at the rate and form that were best on the judges, and phi against its
     baselines."""
     names, tasks = (QUICK, list(TASKS)[:1]) if run.quick else (tuple(CONTENDERS), list(TASKS))
-    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in tasks}
-    chosen: dict[str, dict[str, float]] = {kind: {} for kind in tasks}
+    scores: dict[str, dict[str, list[float]]] = {kind: {} for kind in tasks}
+    rates: dict[str, dict[str, float]] = {kind: {} for kind in tasks}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "phi sees")  # that tanh is a straight line there is a result here
         for kind in tasks:
@@ -221,31 +217,27 @@ def optim(run: Run) -> Result:
             for name in progress(names, f"{kind}, {steps} steps"):
                 cells = [(form, lr) for form in CONTENDERS[name] for lr in grid]
                 form, lr = min(cells, key=lambda cell: sum(descended(task, cell[0], cell[1], JUDGES, steps)))
-                chosen[kind][name] = lr
-                found[kind][name] = descended(task, form, lr, run.seeds, steps)
-    spreads = {kind: {name: Spread.of(scores) for name, scores in own.items()} for kind, own in found.items()}
+                rates[kind][name] = lr
+                scores[kind][name] = descended(task, form, lr, run.seeds, steps)
+    spreads = {kind: {name: Spread.of(scores[kind][name]) for name in names} for kind in tasks}
     rows = [
-        [name, *(cell for kind in tasks for cell in (spreads[kind][name], f"{chosen[kind][name]:.2g}"))]
+        [name, *(cell for kind in tasks for cell in (spreads[kind][name], f"{rates[kind][name]:.2g}"))]
         for name in names
     ]
-    *others, own = names
+    *others, last = names
     notes = []
-    for kind, scores in found.items():
-        gaps = {name: Spread.of(a - b for a, b in zip(scores[own], scores[name], strict=True)) for name in others}
-        notes.append(f"{kind}: {own} minus {', '.join(f'{name} {gap}' for name, gap in gaps.items())}")
+    for kind, of in scores.items():
+        gaps = (f"{name} {Spread.of(a - b for a, b in zip(of[last], of[name], strict=True))}" for name in others)
+        notes.append(f"{kind}: {last} minus {', '.join(gaps)}")
     notes += [
-        f"momentum {MOMENTUM}; a cosine to 0 from the best of {len(GRID)} rates, 1 to 1e-5 (text: to 3e-4), and of "
-        "three thresholds or second factors where there are any, chosen on two other seeds; mean +- standard error "
-        "over seeds, of differences seed by seed",
-        f"noise of every number: a bowl of {SIDE} x {SIDE} numbers, condition {CONDITION:g}, gradients with Student's "
-        f"t of {DF} degrees of freedom, whose variance is infinite, or normal ones; log10 of the loss after 400 steps",
-        f"noise of labels: least squares of {WIDTH} inputs and {SIDE} outputs, {ROWS} examples a step, t of {DF} in "
-        "the labels; log10 of the squared distance from the truth per output",
-        f"text: {CONTEXT} bytes through two matrices, 200 batches of 128; bits per byte held out",
+        f"log10 of a loss after 400 steps from the best of {len(GRID)} rates (text: bits per byte, 200 steps), noise "
+        f"of Student's t of {DF} degrees of freedom, whose variance is infinite, or normal",
+        f"noise of every number: a bowl of {SIDE} x {SIDE} numbers, condition {CONDITION:g}; of labels: least squares "
+        f"of {WIDTH} inputs and {SIDE} outputs, {ROWS} examples a step; text: {CONTEXT} bytes through two matrices",
     ]
     columns = ["optimiser", *(text for kind in tasks for text in (kind, "lr"))]
-    panels = {kind: {"": list(own.values())} for kind, own in spreads.items()}
-    size, data = (3.4 * len(tasks) + 1.6, 3.6), {"scores": found, "rates": chosen}
+    panels = {kind: {"": list(of.values())} for kind, of in spreads.items()}
+    size, data = (3.4 * len(tasks) + 1.6, 3.6), {"scores": scores, "rates": rates}
     return Result(columns, rows, notes, lambda figure: dot_plot(figure, names, panels, "less is better"), size, data)
 
 

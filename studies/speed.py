@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hecate.engine import memory_scan, memory_step
 from hecate.phi import FeatureMap, Params, PerformerReLU, ReLU
 from hecate.rule import Gates, MemoryConfig, bytes_of, named_rule
-from studies.costs.harness import HEADS, WIDTH, Call, Function, cpu_times, drawn, forward, forward_backward
+from studies.costs.harness import HEADS, WIDTH, Call, Function, drawn, flushed, forward, forward_backward, medians
 from studies.study import Cell, Result, Run, Spread, Study, line_plot, progress
 
 FEATURES = 266  # int(64 log 64): the default of Performers
@@ -48,23 +48,21 @@ def speed(run: Run) -> Result:
         for seed, (direction, call) in product(run.seeds, (("forward", forward), ("both", forward_backward))):
             inputs, sides = draw_inputs(length, seed), contenders(seed)
             calls = {name: call(side, inputs) for name, side in sides.items() if length <= LONGEST.get(name, length)}
-            for name, times in cpu_times(calls, 3 if run.quick else 5).items():
-                taken.setdefault((name, direction, length), []).append(float(times.median()))
+            for name, time in medians(calls, 3 if run.quick else 5).items():
+                taken.setdefault((name, direction, length), []).append(time)
     rows: list[list[Cell]] = []
     for length in lengths:
         ratios = (ratio(taken, theirs, ours, direction, length) for _, theirs, ours, direction in RATIOS)
         causal_times = (taken.get((f"{name}, causal", "both", length)) for name in TIMED)
-        rows.append([length, CLAIMED.get(length), *ratios, *(Spread.of(own) if own else None for own in causal_times)])
+        rows.append(
+            [length, CLAIMED.get(length), *ratios, *(Spread.of(times) if times else None for times in causal_times)]
+        )
     crossings = [f"{heading}: from {crossover(taken, a, b, way, lengths)}" for heading, a, b, way in RATIOS]
     notes = [
-        "softmax's process CPU time over ours, above 1 ours is faster; one head, width "
-        f"{WIDTH}, batch 1, float32, {torch.get_num_threads()} thread(s)",
-        "claimed: a document on ReLU linear attention, without a source; its numbers are N / 341, "
-        "a straight line, and say 'softmax' without saying which",
+        f"softmax's process CPU time over ours; one head, width {WIDTH}, {torch.get_num_threads()} thread(s)",
+        "claimed: a document on ReLU linear attention, without a source; its numbers are N / 341",
         "faster " + "; ".join(crossings),
-        f"naive softmax is not run above {NAIVE} tokens, SDPA not above {SDPA}",
-        "266 features = int(64 log 64), Performers' own choice, cost four times the products of 64",
-        "ms: causal, forward and backward; gates of gated_delta and titans_linear are of each token",
+        f"naive softmax is not run above {NAIVE} tokens, SDPA not above {SDPA}; ms: causal, forward and backward",
     ]
     columns = ["N", "claimed", *(heading for heading, *_ in RATIOS), *(f"{name} (ms)" for name in TIMED)]
     titles = {"forward": "every query sees all keys", "forward, causal": "causal"}
@@ -162,37 +160,29 @@ def decode(run: Run) -> Result:
     the spread is that over seeds."""
     contexts = [64, 1024, 8192] if run.quick else [64, 256, 1024, 4096, 16384, 65536]
     taken: dict[tuple[str, int], list[float]] = {}
-    held: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, int], int] = {}
     for seed in progress(run.seeds, "seeds"):
         calls = {}
         for context, (name, make) in product(contexts, WAYS.items()):
-            calls[name, context], held[name, context] = make(context, seed)
-        torch.set_flush_denormal(True)  # a decayed state drifts into them
-        try:
-            times = cpu_times(calls, 5 if run.quick else 9)
-        finally:
-            torch.set_flush_denormal(False)
-        for key, own in times.items():
-            taken.setdefault(key, []).append(float(own.median()) / TOKENS)
+            calls[name, context], sizes[name, context] = make(context, seed)
+        with flushed():
+            for way, time in medians(calls, 5 if run.quick else 9).items():
+                taken.setdefault(way, []).append(time / TOKENS)
     rows: list[list[Cell]] = []
     spreads = {name: {context: Spread.of(taken[name, context]) for context in contexts} for name in WAYS}
     first, last = contexts[0], contexts[-1]
     for name, times_of in spreads.items():
         growth = Spread.of(after / before for after, before in zip(taken[name, last], taken[name, first], strict=True))
         claimed = "grows" if name == next(iter(WAYS)) else "constant"
-        rows.append([name, *times_of.values(), growth, claimed, f"{held[name, first]:,} ... {held[name, last]:,}"])
+        rows.append([name, *times_of.values(), growth, claimed, f"{sizes[name, first]:,} ... {sizes[name, last]:,}"])
     columns = ["what holds the context", *(f"ms after {n}" for n in contexts), f"{last} / {first}", "published"]
     notes = [
-        f"process CPU time per token, {HEADS} heads of width {WIDTH}, batch 1, float32, "
-        f"{torch.get_num_threads()} thread(s), {TOKENS} tokens to a call",
-        "published: linear attention decodes in constant time and memory, softmax attention in "
-        "both linear in the context (Katharopoulos et al., 2020, arXiv 2006.16236)",
-        "a step of a memory passes through Python's checks and torch's small operations, a cached "
-        "attention is one call: " + crossing(taken, contexts),
+        f"process CPU time per token, {HEADS} heads of width {WIDTH}, {torch.get_num_threads()} thread(s)",
+        "published: time and memory over the context (Katharopoulos et al., 2020, arXiv 2006.16236)",
     ]
     panels = {
-        "time": {name: {n: own.mean for n, own in times_of.items()} for name, times_of in spreads.items()},
-        "memory": {name: {n: held[name, n] / 1024 for n in contexts} for name in WAYS},
+        "time": {name: {n: spread.mean for n, spread in times_of.items()} for name, times_of in spreads.items()},
+        "memory": {name: {n: sizes[name, n] / 1024 for n in contexts} for name in WAYS},
     }
     labels = ["CPU time per token (ms)", "state (KiB)"]
     draw = partial(line_plot, panels=panels, xlabel="context (tokens)", ylabels=labels)
@@ -253,14 +243,3 @@ WAYS: dict[str, Way] = {
     "gated delta": stepping(named_rule("gated_delta")),
     "Titans, MLP memory": stepping(named_rule("titans")),
 }
-
-
-def crossing(taken: Mapping[tuple[str, int], list[float]], contexts: Sequence[int]) -> str:
-    """From which of the contexts on each memory is the faster one."""
-    cache, *memories = WAYS
-    parts = []
-    for name in memories:
-        ahead = [n for n in contexts if Spread.of(taken[name, n]) < Spread.of(taken[cache, n])]
-        where = f"from {ahead[0]} tokens on" if ahead else f"not up to {contexts[-1]} tokens"
-        parts.append(f"{name} is ahead {where}")
-    return "; ".join(parts)

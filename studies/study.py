@@ -42,10 +42,14 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
         """From one value per seed; the error of a single one is unknown, NaN."""
-        given = [float(value) for value in values]
-        several = len(given) > 1
-        error = statistics.stdev(given) / math.sqrt(len(given)) if several else math.nan
-        return cls(statistics.fmean(given), error, len(given))
+        samples = [float(value) for value in values]
+        error = statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else math.nan
+        return cls(statistics.fmean(samples), error, len(samples))
+
+    @property
+    def bar(self) -> float:
+        """Length of its error bar."""
+        return self.standard_error if self.seeds > 1 else 0.0
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + (f"+-{self.standard_error:.3f}" if self.seeds > 1 else "")
@@ -168,12 +172,12 @@ class Study(NamedTuple):
 
 def studies() -> dict[str, Study]:
     """Every study of this folder by name."""
-    found: dict[str, Study] = {}
+    known: dict[str, Study] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)], "studies."):
         for study in vars(importlib.import_module(module.name)).values():
-            if isinstance(study, Study) and found.setdefault(study.name, study) is not study:
+            if isinstance(study, Study) and known.setdefault(study.name, study) is not study:
                 raise ConfigError(f"two studies are called {study.name!r}; give that of {module.name} another name")
-    return dict(sorted(found.items()))
+    return dict(sorted(known.items()))
 
 
 def list_studies() -> None:
@@ -185,12 +189,12 @@ def run_studies(names: Sequence[str], **how: Any) -> None:
     """Studies by name, `cost` or `all`, one after the other, and what each took if several."""
     known = list(studies())
     groups = {"all": known, "cost": [name for name in known if name.startswith("cost-")]}
-    chosen = dict.fromkeys(name for given in names for name in groups.get(given, [given]))
+    chosen = dict.fromkeys(name for group in names for name in groups.get(group, [group]))
     took = []
     for name in chosen:
         start = time.perf_counter()
-        found = run_study(name, **how)
-        took.append((name, "skipped" if found is None else f"{time.perf_counter() - start:.0f}"))
+        result = run_study(name, **how)
+        took.append((name, f"{time.perf_counter() - start:.0f}" if result else "skipped"))
         print()
     if len(chosen) > 1:
         print_table(("study", "seconds"), took)
@@ -250,10 +254,12 @@ def to_csv(result: Result) -> str:
 
 def to_json(study: Study, run: Run, result: Result) -> str:
     """Everything but the drawing; NaN, which JSON lacks, is null."""
-    facts = {"study": study.name, "about": study.about, "quick": run.quick, "seeds": list(run.seeds)}
     rows = [[cell._asdict() if isinstance(cell, Spread) else cell for cell in row] for row in result.rows]
-    found = {"columns": result.columns, "rows": rows, "notes": result.notes, "data": result.data}
-    return json.dumps(finite({**facts, "versions": versions(), **found}), indent=1, allow_nan=False) + "\n"
+    facts = {
+        "study": study.name, "about": study.about, "quick": run.quick, "seeds": list(run.seeds), "versions": versions(),
+        "columns": result.columns, "rows": rows, "notes": result.notes, "data": result.data,
+    }  # fmt: skip
+    return json.dumps(finite(facts), indent=1, allow_nan=False) + "\n"
 
 
 def _text(cell: Cell) -> str:
@@ -264,8 +270,7 @@ def _text(cell: Cell) -> str:
 
 # Pictures that studies share: contenders as dots, as bars, and as lines over what is varied.
 
-Dots = Mapping[str, Sequence[Spread | None]]  # a spread for every row, by the label of its mark
-Panels = Mapping[str, Dots]
+Panels = Mapping[str, Mapping[str, Sequence[Spread | None]]]  # a spread for every row, by the label of its mark
 Lines = Mapping[str, Mapping[Any, float]]  # what a line has at every place, by its label
 
 
@@ -284,8 +289,8 @@ def dot_plot(figure: Any, rows: Sequence[str], panels: Panels, xlabel: str, chan
             known = [(spread, len(rows) - place - shift) for place, spread in enumerate(spreads) if spread is not None]
             axes.errorbar(
                 [spread.mean for spread, _ in known], [place for _, place in known],
-                xerr=[spread.standard_error if spread.seeds > 1 else 0.0 for spread, _ in known],
-                fmt=MARKERS[index], color=COLOURS[index], markersize=5, elinewidth=1.2, label=label,
+                xerr=[spread.bar for spread, _ in known], fmt=MARKERS[index], color=COLOURS[index], label=label,
+                markersize=5, elinewidth=1.2,
             )  # fmt: skip
         if chance:
             axes.axvline(chance[number], color=GREY, linestyle=":", linewidth=1)
@@ -295,6 +300,12 @@ def dot_plot(figure: Any, rows: Sequence[str], panels: Panels, xlabel: str, chan
         axes.set_ylim(0.3, len(rows) + 0.7)
     if len(dots) > 1:
         one_legend(figure, axes, len(dots))
+
+
+def spread_line(axes: Any, index: int, label: str, x: Sequence[float], spreads: Sequence[Spread]) -> None:
+    """Means with standard errors over x, in look number `index`."""
+    look = {"color": COLOURS[index], "marker": MARKERS[index], "label": label, "capsize": 2}
+    axes.errorbar(x, [spread.mean for spread in spreads], [spread.bar for spread in spreads], **look)
 
 
 def bars(

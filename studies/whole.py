@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 from hecate.models import LanguageModel
-from studies.costs.harness import Call, Function, cpu_times
+from studies.costs.harness import Call, Function, cpu_times, medians
 from studies.study import Cell, Result, Run, Study, bars, progress
 from tests.hf import families
 
@@ -71,9 +71,9 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
         """Logits `[B, T, VOCABULARY]`."""
         x, width = self.embedding(tokens), WIDTH // HEADS
-        seen = caches[0][0].shape[2] if caches and caches[0] else 0
+        past = caches[0][0].shape[2] if caches and caches[0] else 0
         speeds = 10000.0 ** (-torch.arange(0, width, 2) / width)
-        angles = torch.outer(torch.arange(seen, seen + tokens.shape[1]).float(), speeds)
+        angles = torch.outer(torch.arange(past, past + tokens.shape[1]).float(), speeds)
         turn = angles.cos(), angles.sin()
         for at, block in enumerate(self.blocks):
             x = block(x, turn, caches and caches[at])
@@ -94,8 +94,8 @@ def built(name: str) -> tuple[nn.Module, Function, Callable[[Tensor], Call]]:
         return plain, plain, cached
     if name in OURS:
         sizes = {"vocab_size": VOCABULARY, "d_model": WIDTH, "layers": LAYERS, "heads": HEADS}
-        own = LanguageModel({**sizes, **OURS[name]}, generator=torch.Generator().manual_seed(0))
-        return own, lambda tokens: own(tokens)[0], lambda prompt: partial(own, prompt[:, :1], own(prompt)[1])
+        ours = LanguageModel({**sizes, **OURS[name]}, generator=torch.Generator().manual_seed(0))
+        return ours, lambda tokens: ours(tokens)[0], lambda prompt: partial(ours, prompt[:, :1], ours(prompt)[1])
     model = peer(name)
     # The cache grows by a token a call, which over some hundred of them is less than its first thousand.
     return (
@@ -111,7 +111,7 @@ def peer(name: str) -> Any:
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": each, "intermediate_size": HIDDEN}
     if name.startswith("Mamba-2"):
-        return families.built("mamba2", **sizes, state_size=64, head_dim=64, num_heads=8, n_groups=1, chunk_size=64)
+        return families.built("mamba2", **sizes, **WIDE["mamba2"])
     if name.startswith("Qwen3-Next"):
         linear = {"linear_num_value_heads": HEADS, "linear_num_key_heads": HEADS, "num_experts": 0}
         linear |= {"linear_key_head_dim": each, "linear_value_head_dim": each}
@@ -123,19 +123,19 @@ def peer(name: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends, tie_word_embeddings=True))
 
 
-def kept(logits: Function, model: nn.Module, tokens: Tensor) -> float:
+def saved(logits: Function, model: nn.Module, tokens: Tensor) -> float:
     """Kilobytes that the forward pass keeps for the backward, per token and layer, parameters aside."""
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    held: dict[int, torch.UntypedStorage] = {}
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        held[storage._cdata] = storage
+        storages[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits(tokens)
-    size = sum(storage.nbytes() for place, storage in held.items() if place not in own)
+    size = sum(storage.nbytes() for place, storage in storages.items() if place not in weights)
     return size / (tokens.numel() * LAYERS * 1024)
 
 
@@ -146,31 +146,30 @@ def whole(run: Run) -> Result:
     g = torch.Generator().manual_seed(run.seeds[0])
     tokens = torch.randint(1, VOCABULARY, (BATCH, length + 1), generator=g)
     prompt = torch.randint(1, VOCABULARY, (1, max(contexts)), generator=g)
-    made = {name: built(name) for name in progress(names, "models")}
-    held = {name: kept(logits, model, tokens[:, :-1]) for name, (model, logits, _) in made.items()}
-    steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in made.items()}
+    models = {name: built(name) for name in progress(names, "models")}
+    memory = {name: saved(logits, model, tokens[:, :-1]) for name, (model, logits, _) in models.items()}
+    steps = {name: trained(model, logits, tokens) for name, (model, logits, _) in models.items()}
     low = {name: torch.autocast("cpu", torch.bfloat16)(step) for name, step in steps.items()}
     taken, lower = cpu_times(steps, rounds), cpu_times(low, rounds)
     gc.collect()
+    decoded = []
     with torch.no_grad():
-        ways = {name: reads for name, (*_, reads) in made.items()}
-        decoded = [cpu_times({name: way(prompt[:, :n]) for name, way in ways.items()}, 5 * rounds) for n in contexts]
+        for n in contexts:
+            calls = {name: reads(prompt[:, :n]) for name, (*_, reads) in models.items()}
+            decoded.append(medians(calls, 5 * rounds))
     rows: list[list[Cell]] = []
     ratios: dict[str, float] = {}
-    for name, (model, *_) in made.items():
-        ratios[name], low_ratio = (median((own[name] / own[TRANSFORMER]).tolist()) for own in (taken, lower))
-        step, *token = (median(own[name].tolist()) for own in (taken, *decoded))
+    for name, (model, *_) in models.items():
+        ratios[name], low_ratio = (median((times[name] / times[TRANSFORMER]).tolist()) for times in (taken, lower))
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
-        rows.append([name, parameters, held[name], step, ratios[name], low_ratio, *token])
+        tokens_of = (times[name] for times in decoded)
+        rows.append([name, parameters, memory[name], median(taken[name].tolist()), ratios[name], low_ratio, *tokens_of])
     columns = ["model", "parameters (M)", "kept for the backward (kB a token and layer)", "step (ms)"]
     columns += ["step / transformer", "the same, bfloat16", *(f"a token after {n} (ms)" for n in contexts)]
     notes = [
-        f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens, float32, "
-        f"fused AdamW; process CPU time, {torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn",
-        "step / transformer: medians of ratios within a round, bfloat16 by autocast; a token: batch 1, no gradients",
-        "models of transformers in plain torch, which is all that they have on a CPU",
+        f"width {WIDTH}, {LAYERS} layers, {HEADS} heads, {BATCH} sequences of {length} tokens; process CPU time, "
+        f"{torch.get_num_threads()} thread(s), medians of {rounds} rounds in turn, of ratios within a round"
     ]
-
     series, what = {"": list(ratios.values())}, "CPU time over that of a plain transformer"
     title = "a training step of a whole model"
     draw = partial(bars, rows=names, series=series, title=title, xlabel=what, line=1, xscale="linear")
@@ -186,8 +185,7 @@ def trained(model: nn.Module, logits: Function, tokens: Tensor) -> Call:
 
     def step() -> None:
         optimizer.zero_grad()
-        found = logits(tokens[:, :-1])
-        cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        cross_entropy(logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
 
     return step
@@ -240,13 +238,13 @@ def adopted(run: Run) -> Result:
     rows: list[list[Cell]] = []
     ratios: dict[str, list[float]] = {}
     for family in progress(["qwen3_5", "kimi_linear"] if run.quick else list(WIDE), "families"):
-        plain, own = (families.built(family, **{**SIZES, **WIDE[family]}) for _ in range(2))
-        rule = ", ".join(dict.fromkeys(adopt(own).adopted.values()))
+        plain, adoptee = (families.built(family, **{**SIZES, **WIDE[family]}) for _ in range(2))
+        rule = ", ".join(dict.fromkeys(adopt(adoptee).adopted.values()))
         with torch.no_grad():
-            theirs, ours = (model(input_ids=ids, use_cache=False).logits for model in (plain, own))
+            theirs, ours = (model(input_ids=ids, use_cache=False).logits for model in (plain, adoptee))
         cells: list[Cell] = [family, rule, ((ours - theirs).norm() / theirs.norm()).item()]
         for way, tokens in WAYS.items():
-            calls = {name: through(model, ids)[way] for name, model in (("theirs", plain), ("ours", own))}
+            calls = {name: through(model, ids)[way] for name, model in (("theirs", plain), ("ours", adoptee))}
             before, after = (float(each.min()) / tokens for each in cpu_times(calls, rounds).values())
             cells += [before, after / before]
         rows.append(cells)
@@ -254,12 +252,10 @@ def adopted(run: Run) -> Result:
     columns = ["family", "rule", "logits (relative)"]
     columns += [text for way in WAYS for text in (f"{way}, transformers (ms)", f"{way}, ours / theirs")]
     notes = [
-        f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s), float32; "
-        f"batch 1; transformers {transformers.__version__} in torch",
-        "random weights, 4 layers of width 256, 3 of them linear with 8 heads of 64; all 4 of mamba2",
-        f"prefill and forward + backward of {length} tokens; a token after {PROMPT} to {PROMPT + TOKENS}",
+        f"process CPU time, the least of {rounds} rounds in turn, {torch.get_num_threads()} thread(s); transformers "
+        f"{transformers.__version__} in torch; {length} tokens, and a token after {PROMPT} to {PROMPT + TOKENS}"
     ]
-    series = {way: [own[at] for own in ratios.values()] for at, way in enumerate(WAYS)}
+    series = dict(zip(WAYS, zip(*ratios.values(), strict=True), strict=True))
     title, what = "models of transformers, adopted", "CPU time, ours / theirs"
     draw = partial(bars, rows=list(ratios), series=series, title=title, xlabel=what, line=1, xscale="linear")
     return Result(columns, rows, notes, draw, data=ratios)
@@ -282,9 +278,9 @@ def through(model: Any, ids: Tensor) -> dict[str, Call]:
 
     @torch.no_grad()
     def decode() -> None:
-        given = deepcopy(cache)
+        copied = deepcopy(cache)
         for _ in range(TOKENS):
-            model(input_ids=ids[:, :1], **given)
+            model(input_ids=ids[:, :1], **copied)
 
     with torch.no_grad():
         cache = reading(model, ids[:, :PROMPT])
@@ -296,6 +292,6 @@ def reading(model: Any, prompt: Tensor) -> dict[str, Any]:
     from transformers import DynamicCache
 
     name = "cache_params" if "Mamba2" in type(model).__name__ else "past_key_values"
-    given = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
-    model(input_ids=prompt, **given)
-    return given
+    options = {name: DynamicCache(config=model.config.get_text_config()), "use_cache": True}
+    model(input_ids=prompt, **options)
+    return options

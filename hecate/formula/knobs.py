@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -107,7 +107,8 @@ def _outside(function: Any, known: set[Any]) -> Iterator[Any]:
         except ValueError:  # a name of the function around it has no value yet
             return
         for name, value in {**outside.globals, **outside.nonlocals}.items():
-            yield name, value if callable(value) or inspect.ismodule(value) else repr(value)
+            itself = isinstance(value, Hashable) and (callable(value) or inspect.ismodule(value))
+            yield name, value if itself else repr(value)
             yield from _outside(value, known)
 
 

@@ -399,7 +399,7 @@ class Memory(RuleParameters, MemoryLayer):
         return asked, (conv, segment, features, projection, gated or None), skip
 
     def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
-        """What the gating carries in a state, for `check_tensors`."""
+        """Tensors that the gating carries in a state, for `check_tensors`."""
         shapes = {} if self.gating is None else self.gating.gating.state_shapes(self.gating.sizes)
         carried = state.gating if isinstance(state.gating, dict) else {}
         wanted = {name: (batch, *shape) for name, shape in shapes.items()}

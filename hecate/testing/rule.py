@@ -91,7 +91,7 @@ def check_knobs(
     def slots_of(weight: Tensor) -> list[Tensor]:
         """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
         sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
-        slots = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
+        slots: list[Any] = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
         for _ in range(2):
             outputs, _ = config.algorithm.block().apply((draw(*weight.shape), gate(n), gate(n), *slots))
             _, *slots = several(outputs)

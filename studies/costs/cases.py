@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from hecate import ConfigError, Gates, MemoryConfig, bias, memory_scan, named_rule, phi, retention, stepper, structure
+from hecate import ConfigError, Gates, MemoryConfig, bias, memory_scan, named_rule, phi, retention, structure
 from hecate.engine import Plan, choose
 from hecate.nn import Memory
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
@@ -27,13 +27,12 @@ from hecate.optim.lift import STEPS
 from hecate.processes import safe_path
 from hecate.rule import RULES
 from studies.costs import peers
-from studies.costs.harness import HEADS, WIDTH, Call, Peer, Row, Size, compare, drawn, scan, timed
+from studies.costs.harness import WIDTH, Call, Peer, Row, Size, compare, drawn, scan, timed
 from studies.costs.peers import matrix_loop, mlp_loop
 from studies.study import Result, Run, Study, bars, progress
 from tests.oracle.peers import Titans
 
 TAPE: dict[str, Any] = {"engine": "sequential", "autodiff": "tape"}
-TURNS = 20  # times as many samples of a token as of a sequence
 
 
 def linear(size: Size) -> Iterator[Row]:
@@ -130,12 +129,12 @@ def tape(size: Size) -> Iterator[Row]:
     inputs = drawn(length, 2, largest=0.1)
     deep = structure.MLP(layers=2, expansion=1, activation="silu")
     weights = deep.init(WIDTH, WIDTH, heads=4).values()
-    for name, ours, theirs, given in (
+    for name, ours, theirs, arguments in (
         ("MLP memory (64-64-64)", partial(_tape, deep), mlp_loop, (*inputs, *weights)),
         ("matrix memory, gated", scan(MemoryConfig(retention="decay"), **TAPE), matrix_loop, inputs),
     ):
         peer = Peer("plain torch loop under autograd", theirs)
-        yield compare(f"{name}, token loop, T={length}", ours, peer, given, size.fewer(3), memory=True)
+        yield compare(f"{name}, token loop, T={length}", ours, peer, arguments, size.fewer(3), memory=True)
 
 
 def _tape(deep: structure.MLP, *inputs: Tensor) -> Tensor:
@@ -160,40 +159,6 @@ def engines(size: Size) -> Iterator[Row]:
             except ConfigError:  # not exact for this rule
                 continue
             yield compare(f"{name}, engine {engine}, T={length}", run, peer, inputs, size.fewer(4))
-
-
-def token(size: Size) -> Iterator[Row]:
-    """One token of one sequence over the same arithmetic in five torch calls: by name, and as fast as torch has it."""
-    names = {"delta": "delta", "gated delta": "gated_delta", "momentum": "titans_linear"}
-    rules = {"MemoryConfig()": MemoryConfig(), **{name: named_rule(rule) for name, rule in names.items()}}
-    q, k, v, *given = (item[:, 0] for item in drawn(1, 3, batch=1))
-    layer = Memory(HEADS * WIDTH, HEADS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    x, memory = v.reshape(1, 1, -1), torch.zeros(1, HEADS, WIDTH, WIDTH)
-    with torch.no_grad():
-        state = layer(x)[1]
-        runs: dict[str, Call] = {}
-        for count, (name, config) in enumerate(rules.items()):
-            runs[name] = partial(stepper(config), q, k, v, Gates(*given[:count]))
-        runs["nn.Memory"] = partial(layer, x, state)
-        for name, run in runs.items():
-            for peer, theirs in (("five calls", _five), ("five calls on rows", _five_rows)):
-                taken = timed(run, partial(theirs, memory, q, k, v), TURNS * size.repeats)
-                note = f"{1e3 * taken['ours']:.0f} and {1e3 * taken['theirs']:.0f} us per token"
-                yield Row(name, peer, forward=taken, note=note)
-
-
-def _five(memory: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A delta rule as it is written down: predict, error, outer product, write, read."""
-    error = (memory @ k.unsqueeze(-1)).squeeze(-1) - v
-    memory = memory - error.unsqueeze(-1) * k.unsqueeze(-2)
-    return memory @ q.unsqueeze(-1)
-
-
-def _five_rows(memory: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same with vectors as rows and the write fused, which is as fast as torch has it."""
-    rows, memory = [x.view(HEADS, 1, WIDTH) for x in (q, k, v)], memory.flatten(0, 1)
-    error = -1.0 * (torch.bmm(rows[1], memory.mT) - rows[2])
-    return torch.bmm(rows[0], torch.addcmul(memory, error.mT, rows[1]).mT)
 
 
 SAMPLES = 256
@@ -290,17 +255,17 @@ def measure(rule: str, chunk: int | None, size: tuple[int, int, int, int, int]) 
         torch.autograd.grad(y, leaves, cotangent, allow_unused=True)
         return state.memory.bytes
 
-    held = once()
+    state_mib = once() / 2**20
     peak = added_mib(once)
     spent: list[float] = []
-    while len(spent) < repeats and (not spent or sum(spent) < 20):
+    while len(spent) < repeats and sum(spent) < 20:
         start = time.process_time()
         once()
         spent.append(time.process_time() - start)
     d_phi = config.feature_map.output_dim(layer.d_key)
     call = Plan.sketch(config, length=length, shape=(layer.d_value, d_phi), dtype=config.dtype)
     speed = batch * length / statistics.median(spent)
-    return {"engine": choose(call).name, "tokens_per_second": speed, "state_mib": held / 2**20, "peak_mib": peak}
+    return {"engine": choose(call).name, "tokens_per_second": speed, "state_mib": state_mib, "peak_mib": peak}
 
 
 def chunked(config: MemoryConfig, chunk: int) -> MemoryConfig:
@@ -346,7 +311,7 @@ def rules(run: Run) -> Result:
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     try:
-        found = {rule: evidence(rule, run.quick) for rule in progress(names, "rules against their papers")}
+        errors = {rule: evidence(rule, run.quick) for rule in progress(names, "rules against their papers")}
     finally:
         torch.set_default_dtype(before)
     size = TINY if run.quick else FULL
@@ -357,25 +322,21 @@ def rules(run: Run) -> Result:
     torch.set_num_threads(threads)
     rows = []
     for rule in names:
-        (where, values, gradients), own, other = found[rule], costs[rule, None], costs.get((rule, CHUNK))
+        (source, values, gradients), plain, chunks = errors[rule], costs[rule, None], costs.get((rule, CHUNK))
         rows.append([
-            rule, where, f"{values:.0e}", f"{gradients:.0e}", own["engine"], round(own["tokens_per_second"]),
-            other and round(other["tokens_per_second"]), round(own["state_mib"], 2),
-            None if own["peak_mib"] is None else round(own["peak_mib"], 1),
+            rule, source, f"{values:.0e}", f"{gradients:.0e}", plain["engine"], round(plain["tokens_per_second"]),
+            chunks and round(chunks["tokens_per_second"]), round(plain["state_mib"], 2),
+            None if plain["peak_mib"] is None else round(plain["peak_mib"], 1),
         ])  # fmt: skip
     columns = [
         "rule", "reference", "error", "error of gradients", "engine", "tokens/s", "tokens/s, chunk 64", "state MiB",
         "peak MiB",
     ]  # fmt: skip
-    engines, place = ("the token loop", "this process") if run.quick else ("every exact engine", "a process of its own")
     notes = [
-        f"error: largest of outputs and states of {engines}, relative in norm, against the function of tests.reference",
-        "error of gradients: by each input and weight along random directions, against differences of that function of "
-        "fourth order",
-        f"tokens/s: forward + backward of nn.Memory, width {size[0]}, {size[1]} heads, {size[2]} x "
-        f"{size[3]} tokens, float32, one thread, median of CPU time; the engine is the one that auto takes",
-        f"chunk 64: gradients of a chunk at its start; rules with a link take it there, link_at={LINKS!r}",
-        f"peak: resident memory that a pass adds at its largest moment, in {place}",
+        "error: largest of outputs and states, relative in norm, against the function of tests.reference; of "
+        "gradients, along random directions, against its differences",
+        f"tokens/s: forward + backward of nn.Memory, width {size[0]}, {size[1]} heads, {size[2]} x {size[3]} tokens; "
+        f"the engine is the one that auto takes; chunk 64: rules with a link have link_at={LINKS!r}",
     ]
     series = {"every token": [row[5] for row in rows], f"chunks of {CHUNK}": [row[6] for row in rows]}
     draw = partial(bars, rows=names, series=series, title="", xlabel="tokens/s, forward + backward")

@@ -7,6 +7,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
@@ -100,17 +101,16 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 def timed(ours: Call, theirs: Call, repeats: int) -> Cost:
     """Medians of both sides, run in turn."""
-    found = cpu_times({"ours": ours, "theirs": theirs}, repeats)
-    return cost_of(*(statistics.median(times.tolist()) for times in found.values()))
+    return cost_of(**medians({"ours": ours, "theirs": theirs}, repeats))
 
 
 def drawn(length: int, gates: int = 0, largest: float = 1.0, batch: int = BATCH, seed: int = 0) -> tuple[Tensor, ...]:
     """q and k of unit length and v of unit variance `[B, T, H, D]`; of the gates lr in (0, largest), retain in (0.9,
     0.999) and momentum in (0.4, 0.9) as many as are asked for, `[B, T, H]`: all in float32."""
-    of_tokens, of_gates = (torch.Generator().manual_seed(own) for own in (seed, seed + 1))
-    lead, how = (batch, length, HEADS), {"dtype": torch.float32}
-    q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, **how) for _ in range(3))
-    lr, retain, momentum = (torch.rand(lead, generator=of_gates, **how) for _ in range(3))
+    of_tokens, of_gates = (torch.Generator().manual_seed(number) for number in (seed, seed + 1))
+    lead, dtype = (batch, length, HEADS), torch.float32
+    q, k, v = (torch.randn(*lead, WIDTH, generator=of_tokens, dtype=dtype) for _ in range(3))
+    lr, retain, momentum = (torch.rand(lead, generator=of_gates, dtype=dtype) for _ in range(3))
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     return (q, k, v, *(largest * lr, 0.9 + 0.099 * retain, 0.4 + 0.5 * momentum)[:gates])
 
@@ -134,20 +134,16 @@ def cost(cases: Callable[[Size], Iterator[Row]]) -> Study:
 
 def measured(cases: Callable[[Size], Iterator[Row]], run: Run) -> Result:
     """One pass in float32, on inputs of its own: the seeds given change nothing."""
-    torch.set_flush_denormal(True)  # a decayed state drifts into them, on either side
-    try:
-        size = Size(64, 1, quick=True) if run.quick else Size()
+    size = Size(64, 1, quick=True) if run.quick else Size()
+    with flushed():
         rows = [row for _ in progress([run.name], "cases") for row in cases(size)]
-    finally:
-        torch.set_flush_denormal(False)
     shown, names = [cells(row) for row in rows], [f"{row.case} / {row.peer}" for row in rows]
     series = {"forward": [row[2] for row in shown], "forward + backward": [row[3] for row in shown]}
     series = {text: ratios for text, ratios in series.items() if any(ratios)}
     notes = [
-        "ratios are ours / peer in process CPU time (peak memory: in bytes), medians of interleaved runs: forward, and "
-        "forward with backward (f + b)",
+        f"ours / peer in process CPU time of {torch.get_num_threads()} thread(s), medians of interleaved runs; f + b: "
+        "forward with backward",
         "results agree within the printed error, or the row compares two functions and prints none",
-        f"{torch.get_num_threads()} thread(s)",
     ]
     draw = partial(bars, rows=names, series=series, title="ours / peer, less is better", xlabel="ratio", line=1)
     return Result(COLUMNS, shown, notes, draw, (9.0, 1.6 + 0.28 * len(rows)), {"rows": [row._asdict() for row in rows]})
@@ -157,6 +153,16 @@ def cells(row: Row) -> tuple[Cell, ...]:
     """A row of the table."""
     ratios = [cost and cost["ratio"] for cost in (row.forward, row.both, row.memory)]
     return row.case, row.peer, *ratios, row.error and f"{row.error:.0e}", row.note or None
+
+
+@contextmanager
+def flushed() -> Iterator[None]:
+    """Denormals, into which a decayed state drifts on either side, are 0 within."""
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def cpu_times(runs: Mapping[K, Call], rounds: int) -> dict[K, Tensor]:
@@ -176,6 +182,11 @@ def cpu_times(runs: Mapping[K, Call], rounds: int) -> dict[K, Tensor]:
     return {name: torch.tensor(taken, dtype=torch.float64) for name, taken in samples.items()}
 
 
+def medians(runs: Mapping[K, Call], rounds: int) -> dict[K, float]:
+    """Of these times."""
+    return {name: statistics.median(times.tolist()) for name, times in cpu_times(runs, rounds).items()}
+
+
 def _sample(run: Call, calls: int) -> float:
     start = time.process_time()
     for _ in range(calls):
@@ -185,12 +196,7 @@ def _sample(run: Call, calls: int) -> float:
 
 def forward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     """The output alone, without recording."""
-
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            return [function(*inputs)]
-
-    return run
+    return torch.no_grad()(lambda: [function(*inputs)])
 
 
 def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
@@ -203,9 +209,8 @@ def forward_backward(function: Function, inputs: Sequence[Tensor]) -> Callable[[
         if not cotangent:
             generator = torch.Generator().manual_seed(1)
             cotangent.append(torch.randn(y.shape, generator=generator, dtype=y.dtype))
-        found = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
-        grads = [grad for grad in found if grad is not None]
-        return [y, *grads]
+        grads = torch.autograd.grad(y, leaves, cotangent[0], allow_unused=True)
+        return [y, *(grad for grad in grads if grad is not None)]
 
     return run
 

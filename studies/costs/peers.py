@@ -21,9 +21,9 @@ Slope = Callable[[Tensor], Tensor]
 NATIVE = Path("runs/fast-transformers-native")
 
 
-def peer(name: str, package: str, made: Callable[[], Function]) -> Peer:
+def peer(name: str, package: str, load: Callable[[], Function]) -> Peer:
     """The function of a package, or what pip is to install."""
-    return Peer(name, made() if peers.installed(package.split()[0]) else None, package)
+    return Peer(name, load() if peers.installed(package.split()[0]) else None, package)
 
 
 def fla(operation: str, call: Callable[..., Tensor]) -> Peer:
@@ -34,11 +34,11 @@ def fla(operation: str, call: Callable[..., Tensor]) -> Peer:
 def titans(name: str, settings: peers.Titans, **initial: Tensor) -> Peer:
     """titans-pytorch's memory of these settings, from these weights."""
 
-    def made() -> Function:
+    def load() -> Function:
         module = settings.build(WIDTH)
         return lambda *inputs: settings.run(module, *inputs, **initial)[0]
 
-    return peer(name, "titans-pytorch", made)
+    return peer(name, "titans-pytorch", load)
 
 
 def sdpa() -> Peer:
@@ -58,10 +58,10 @@ def fast_transformers(native: bool = False) -> Peer:
         how = f"--target {NATIVE} {package} with CFLAGS='-O3 -march=native'"
         return Peer("fast-transformers C++, native build", _causal_product(NATIVE) if NATIVE.exists() else None, how)
 
-    def made() -> Function:
+    def load() -> Function:
         return _causal_product(Path(str(importlib.metadata.distribution(package).locate_file(""))))
 
-    return peer("fast-transformers C++, stock build", package, made)
+    return peer("fast-transformers C++, stock build", package, load)
 
 
 def _causal_product(folder: Path) -> Function:
@@ -93,7 +93,7 @@ def _causal_product(folder: Path) -> Function:
 def performer(projection: Tensor) -> Peer:
     """performer-pytorch's causal attention with ReLU features, on a CPU without extensions."""
 
-    def made() -> Function:
+    def load() -> Function:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from performer_pytorch import performer_pytorch as module
@@ -105,7 +105,7 @@ def performer(projection: Tensor) -> Peer:
 
         return run
 
-    return peer("performer-pytorch on a CPU", "performer-pytorch", made)
+    return peer("performer-pytorch on a CPU", "performer-pytorch", load)
 
 
 def by_token(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -123,10 +123,10 @@ def matrix_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, slo
     """M = retain M - lr slope(M k - v) k^T; y = M q."""
     memory = q.new_zeros(q.shape[0] * q.shape[2], v.shape[-1], q.shape[-1])
     outputs = []
-    for qt, kt, vt, step, kept in by_token(q, k, v, lr, retain):
+    for qt, kt, vt, step, decay in by_token(q, k, v, lr, retain):
         error = torch.bmm(memory, kt.unsqueeze(-1)).squeeze(-1) - vt
         write = (-step.unsqueeze(-1) * slope(error)).unsqueeze(-1) * kt.unsqueeze(-2)
-        memory = torch.addcmul(write, kept[:, None, None], memory)
+        memory = torch.addcmul(write, decay[:, None, None], memory)
         outputs.append(torch.bmm(memory, qt.unsqueeze(-1)).squeeze(-1))
     return together(outputs, q)
 
@@ -137,16 +137,16 @@ def mlp_loop(q: Tensor, k: Tensor, v: Tensor, lr: Tensor, retain: Tensor, w1: Te
     first = w1.expand(batch, *w1.shape).flatten(0, 1)
     second = w2.expand(batch, *w2.shape).flatten(0, 1)
     outputs = []
-    for qt, kt, vt, step, kept in by_token(q, k, v, lr, retain):
-        step, kept = step[:, None, None], kept[:, None, None]
+    for qt, kt, vt, step, decay in by_token(q, k, v, lr, retain):
+        step, decay = step[:, None, None], decay[:, None, None]
         key = kt.unsqueeze(-1)
         z = torch.bmm(first, key)
         gate = torch.sigmoid(z)
         hidden = z * gate
         error = torch.bmm(second, hidden) - vt.unsqueeze(-1)
         back = torch.bmm(second.mT, error) * (gate + hidden * (1 - gate))
-        second = kept * second - torch.bmm(step * error, hidden.mT)
-        first = kept * first - torch.bmm(step * back, key.mT)
+        second = decay * second - torch.bmm(step * error, hidden.mT)
+        first = decay * first - torch.bmm(step * back, key.mT)
         read = torch.nn.functional.silu(torch.bmm(first, qt.unsqueeze(-1)))
         outputs.append(torch.bmm(second, read).squeeze(-1))
     return together(outputs, q)

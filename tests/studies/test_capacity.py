@@ -129,15 +129,15 @@ class Saying(Associator):
 
 def test_training_stops_by_its_rules(monkeypatch):
     monkeypatch.setattr(associations, "EVERY", 2)
-    silent = train(Saying(4, ELU(), generator()), 4, 4, False, 0, 1000, 4)
+    silent = train(Saying(4, ELU(), generator()), 4, False, 0, 1000)
     assert silent.steps == 2 * (1 + PATIENCE) and silent.finished and silent.best == 0.5
-    cut = train(Saying(4, ELU(), generator()), 4, 4, False, 0, 10, 4)
+    cut = train(Saying(4, ELU(), generator()), 4, False, 0, 10)
     assert cut.steps == 10 and len(cut.losses) == 5 and not cut.finished and not cut.lost
     lost = Saying(4, ELU(), generator())
     lost.factor = math.nan
-    ended = train(lost, 4, 4, False, 0, 10, 4)
+    ended = train(lost, 4, False, 0, 10)
     assert ended.lost and ended.finished and ended.steps == 2 and ended.best == 0.5
-    done = train(SumRule(4, DPFP(), generator()), 4, 4, False, 0, 1000, 4)
+    done = train(SumRule(4, DPFP(), generator()), 4, False, 0, 1000)
     assert done.losses[-1] <= ENOUGH < done.losses[0] and done.finished and done.steps < 1000
 
 

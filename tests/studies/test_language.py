@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from hecate.compare import Comparison
 from hecate.compare.statistics import against
 from hecate.train.estimate import sizes_of
-from studies.language import LANGUAGE, LONGER, REFERENCE, SIZES, TRANSFORMER, Sizes, fitted, models, told
+from studies.language import LANGUAGE, LONGER, REFERENCE, SIZES, TRANSFORMER, Sizes, fitted, models, report
 
 SMALL = Sizes(40, 2, 5, 64, 2, 1e5)
 DATA = {"kind": "bundled", "max_bytes": 1 << 16}
@@ -46,7 +46,7 @@ def test_the_table_is_sorted_and_judges_by_the_reference():
     ]  # fmt: skip
     gone = {name: rows[0][name] for name in ("lr", "steps", "tokens", "parameters", "state_bytes", "flops")}
     rows += [{**gone, "cell": "plain GPT", "seed": seed, "loss": math.inf, "status": "diverged"} for seed in range(3)]
-    found = told(Comparison(cells, rows, [], [], ["a note"]), SMALL)
+    found = report(Comparison(cells, rows, [], [], ["a note"]), SMALL)
     by = {row[0]: dict(zip(found.columns, row, strict=True)) for row in found.rows}
     assert [row[0] for row in found.rows] == [REFERENCE, "kda", "titans", "plain GPT"]
     assert [row[3] for row in found.rows] == [None, "cannot tell", "worse", None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from studies.costs.harness import cpu_times, forward_backward
-from studies.speed import EPS, HEADS, LONGEST, NAIVE, WAYS, WIDTH, contenders, crossing, crossover, draw_inputs, ratio
+from studies.speed import EPS, HEADS, LONGEST, NAIVE, WAYS, WIDTH, contenders, crossover, draw_inputs, ratio
 from studies.study import Spread
 
 pytestmark = pytest.mark.usefixtures("float32")
@@ -119,13 +119,3 @@ def test_a_step_leaves_the_state_it_started_from(name):
         assert sizes[0] == sizes[1] > HEADS * WIDTH * WIDTH * 4 - 1
     run, _ = WAYS[name](16, 0)
     run()
-
-
-def test_crossing_names_the_first_context_that_is_faster():
-    cache = next(iter(WAYS))
-    taken = {(name, n): [1.0] for name in WAYS for n in (1, 2, 4)}
-    taken |= {(cache, 1): [0.5], (cache, 4): [8.0], ("gated delta", 2): [2.0]}
-    text = crossing(taken, [1, 2, 4])
-    assert "gated delta is ahead from 4 tokens on" in text
-    taken |= {(cache, 4): [0.1]}
-    assert "linear attention is ahead not up to 4 tokens" in crossing(taken, [1, 2, 4])
