@@ -464,7 +464,7 @@ class SelfReferential(MemoryLayer):
             tensors[f"boxes.memory[{name!r}]"] = (state.boxes.memory.get(name), wanted.get(name))
             tensors[f"anchor[{name!r}]"] = (state.anchor.get(name), anchor.get(name))
         features = self.feature_memory is not None
-        check_state(state, SelfReferentialState, self.conv, x, tensors, features=features)
+        check_state(state, self.conv, x, tensors, features=features)
 
     def extra_repr(self) -> str:
         """The rule and sizes."""

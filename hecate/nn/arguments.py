@@ -162,16 +162,12 @@ def check_tensors(x: Tensor, tensors: dict[str, tuple[Tensor | None, Any]], name
             expect_beside(tensor, x, f"{f'{name}: ' if name else ''}state.{field}", "x")
 
 
-def check_state(
-    state: Any, kind: type[Any], conv: ShortConv | None, x: Tensor, tensors: dict[str, Any], **needed: bool
-) -> None:
-    """Refuses a state that another layer or batch made.
+def check_state(state: Any, conv: ShortConv | None, x: Tensor, tensors: dict[str, Any], **needed: bool) -> None:
+    """Refuses a state, of the layer's own type, that another layer or batch made.
 
     `tensors` are some of the state's, as in `check_tensors`; to them come those of the convolution. `needed` says of
     the states of `features` and `projection` whether there must be one.
     """
-    if not check_type(state, kind):
-        return
     for name, has in needed.items():
         if (getattr(state, name) is not None) != has:
             what = {"features": "feature memory", "projection": "query projection"}[name]

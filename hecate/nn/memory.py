@@ -326,7 +326,7 @@ class Memory(RuleParameters, MemoryLayer):
         if not self.bare and x.shape[1] > 1 and steady():
             return by_token(self, x, state, masks)
         if state is not None and check_type(state, LayerState):
-            check_state(state, LayerState, self.conv, x, self._gating_tensors(state, len(x)), **self.held)
+            check_state(state, self.conv, x, self._gating_tensors(state, len(x)), **self.held)
         asked, carried, skip = self.asked(x, state, **masks)
         y, memory = self.scan(asked, x)
         y = y if skip is None else y + skip
