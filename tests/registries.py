@@ -1,12 +1,19 @@
-"""Variants and engines that a page or a notebook defines, which no other test shall see."""
+"""Which variants are the library's, whatever tests, pages and notebooks define beside them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 import hecate.train  # noqa: F401  whose kinds, registered while copies stand, would be lost with them
 from hecate.engine import Engine
 from hecate.variant import Variant
+
+
+def shipped_kinds(family: type[Variant]) -> dict[str, type[Any]]:
+    """The variants of a family that come with hecate, those of a test left out."""
+    return {kind: cls for kind, cls in family.variants().items() if cls.__module__.startswith("hecate.")}
 
 
 def restore_registries(monkeypatch: pytest.MonkeyPatch) -> None:

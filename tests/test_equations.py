@@ -18,6 +18,7 @@ from hecate.rule import RULES
 from hecate.train.loggers import LoggerKind
 from hecate.variant import Variant, equation
 from tests.latex import FUNCTIONS, Equations
+from tests.registries import shipped_kinds
 from tests.rule.trials import TRIALS, unit
 from tests.test_docstrings import shipped
 
@@ -64,7 +65,7 @@ def test_a_variant_has_the_equation_of_its_own_docstring_alone():
     assert equation(Below) == equation(Variant) == ""
 
 
-COMPONENTWISE = [cls for cls in FeatureMap.variants().values() if r"\phi(x)_i = " in equation(cls)]
+COMPONENTWISE = [cls for cls in shipped_kinds(FeatureMap).values() if r"\phi(x)_i = " in equation(cls)]
 COMPONENTWISE = [cls for cls in COMPONENTWISE if cls.__name__ != "RandomMaclaurin"]
 
 
@@ -122,7 +123,7 @@ def test_the_equation_of_a_map_is_its_value(made: FeatureMap, line: int, names: 
 
 
 @pytest.mark.spec("VAR-EQUATION-I1")
-@pytest.mark.parametrize("cls", Activation.variants().values(), ids=Activation.variants())
+@pytest.mark.parametrize("cls", shipped_kinds(Activation).values(), ids=shipped_kinds(Activation))
 def test_the_equation_of_an_activation_is_its_value(cls: type[Activation]):
     x = torch.linspace(-3, 3, 13, dtype=torch.float64)
     found = [Equations(equation(cls), x=value)["act(x)"] for value in x.tolist()]

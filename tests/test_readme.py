@@ -18,8 +18,8 @@ from hecate.train import load_experiment, run_experiment
 from hecate.train.catalogue import VARIANTS
 from hecate.train.display import Display
 from tests.hf.families import built
-from tests.product.examples import shipped
 from tests.ranks import run_ranks
+from tests.registries import shipped_kinds
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -94,9 +94,14 @@ def test_counts_and_kinds_are_those_of_the_library():
     rows = re.findall(r"^\| ([a-z ]+) \| [^|]+\? \| ([^|]+) \|$", README, re.M)
     named = {name.split()[-1]: re.sub(r"\([^)]*\)", "", kinds).replace(" ", "").split(",") for name, kinds in rows}
     assert {*named} == {"structure", "bias", "retention", "algorithm", "gating", "readout"}
-    assert {name: {*kinds} for name, kinds in named.items()} == {name: {*shipped(VARIANTS[name])} for name in named}
+    assert {name: {*kinds} for name, kinds in named.items()} == {
+        name: {*shipped_kinds(VARIANTS[name])} for name in named
+    }
     flat = " ".join(README.split())
-    for words in (f"each of the {len(shipped(VARIANTS['phi']))} maps goes", f"Each of the {len(RULES)} named rules"):
+    for words in (
+        f"each of the {len(shipped_kinds(VARIANTS['phi']))} maps goes",
+        f"Each of the {len(RULES)} named rules",
+    ):
         assert words in flat, f"README should say: {words}"
 
 

@@ -20,6 +20,7 @@ from hecate.models import LanguageModelConfig, LinearTransformer
 from hecate.train import ExperimentConfig
 from hecate.variant import Config, Variant
 from tests.clock import within
+from tests.registries import shipped_kinds
 
 for module in pkgutil.walk_packages(hecate.__path__, "hecate."):
     # Kernels for a GPU import Triton, and define no configs.
@@ -41,12 +42,6 @@ CONCRETE = sorted(
 REQUIRED = {"maps": ("elu", "relu"), "inner": "elu", "name": "a", "paths": ("a",)} | {
     "levels": ({"name": "a"},), "link": "identity", "data": {"kind": "parity"},
 }  # fmt: skip
-
-
-def ours(family: type[Variant]) -> list[str]:
-    """The kinds that no other test has registered."""
-    known = family.variants().items()
-    return sorted(kind for kind, own in known if own.__module__.startswith("hecate."))
 
 
 def integers(annotation: Any, metadata: list[Any]) -> list[list[Any]]:
@@ -132,7 +127,7 @@ def test_layers_refuse_widths_before_they_are_built(size):
 
 @pytest.mark.spec("VAR-SIZE-I1")
 @pytest.mark.parametrize("size", [10**9, 10**12, 10**400], ids=["1e9", "1e12", "1e400"])
-@pytest.mark.parametrize("kind", ours(phi.FeatureMap))
+@pytest.mark.parametrize("kind", sorted(shipped_kinds(phi.FeatureMap)))
 def test_feature_maps_refuse_widths_before_they_draw(kind, size):
     variant = phi.FeatureMap.variants()[kind]
     fields = {n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()}
@@ -142,7 +137,7 @@ def test_feature_maps_refuse_widths_before_they_draw(kind, size):
 
 
 @pytest.mark.spec("VAR-SIZE-I1")
-@pytest.mark.parametrize("kind", ours(phi.FeatureMap))
+@pytest.mark.parametrize("kind", sorted(shipped_kinds(phi.FeatureMap)))
 def test_shapes_are_those_that_init_gives_and_none_is_drawn_without_storage(kind, monkeypatch):
     variant = phi.FeatureMap.variants()[kind]
     fields = {n: REQUIRED.get(n, 4) for n, info in variant.model_fields.items() if info.is_required()}
@@ -195,7 +190,7 @@ def test_a_user_s_own_map_and_structure_are_held_to_it():
         del phi.FeatureMap._registry["blown"]
 
 
-@pytest.mark.parametrize("kind", ours(structure.Structure))
+@pytest.mark.parametrize("kind", sorted(shipped_kinds(structure.Structure)))
 def test_structures_refuse_widths_before_they_draw(kind):
     own = structure.Structure.variants()[kind]()
     with within(0.2), pytest.raises(ConfigError, match="TiB"):

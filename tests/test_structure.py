@@ -520,3 +520,25 @@ def test_circles_are_found():
         ["hecate.c", "hecate.d"],
         ["hecate.e", "hecate.e.f"],
     ]
+
+
+def collected(tree: ast.Module) -> Iterator[ast.AST]:
+    """The nodes that run when a file of tests is imported: all but the bodies of functions."""
+    waiting: list[ast.AST] = [*tree.body]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        inner = node.decorator_list if isinstance(node, ast.FunctionDef) else ast.iter_child_nodes(node)
+        waiting += [child for child in inner if not isinstance(child, ast.Lambda)]
+
+
+def test_no_test_depends_on_the_variants_of_others():
+    """`variants()` while tests are collected is whatever the files before have defined; `shipped_kinds` is not."""
+    text = "@parametrize(Bias.variants())\ndef test_a(): Bias.variants()\nOWN = [b for b in Bias.variants()]"
+
+    def found(tree: ast.Module) -> list[int]:
+        calls = (node for node in collected(tree) if isinstance(node, ast.Call))
+        return sorted(call.lineno for call in calls if dotted(call.func).endswith(".variants"))
+
+    assert found(ast.parse(text)) == [1, 3]
+    assert not {str(path): lines for path in ROOT.glob("tests/**/*.py") if (lines := found(parsed(path)))}

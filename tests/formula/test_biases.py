@@ -18,6 +18,7 @@ from hecate.errors import ConfigError
 from hecate.formula import Unprintable, bias_formula
 from hecate.testing.rule import in_torch
 from tests.formula.draws import drawn
+from tests.registries import shipped_kinds
 
 SPECIAL = [0.0, -0.0, 0.3, -0.3, 1.0, -1.0, 1.0001, 7.0, 1e-8, 1e30, -1e30, 1e300, math.inf, -math.inf, math.nan]
 IEEE = {
@@ -39,7 +40,7 @@ IEEE = {
     "or",
     "top",
 }
-SHIPPED = {kind: cls for kind, cls in Bias.variants().items() if cls.__module__.startswith("hecate.")}
+SHIPPED = shipped_kinds(Bias)
 WORDS = {"target": ["softmax", "distribution"]}
 
 

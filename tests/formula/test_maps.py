@@ -19,11 +19,12 @@ from hecate.testing.rule import in_torch
 from hecate.train.catalogue import catalogue, formula_text
 from tests.formula.draws import drawn
 from tests.formula.test_biases import SPECIAL, close
+from tests.registries import shipped_kinds
 
 NOTHING: Any = {"learned": {}, "frozen": {}}
 SHIPPED = {
     kind: cls
-    for kind, cls in FeatureMap.variants().items()
+    for kind, cls in shipped_kinds(FeatureMap).items()
     if cls.__module__ == "hecate.phi.elementwise" and cls().traits().componentwise and kind != "identity"
 }
 WAYS = [(False, False), (True, False), (False, True), (True, True)]

@@ -20,8 +20,9 @@ from hecate.testing.rule import in_torch
 from tests.engine.test_properties import whole
 from tests.formula.draws import drawn
 from tests.memories import case_of, config_of
+from tests.registries import shipped_kinds
 
-SHIPPED = {kind: cls for kind, cls in Retention.variants().items() if cls.__module__.startswith("hecate.")}
+SHIPPED = shipped_kinds(Retention)
 WORDS = {name: ["column", "row", "tangent", "divide", "exact", "paper"] for name in ("slot", "form")}
 SHAPES = [(1, 1), (3, 7), (6, 2)]
 

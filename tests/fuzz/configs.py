@@ -21,6 +21,7 @@ from hecate.train.document import dump_yaml, parse_yaml
 from hecate.variant import Config, Variant
 from tests.fuzz.draw import DEEP, nodes, spoilt, value_of
 from tests.fuzz.limits import within
+from tests.registries import shipped_kinds
 
 BUILT = 4
 """One in so many of the allowed configurations that nothing has spoilt takes a training step."""
@@ -44,7 +45,7 @@ def schema_of(root: type[Config]) -> dict[str, Any]:
     schema = root.model_json_schema()
     for family in Variant.__subclasses__():
         if family._family in schema["$defs"]:
-            kinds = [kind for kind, cls in family.variants().items() if cls.__module__.startswith("hecate.")]
+            kinds = list(shipped_kinds(family))
             members: list[dict[str, Any]] = [{"$ref": f"#/$defs/{family._family}.{kind}"} for kind in kinds]
             schema["$defs"][family._family]["oneOf"] = [*members, {"type": "string", "enum": kinds}]
     fields = schema.pop("anyOf", [{}])[0]  # of a memory, which a rule's name alone may be as well

@@ -19,6 +19,7 @@ from hecate.structure import MLP, Matrix, Structure, TwoPass
 from tests.memories import config_of
 from tests.microscope.common import asked_of, second_half
 from tests.reference import implicit_attention as reference
+from tests.registries import shipped_kinds
 
 # Rules and conventions that keep answers linear in values; every knob and field is among them.
 LINEAR: dict[str, dict[str, Any]] = {
@@ -167,8 +168,8 @@ def variants() -> dict[str, Any]:
     found: dict[str, Any] = dict(ONE_WRITE)
     families = {"structure": Structure, "bias": Bias, "retention": Retention, "algorithm": Algorithm}
     for field, family in families.items():
-        for kind, cls in family.variants().items():
-            if cls.__module__.startswith("hecate.") and kind != "two_pass":  # among the rules
+        for kind in shipped_kinds(family):
+            if kind != "two_pass":  # among the rules
                 found[f"{field} {kind}"] = config_of(**{field: kind})
     found |= {name: config_of(**fields) for name, fields in LINEAR.items()}
     # Chunks that end within the few tokens of a test.

@@ -11,9 +11,10 @@ from hecate import phi
 from hecate.errors import ConfigError
 from hecate.optim import KernelMomentum, PhiMomentum
 from tests.phi.examples import EXAMPLES
+from tests.registries import shipped_kinds
 
 C = 5  # DPFP has up to 2 C - 1 = 9 rolls
-EVERY = [m for kind in sorted(phi.FeatureMap.variants()) for m in EXAMPLES.get(kind, [kind])]
+EVERY = [m for kind in sorted(shipped_kinds(phi.FeatureMap)) for m in EXAMPLES.get(kind, [kind])]
 EVERY = [phi.FeatureMap.model_validate(m) for m in EVERY]
 EVERY = [m for m in EVERY if not m.needs_position]
 FIRST = list({made.kind: made for made in reversed(EVERY)}.values())  # of every kind

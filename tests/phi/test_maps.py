@@ -10,6 +10,7 @@ from torch import Tensor
 from hecate import MemoryConfig, phi
 from hecate.errors import ConfigError
 from tests.reference import phi as reference
+from tests.registries import shipped_kinds
 
 EMPTY: phi.Params = {"learned": {}, "frozen": {}}
 # Both sides evaluate the same formula in float64 with a handful of roundings.
@@ -521,8 +522,8 @@ def test_a_width_left_out_is_four_times_that_of_keys(kind, given):
     "kind",
     [
         kind
-        for kind, variant in phi.FeatureMap.variants().items()
-        if variant.__module__.startswith("hecate.") and not {"maps", "inner"} & variant.model_fields.keys()
+        for kind, variant in shipped_kinds(phi.FeatureMap).items()
+        if not {"maps", "inner"} & variant.model_fields.keys()
     ],
 )
 def test_every_map_that_is_not_made_of_maps_is_made_from_its_name_alone(kind):

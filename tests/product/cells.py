@@ -30,7 +30,8 @@ from hecate.retention import RetentionKind
 from hecate.rule import MemoryConfig
 from hecate.structure import Matrix, StructureKind
 from hecate.variant import Variant
-from tests.product.examples import example, shipped
+from tests.product.examples import example
+from tests.registries import shipped_kinds
 
 FAMILIES: dict[str, type[Variant]] = {
     "structure": StructureKind,
@@ -105,7 +106,7 @@ NEEDS: dict[tuple[str, str], dict[str, str]] = {
 @cache
 def settings() -> dict[str, dict[str, Any]]:
     """Of each family the variants under the names of the cells: its kinds at their examples, and `kind.setting`."""
-    found = {name: {kind: example(cls) for kind, cls in shipped(root).items()} for name, root in FAMILIES.items()}
+    found = {name: {kind: example(cls) for kind, cls in shipped_kinds(root).items()} for name, root in FAMILIES.items()}
     found["structure"]["matrix.key"] = Matrix(learns="key")
     found["algorithm"]["momentum.free"] = Momentum(bounded=False)
     found["feature_map"]["hedgehog.joint"] = found["feature_map"]["hedgehog"].model_copy(update={"joint": True})
@@ -176,7 +177,7 @@ class Verdict(NamedTuple):
 
 def axes() -> dict[str, list[str]]:
     """The kinds along each axis of the product of the knobs of a rule."""
-    return {**{name: list(shipped(FAMILIES[name])) for name in RULE[:-1]}, "way": list(WAYS)}
+    return {**{name: list(shipped_kinds(FAMILIES[name])) for name in RULE[:-1]}, "way": list(WAYS)}
 
 
 def all_axes() -> dict[str, list[str]]:

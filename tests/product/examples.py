@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any, get_args, get_origin
 
 from hecate.variant import Variant
+from tests.registries import shipped_kinds
 
 SMALL = {"num_centres": 4, "sketch": 4, "m": 4, "nodes": 2}
-
-
-def shipped(family: type[Variant]) -> dict[str, type[Variant]]:
-    """The variants of a family that come with hecate, not those of a test."""
-    return {kind: variant for kind, variant in family.variants().items() if variant.__module__.startswith("hecate.")}
 
 
 def example(variant: type[Variant]) -> Any:
@@ -31,7 +27,7 @@ def _small(annotation: Any) -> Any:
     if get_origin(annotation) is tuple:
         return (_small(get_args(annotation)[0]),) * 2
     if isinstance(annotation, type) and issubclass(annotation, Variant):
-        for variant in shipped(annotation).values():
+        for variant in shipped_kinds(annotation).values():
             if not any(field.is_required() for field in variant.model_fields.values()):
                 return variant()
     return {int: 4, float: 1.0}.get(annotation)

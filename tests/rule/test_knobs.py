@@ -134,7 +134,8 @@ def every_variant() -> list[dict[str, dict]]:
     return [
         {family: {"kind": kind, **fields}}
         for family, root in FAMILIES.items()
-        for kind in root.variants()
+        for kind, cls in root.variants().items()
+        if cls.__module__.startswith(("hecate.", __name__))
         for fields in EXAMPLES.get(f"{family}.{kind}", EXAMPLES.get(kind, [{}]))
     ]
 

@@ -25,12 +25,13 @@ from hecate.train import (
 )
 from hecate.train.config import SGD, AdamW, Muon, PartialKind
 from hecate.train.trainer import build_optimizers
+from tests.registries import shipped_kinds
 
 from .common import TiedGRU, same_bits, tiny
 
 # Beside every kind at its defaults: state of other dtypes, options that are texts or mappings.
 CHOICES = {
-    **{kind: kind for kind in OptimizerKind.variants()},
+    **{kind: kind for kind in shipped_kinds(OptimizerKind)},
     "learned lift": {
         "kind": "phi_momentum", "lift": "learned",
         "feature_map": {"kind": "random_fourier", "d_phi": 8},
@@ -79,7 +80,7 @@ def test_every_kind_trains_and_resumes_to_the_bit(choice, periods, tmp_path):
 
 
 @pytest.mark.spec("TRAIN-OPTIM-D2")
-@pytest.mark.parametrize("kind", OptimizerKind.variants())
+@pytest.mark.parametrize("kind", shipped_kinds(OptimizerKind))
 def test_the_schedule_is_that_of_every_kind(kind):
     trainer = Trainer(tiny(optim={"optimizer": kind, "lr": 0.1, "warmup": 4}))
     assert steps(trainer, 1)[0].lr == 0.1 / 4
@@ -287,12 +288,12 @@ def test_a_kind_of_the_user_trains(monkeypatch):
 
 def test_the_schema_has_every_kind():
     schema = OptimConfig.model_json_schema()["$defs"]
-    assert {f"optimizer.{kind}" for kind in OptimizerKind.variants()} <= schema.keys()
+    assert {f"optimizer.{kind}" for kind in shipped_kinds(OptimizerKind)} <= schema.keys()
     assert schema["optimizer.muon"]["properties"]["fallback"]["$ref"] == "#/$defs/optimizer"
 
 
 def test_partial_kinds_are_those_with_a_fallback():
-    kinds = OptimizerKind.variants().items()
+    kinds = shipped_kinds(OptimizerKind).items()
     found = {kind for kind, variant in kinds if "fallback" in variant.model_fields}
     assert found == PartialKind.variants().keys() == {"dgd", "muon", "m3"}
 
