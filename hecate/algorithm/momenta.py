@@ -403,7 +403,7 @@ class DeepMomentum(Carrying):
         return gu.squeeze(1), gp.squeeze(1), glr, gmomentum, gchange, gw
 
     def _start(self, grad: Tensor) -> Tensor:
-        return _draw(self.width, grad.shape[-1]).to(grad)
+        return (_traced_draw if torch.compiler.is_compiling() else _draw)(self.width, grad.shape[-1]).to(grad)
 
 
 @lru_cache(maxsize=16)
@@ -411,6 +411,17 @@ def _draw(rows: int, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn((rows, width), generator=generator, dtype=torch.float64, device="cpu")
     return draw / math.sqrt(width)
+
+
+@torch.library.custom_op("hecate::momentum_draw", mutates_args=())
+def _traced_draw(rows: int, width: int) -> Tensor:
+    """The draw as an operator, since torch.compile traces no generator."""
+    return _draw(rows, width).clone()
+
+
+@_traced_draw.register_fake
+def _(rows: int, width: int) -> Tensor:
+    return torch.empty(rows, width, dtype=torch.float64)
 
 
 def _trace(matrix: Tensor) -> Tensor:

@@ -18,9 +18,6 @@ from hecate.phi import FeatureMap, Params
 from hecate.rule import Gates, MemoryConfig, MemoryState, TokenGates
 from hecate.tape import Run, can_inspect, is_traced, one
 
-# What is drawn to learn a map's parameter names is thrown away; made here, because torch.compile cannot make a
-# generator.
-_UNREAD = torch.Generator()
 # By a reset mask made of `cu_seqlens`: the borders of the documents that hold a token, known on the host.
 BORDERS = WeakTensorKeyDictionary()
 Named = dict[str, Tensor]
@@ -306,7 +303,7 @@ def check_params(feature_map: FeatureMap, params: Params | None, k: Tensor) -> P
     """The feature map's parameters; an error when it needs some and none are given, or where they are not those of its
     `init`. [ENG-CALL-I6]"""
     if torch.compiler.is_compiling():
-        return params or feature_map.init(k.shape[-1], generator=_UNREAD)
+        return params or {"learned": {}, "frozen": {}}  # a map that needs some asks for them by name
     width, heads = k.shape[-1], k.shape[2]
     groups = _expected_params(feature_map, width, max(heads, 1))
     if params is None:

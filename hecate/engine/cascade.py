@@ -17,8 +17,7 @@ from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.parallel import parallel
 from hecate.engine.tokens import Carry, Tokens, in_folds, split_time
 from hecate.rule import MemoryConfig
-from hecate.structure import Cascade as Form
-from hecate.structure import Matrix, Memory
+from hecate.structure import Memory
 from hecate.tape import Autodiff, Run, one, several
 
 
@@ -30,7 +29,7 @@ class Cascade(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs that are no cascade, or not linear in the states of its memories."""
-        if config.structure.cascade() is None:
+        if config.cascade is None:
             return f"structure {config.structure.kind!r} is no cascade of linear memories"
         if (reason := chunk_refusal(config)) is not None:
             return reason
@@ -55,9 +54,10 @@ class Cascade(TokenEngine):
 
 def cascaded(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     """Runs tokens `[N, T, *]`: outputs and the final carry."""
-    form = config.structure.cascade()
-    if form is None:
+    if config.cascade is None:
         raise TypeError(f"structure {config.structure.kind!r} is no cascade")
+    front, rear = config.cascade
+    form: Any = front.bias
     apart = split_time([tokens.phi_k.shape[-1] - form.codes, form.codes], -1)
     keys, codes = several(run(apart, tokens.phi_k, label="phi(k)"))
     queries, _ = several(run(apart, tokens.phi_q, label="phi(q)"))
@@ -67,36 +67,7 @@ def cascaded(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
         for at in range(2)
     ]
     first = tokens._replace(phi_k=keys, phi_q=queries, v=codes)
-    z, front = parallel(_linear(config, _Behind(form)), first, parts[0], initial[:1], run=run)
+    z, carried = parallel(front, first, parts[0], initial[:1], run=run)
     second = tokens._replace(phi_k=codes, phi_q=one(run(form.link, z, label="codes")))
-    y, rear = parallel(_linear(config, config.bias), second, parts[1], initial[1:], run=run)
-    return y, carry._replace(memory=(*front.memory, *rear.memory), slots=(*front.slots, *rear.slots))
-
-
-class _Behind:
-    """The loss behind a link, as `parallel` asks a bias."""
-
-    kind = "behind a link"
-    linear = False
-
-    def __init__(self, form: Form) -> None:
-        self.grad, self.grad_vjp = form.gradient, form.gradient_vjp
-
-    def grad_jvp(self, pred: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
-        """The Hessian is symmetric."""
-        return self.grad_vjp(pred, target, tangent)[0]
-
-    def kernel_form(self) -> None:
-        """A formula of its own."""
-
-    token_form = kernel_form
-
-    def model_dump_json(self) -> str:
-        """It is no setting."""
-        return "null"
-
-
-def _linear(config: MemoryConfig, bias: Any) -> MemoryConfig:
-    """The config of a matrix memory with the same gates and conventions."""
-    fields = {name: getattr(config, name) for name in MemoryConfig.model_fields}
-    return MemoryConfig.model_construct(**{**fields, "structure": Matrix(), "bias": bias})
+    y, after = parallel(rear, second, parts[1], initial[1:], run=run)
+    return y, carry._replace(memory=(*carried.memory, *after.memory), slots=(*carried.slots, *after.slots))

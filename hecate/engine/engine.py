@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hecate.engine.call import Call, Plan, TensorsNeeded
+from hecate.engine.call import TRACED, Call, Plan, TensorsNeeded
 from hecate.engine.features import faced, normalized, to_tokens
 from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, not_known
@@ -51,6 +51,7 @@ class Engine(ABC):
     transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
     anchors: ClassVar[bool] = False  # whether it forgets towards the start
     bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
+    traceable: ClassVar[bool] = True  # whether torch.compile and torch.func can look through it
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
     reason: ClassVar[str] = ""  # why it costs what it costs, where that is the same for all calls
@@ -97,6 +98,8 @@ class Engine(ABC):
 
     def unable(self, plan: Plan) -> str | None:
         """Reason why it cannot run calls of a plan, for whatever reason; None if it can."""
+        if plan.traced and not self.traceable:  # first: what it asks of a config may not be traced either
+            return TRACED
         config, known = plan.config, plan.config.refusals
         if torch.compiler.is_compiling():  # which cannot trace what remembers
             known = {}

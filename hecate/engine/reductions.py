@@ -11,7 +11,6 @@ memory, whose config is then direct, answers them. [ENG-READ-D1]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,9 +31,7 @@ from hecate.engine.features import to_tokens
 from hecate.engine.tokens import CONCAT, cast, cut, linear_block
 from hecate.errors import ConfigError, ShapeError
 from hecate.readout import Asked, Means
-from hecate.retention import Decay
 from hecate.rule import Gates, MemoryConfig, MemoryState
-from hecate.structure import Matrix
 from hecate.tape import Block, Run, one, several
 from hecate.tape.bridge import full_precision
 
@@ -111,7 +108,7 @@ def _recalled(
     scan: Scan, config: MemoryConfig, write: Tensor | None, reset: Tensor | None, how: dict[str, Any]
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     def recall(q: Tensor, k: Tensor, code: Tensor, lr: Tensor, retain: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rule, position = codes_of(config), torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
+        rule, position = config.codes, torch.zeros(weight.shape[:2], dtype=torch.int64, device=weight.device)
         state = MemoryState({"weight": weight}, {}, {}, {}, position)
         asked, engine = how, how["engine"]
         if engine != "auto" and Engine.registry[engine].excludes(rule) is not None:
@@ -122,12 +119,6 @@ def _recalled(
         return y, new.memory["weight"]
 
     return recall
-
-
-@lru_cache(maxsize=256)
-def codes_of(config: MemoryConfig) -> MemoryConfig:
-    """The config of the memory that learns codes by heart: its slots decay, each by a gate of its own."""
-    return config.direct.model_copy(update={"structure": Matrix(learns="key"), "retention": Decay(retain=1.0)})
 
 
 def one_write_each(

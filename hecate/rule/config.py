@@ -18,7 +18,7 @@ from hecate.formula import MIXES, activation_nodes
 from hecate.gating import GatingKind, Plain
 from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
-from hecate.retention import NoRetention, RetentionKind
+from hecate.retention import Decay, NoRetention, RetentionKind
 from hecate.rule.layer import LayerOptions
 from hecate.rule.rule import Forms, MemoryRule, acts_of
 from hecate.structure import Matrix, StructureKind
@@ -127,18 +127,22 @@ class MemoryConfig(Config):
         ) -> None: ...
 
     __slots__ = (
-        *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "counting", "forms", "frozen_gradients"),
-        *("launches", "plans", "programs", "refusals", "remembered_keys", "rule"),
+        *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "cascade", "codes", "counting", "forms"),
+        *("frozen_gradients", "launches", "plans", "programs", "refusals", "remembered_keys", "rule"),
     )
     # Of each config: no fields, and read without a call. `rule` has the four knobs, `counting` is the memory of the sum
-    # normaliser: bias dot, to be written with the value 1. `blocks` of a chunk's writes are what the step is normalised
-    # by, 0 where it is raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on
-    # `remembered_keys`, with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at
-    # which they are taken; `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and
-    # `programs` of single tokens are kept by the looks of their tensors; no copy has them.
+    # normaliser: bias dot, to be written with the value 1. `codes` is the memory in which a readout learns codes by
+    # heart: its slots decay, each by a gate of its own; `cascade` are both matrices of a structure that is two, the
+    # first under the bias of its link. `blocks` of a chunk's writes are what the step is normalised by, 0 where it is
+    # raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on `remembered_keys`,
+    # with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at which they are taken;
+    # `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and `programs` of single
+    # tokens are kept by the looks of their tensors; no copy has them.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
     by_key: ClassVar[bool]
+    cascade: ClassVar[tuple[MemoryConfig, MemoryConfig] | None]
+    codes: ClassVar[MemoryConfig]
     counting: ClassVar[MemoryConfig]
     forms: ClassVar[Forms]
     frozen_gradients: ClassVar[bool]
@@ -163,6 +167,12 @@ class MemoryConfig(Config):
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
             self._keep_what_chunks_are()
+            cascade = self.structure.cascade()
+            both: list[dict[str, Any]] = [
+                {**fields, "structure": Matrix(), "bias": bias} for bias in (cascade, self.bias)
+            ]
+            memories = tuple(type(self).model_construct(**each) for each in both if cascade is not None)
+            object.__setattr__(self, "cascade", memories or None)
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
             one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
@@ -171,6 +181,8 @@ class MemoryConfig(Config):
             ready = {"feature_map": Identity(), "key_norm": "none", "query_scale": "none", "gating": Plain()}
             direct: dict[str, Any] = {**fields, **ready, "readout": Direct()}
             object.__setattr__(self, "_direct", type(self).model_construct(**direct))
+            direct.update(structure=Matrix(learns="key"), retention=Decay(retain=1.0))
+            object.__setattr__(self, "codes", type(self).model_construct(**direct))
         if self.normalizer != "none":
             fields.update(bias=Dot(), normalizer="none")
             object.__setattr__(self, "counting", type(self).model_construct(**fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -20,21 +21,38 @@ from hecate.variant import Variant
 Memory = tuple[Tensor, ...]
 
 
-class Cascade(NamedTuple):
+@dataclass(frozen=True)
+class Cascade:
     """Two linear memories written apart from each other and read one after the other: with phi = [w; a], a of width
     `codes`, the first learns `link(W_1 w) -> a`, the second `W_2 a -> v` under the bias, and y = W_2 link(W_1 w_q).
+    It is itself the bias of the first, as engines ask one.
 
     Fields:
         codes: the width of a.
         link: the block z `[..., codes]` -> code.
-        gradient: (z, a) -> the first memory's gradient by its prediction z.
-        gradient_vjp: (z, a, g) -> cotangents of z and a.
+        grad: (z, a) -> the first memory's gradient by its prediction z.
+        grad_vjp: (z, a, g) -> cotangents of z and a.
     """
 
     codes: int
     link: Block
-    gradient: Callable[[Tensor, Tensor], Tensor]
-    gradient_vjp: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    grad: Callable[[Tensor, Tensor], Tensor]
+    grad_vjp: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    kind: ClassVar[str] = "behind a link"
+    linear: ClassVar[bool] = False
+
+    def grad_jvp(self, pred: Tensor, target: Tensor, tangent: Tensor) -> Tensor:
+        """The Hessian is symmetric."""
+        return self.grad_vjp(pred, target, tangent)[0]
+
+    def kernel_form(self) -> None:
+        """A formula of its own."""
+
+    token_form = kernel_form
+
+    def model_dump_json(self) -> str:
+        """It is no setting."""
+        return "null"
 
 
 class SlotForm(NamedTuple):

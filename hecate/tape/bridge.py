@@ -61,8 +61,9 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
     with full_precision(inputs):
         if autodiff == "torch" or (autodiff == "auto" and compiling):
             return program(execute, *inputs)
-        traced = compiling or torch._C._are_functorch_transforms_active()
-        if not traced and forward_ad._current_level < 0 and not is_recorded(inputs):
+        transformed = torch._C._are_functorch_transforms_active()
+        # Neither does torch.compile trace a Function of which nothing is to be differentiated.
+        if not transformed and forward_ad._current_level < 0 and not is_recorded(inputs):
             return program(execute, *inputs)
 
         def forward(inputs: Tensors, keeps: bool) -> Made:
@@ -75,7 +76,9 @@ def differentiate(program: Program, inputs: Tensors, autodiff: Autodiff = "auto"
             with full_precision(cotangents):
                 return replay(Tape(), program, inputs, cotangents, checkpoints)
 
-        return _Function.apply(forward, pullback, None if traced else [], *inputs)  # type: ignore[no-untyped-call]
+        if compiling:  # which traces no Function of one tensor twice
+            inputs = distinct(inputs, set())
+        return _Function.apply(forward, pullback, None if compiling or transformed else [], *inputs)  # type: ignore[no-untyped-call]
 
 
 class ByHand(NamedTuple):

@@ -8,8 +8,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from hecate import Gates, MemoryConfig, memory_scan
+from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.engine import Engine
+from hecate.engine.cpu.engine import TOKENS
+from hecate.nn import Memory
+from hecate.rule import RULES
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
 CONFIGS = {
@@ -117,6 +120,44 @@ def test_compiles_to_one_graph_with_the_same_gradients(name, engine, autodiff):
         results.append((*outputs, *grads))
     for mine, true in zip(*results, strict=True):
         close(mine, true, 1e-12)
+
+
+# Whose engine is chosen by what a compiler cannot trace of a config; a cascade; draws; and by night every rule.
+BY_DAY = ("gsa", "titans", "trellis", "deep_momentum")
+FIRST = [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in RULES]
+
+
+@pytest.mark.spec("ENG-COMPILE-I1")
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_call_of_a_rule_compiles(name):
+    """As many tokens as kernels start at, by a layer of which nothing was asked before."""
+    torch._dynamo.reset()
+    layer = Memory(4, heads=1, config=named_rule(name), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, TOKENS, 4, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = torch.compile(layer, backend="eager", fullgraph=True)(x)[0]
+        layer.engine = "sequential"
+        close(found, layer(x)[0], 1e-9)
+
+
+@pytest.mark.spec("ENG-COMPILE-I1")
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+def test_a_tape_compiles_whatever_is_differentiated(leaves):
+    """Nothing; the queries alone; all, and the keys are values as well."""
+    torch._dynamo.reset()
+    config = config_of(bias="huber", key_norm="l2")
+    q, k = torch.randn(2, 1, 3, 1, 3, generator=torch.Generator().manual_seed(0)).unbind()
+    inputs = [x.clone().requires_grad_(place < leaves) for place, x in enumerate((q, k))]
+
+    def scan(*inputs):
+        return memory_scan(config, *inputs, inputs[1], engine="parallel", autodiff="tape")[0]
+
+    found, expected = torch.compile(scan, backend="eager", fullgraph=True)(*inputs), scan(*inputs)
+    close(found, expected, 1e-12)
+    if leaves:
+        mine, true = (torch.autograd.grad(y.sin().sum(), inputs[:leaves]) for y in (found, expected))
+        for pair in zip(mine, true, strict=True):
+            close(*pair, 1e-12)
 
 
 @pytest.mark.spec("ENG-FUNC-I3")

@@ -43,6 +43,7 @@ class CompiledLayers(TokenEngine):
 
     name = "compiled_layers"
     steady = anchors = bounds = True
+    traceable = False
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs without a kernel."""
@@ -70,7 +71,7 @@ class CompiledLayers(TokenEngine):
         return None
 
     def unfit(self, plan: Plan) -> str | None:
-        """Another device, another dtype, a retain per channel, a vector memory, torch looking on, no numba."""
+        """Another device, another dtype, a retain per channel, no numba."""
         if plan.channels:
             return "its kernels know no retain per phi channel"
         return no_kernels(plan, "layers")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hecate.engine.call import GENERAL, TRACED, Call, Plan
+from hecate.engine.call import GENERAL, Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain
@@ -51,6 +51,7 @@ class Compiled(TokenEngine):
 
     name = "compiled"
     counts_along = steady = True
+    traceable = False
     takes = GENERAL
 
     def refuses(self, config: MemoryConfig) -> str | None:
@@ -58,7 +59,7 @@ class Compiled(TokenEngine):
         return _unlike(config) and refusal(config)
 
     def unfit(self, plan: Plan) -> str | None:
-        """Another device, another dtype, torch looking on, no numba."""
+        """Another device, another dtype, no numba."""
         return one_retain(plan) or no_kernels(plan, "wide")
 
     def cost(self, plan: Plan) -> float:
@@ -86,9 +87,7 @@ class Compiled(TokenEngine):
 
 
 def no_kernels(plan: Plan, module: str) -> str | None:
-    """Reason why no kernel of a module can run calls of a plan: torch looking on, another device or dtype, no numba."""
-    if plan.traced:
-        return TRACED
+    """Reason why no kernel of a module can run calls of a plan: another device or dtype, no numba."""
     if plan.device != "cpu":
         return f"its kernels run on the CPU, the tensors are on {plan.device}"
     if plan.dtype not in (torch.float32, torch.float64):
