@@ -388,7 +388,7 @@ def test_tensors_that_kernels_cannot_read():
         ({"dtype": torch.bfloat16}, "bfloat16"),
         ({"traced": True}, "torch.compile"),
     ):
-        assert word in str(COMPILED.unfit(Plan.sketch(config, **options)))
+        assert word in str(COMPILED.unable(Plan.sketch(config, **options)))
         assert explain(Plan.sketch(config, length=100, **options))[0] == "parallel"
     config = config_of(on_nonfinite="propagate")
     case = case_of(config, length=40)
