@@ -212,7 +212,7 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    variants = "phi bias retention algorithm structure activation gating readout position data optimizer logger"
+    variants = "phi bias retention link algorithm structure activation gating readout position data optimizer logger"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
     assert int(folded[1]) == len(folded) - 2 and folded[-3:] == ["mqar-RULE", "quickstart-RULE", "lm-SIZE-BACKBONE"]
@@ -228,6 +228,7 @@ def test_lists(hecate):
     for family, kind, texts in (
         ("bias", "kl", ("log sum exp(pred)", "curvature 1/2", "hand-written", "2504.13173")),
         ("retention", "sphere", ("X / |X|", "not linear; starts at the identity", "2504.05646")),
+        ("link", "signed_softmax", ("M = scale sinh(A) / sum cosh(A)", "Kivinen")),
         ("optimizer", "muon", ("NS(u)", "Jordan")),
         ("gating", "comba", ("q - d c k", "2506.02475")),
         ("readout", "slots", ("y = V softmax(K q)", "2409.07146")),
