@@ -203,9 +203,7 @@ def _by_torch(model: nn.Module) -> list[str]:
     """Knobs of a user's own whose derivatives are left to `torch.func`, with the methods that would be them."""
     rule = _rule_of(model)
     knobs = () if rule is None else (rule.bias, rule.retention, rule.algorithm, rule.structure)
-    return [
-        f"{knob._family} {knob.kind!r} ({', '.join(knob._derivatives)})" for knob in knobs if not knob.hand_written()
-    ]
+    return [f"{k._family} {k.kind!r} ({', '.join(k._derivatives)})" for k in knobs if not k.hand_written()]
 
 
 def _draw(model: nn.Module, batch: int, length: int) -> Tensor:

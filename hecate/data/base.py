@@ -212,9 +212,8 @@ class TaskSource(Source):
     def __init__(self, task: Task) -> None:
         self.task = task
         if task.examples is not None:
-            length = task.length() or 1
-            what = f"examples: {task.examples:,} of {length:,} tokens with their targets"
-            check_room(task.examples * length * 2 * np.dtype(np.int64).itemsize, what, "lower data.examples")
+            size = 2 * 8 * task.examples * (task.length() or 1)  # tokens and targets, int64
+            check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
         fresh = {"examples"} if task.examples is None else None  # as before the field was
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
         self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # of a seed

@@ -63,12 +63,10 @@ class Leveled(torch.optim.Optimizer):
         reduce: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
-        self.inner = factory(params, **options) if callable(factory) else factory
-        if self.inner is factory or not isinstance(self.inner, torch.optim.Optimizer):
-            raise ConfigError(
-                f"factory must make an optimiser of groups and options, as the class torch.optim.AdamW does, "
-                f"got {shorten(factory)}"
-            )
+        self.inner: Any = factory(params, **options) if callable(factory) else None
+        if not isinstance(self.inner, torch.optim.Optimizer):
+            wanted = "factory must make an optimiser of groups and options, as the class torch.optim.AdamW does"
+            raise ConfigError(f"{wanted}, got {shorten(factory)}")
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(

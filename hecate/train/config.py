@@ -381,8 +381,7 @@ class ExperimentConfig(Config):
         if fixed is not None and asked not in (None, fixed):
             yield (
                 ("budget", "seq_len"),
-                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out, or, where a preset "
-                "has it, write budget.seq_len=null",
+                f"data {self.data.kind!r} has sequences of length {fixed}, got {asked}; leave it out",
             )
         attention = self.model.attention
         if self.data.carries and attention is not None and attention.window is None and not attention.by_segment:

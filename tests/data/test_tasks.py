@@ -203,7 +203,7 @@ def test_examples_beyond_the_machine_are_refused_before_they_are_drawn(monkeypat
     monkeypatch.setattr(Copy, "sample", lambda *_: pytest.fail("drawn"))
     monkeypatch.setattr("hecate.checks.memory_of", lambda _: 1 << 30)
     with pytest.raises(
-        ConfigError, match=r"examples: 16,777,216 of \d+ tokens .* more than the 1 GiB .* data.examples"
+        ConfigError, match=r"examples: 16,777,216 of task 'copy': .* more than the 1 GiB .* data.examples"
     ):
         Copy(examples=1 << 24).load()
 
