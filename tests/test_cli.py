@@ -122,9 +122,10 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
         (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, link, "
-         "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
+         "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, "
+         "presets."),
         (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
-         "retention, link, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
+         "retention, link, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, "),
         (("export", "gone", "--to", "gguf"), 2,
          "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
         (("export", "gone", "--to", "hf", "--dtype", "float16"), 2, "error: --dtype float16 and --to hf: weights keep"),
