@@ -16,7 +16,7 @@ from functools import wraps
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from hecate.errors import MEANT, ArgumentError, ConfigError, HecateError, LayoutWarning, ShapeError, not_known, shorten
@@ -183,6 +183,16 @@ def expect_ids(ids: object, name: str) -> None:
     if isinstance(ids, str) or not isinstance(ids, Sequence):
         cure = "give its .tolist()" if hasattr(ids, "tolist") else "a tokenizer's encode makes them"
         raise ConfigError(f"{name} must be token ids such as [72, 105], got {shorten(ids)}; {cure}")
+
+
+def expect_taps(kernel: int, *path: str) -> int:
+    """Taps of a short convolution, 0 for none; refuses what is no such integer, and one tap, which mixes nothing."""
+    if type(kernel) is not int or kernel < 0 or kernel == 1:
+        raise ConfigError(f"must be 0 (none) or at least 2, got {shorten(kernel)}", path)
+    return check_size(kernel, "conv_kernel", "lower it", MAX_DEPTH)
+
+
+Taps = Annotated[int, Field(ge=0, le=MAX_DEPTH), AfterValidator(expect_taps)]
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], cure: str, *lead: int) -> None:

@@ -103,8 +103,8 @@ def list_(
     """List the variants of a family with formula, traits, gradient and paper; of one, all there is to know.
 
     Args:
-        family: phi, bias, retention, algorithm, structure, gating, readout, position, data, optimizer, logger, engines,
-            rules or presets.
+        family: phi, bias, retention, link, algorithm, structure, gating, readout, position, data, optimizer, logger,
+            engines, rules or presets.
         name: One of them: its text, its settings and an example.
 
     Examples: hecate list | hecate list phi | hecate list phi dpfp | hecate list presets

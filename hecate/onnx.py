@@ -186,13 +186,24 @@ def _halve(model: Any) -> None:
     model.graph.node.extend(nodes)
 
 
-def _title(model: nn.Module) -> str:
-    """A model by its class and its rule."""
+def _rule_of(model: nn.Module) -> MemoryConfig | None:
+    """The rule of a model or a layer, if it has one."""
     config = getattr(model, "config", None)
     rule = getattr(config, "memory", config)
-    if not isinstance(rule, MemoryConfig):
-        return type(model).__name__
-    return f"{type(model).__name__} of {rule_repr(rule)}, readout={rule.readout.kind}"
+    return rule if isinstance(rule, MemoryConfig) else None
+
+
+def _title(model: nn.Module) -> str:
+    """A model by its class and its rule."""
+    rule, name = _rule_of(model), type(model).__name__
+    return name if rule is None else f"{name} of {rule_repr(rule)}, readout={rule.readout.kind}"
+
+
+def _by_torch(model: nn.Module) -> list[str]:
+    """Knobs of a user's own whose derivatives are left to `torch.func`, with the methods that would be them."""
+    rule = _rule_of(model)
+    knobs = () if rule is None else (rule.bias, rule.retention, rule.algorithm, rule.structure)
+    return [f"{k._family} {k.kind!r} ({', '.join(k._derivatives)})" for k in knobs if not k.hand_written()]
 
 
 def _draw(model: nn.Module, batch: int, length: int) -> Tensor:
@@ -240,6 +251,8 @@ def _to_onnx(
         raise
     except Exception as error:  # torch's converter raises what it likes
         said = str(error.__cause__ or error).strip().splitlines()[0]
+        if own := _by_torch(sequence.model):
+            said = f"torch.func takes derivatives of {' and '.join(own)}, which the exporter cannot follow; write them"
         raise ConfigError(f"{_title(sequence.model)} does not convert to ONNX: {said}") from None
     proto = ir.to_proto(shorter(converted.model))  # type: ignore[union-attr]
     for node in proto.graph.node:

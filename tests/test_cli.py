@@ -121,10 +121,11 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("eval", "x" * 300), 2, "error: cannot use 'xxx"),
         (("train", "tiny.yaml", "--out", "x" * 300), 2, "error: cannot use 'xxx"),
         (("show", "nope"), 2, "error: no preset 'nope'"),
-        (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, algorithm, "
-         "structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, presets."),
+        (("list", "phy"), 2, "error: no family 'phy'. Did you mean 'phi'? Known: phi, bias, retention, link, "
+         "algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, rules, "
+         "presets."),
         (("list", "feature_maps"), 2, "error: no family 'feature_maps'. Did you mean 'phi'? Known: phi, bias, "
-         "retention, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, engines, "),
+         "retention, link, algorithm, structure, activation, gating, readout, position, data, optimizer, logger, "),
         (("export", "gone", "--to", "gguf"), 2,
          "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
         (("export", "gone", "--to", "hf", "--dtype", "float16"), 2, "error: --dtype float16 and --to hf: weights keep"),
@@ -212,7 +213,7 @@ def test_lists(hecate):
     code, out, _ = hecate("list")
     assert code == 0
     families = [line.split()[0] for line in out.splitlines()[1:]]
-    variants = "phi bias retention algorithm structure activation gating readout position data optimizer logger"
+    variants = "phi bias retention link algorithm structure activation gating readout position data optimizer logger"
     assert families == [*variants.split(), "engines", "rules", "presets"]
     folded = hecate("list")[1].splitlines()[-1].split()
     assert int(folded[1]) == len(folded) - 2 and folded[-3:] == ["mqar-RULE", "quickstart-RULE", "lm-SIZE-BACKBONE"]
@@ -228,6 +229,7 @@ def test_lists(hecate):
     for family, kind, texts in (
         ("bias", "kl", ("log sum exp(pred)", "curvature 1/2", "hand-written", "2504.13173")),
         ("retention", "sphere", ("X / |X|", "not linear; starts at the identity", "2504.05646")),
+        ("link", "signed_softmax", ("M = scale sinh(A) / sum cosh(A)", "Kivinen")),
         ("optimizer", "muon", ("NS(u)", "Jordan")),
         ("gating", "comba", ("q - d c k", "2506.02475")),
         ("readout", "slots", ("y = V softmax(K q)", "2409.07146")),

@@ -203,6 +203,10 @@ class Algorithm(Variant, family="algorithm"):
                 expected = ", ".join(("direction", *self.slots)) + "," * (not self.slots)
                 count = f"{len(outputs)} of them" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
                 raise ShapeError(f"algorithm {self.kind!r}: direction must return the tuple ({expected}), got {count}")
+            for name, before, after in zip(("direction", *self.slots), (inputs[0], *inputs[3:]), outputs, strict=True):
+                if before.shape != after.shape:
+                    shapes = f"{list(before.shape)}, got {list(after.shape)}"
+                    raise ShapeError(f"algorithm {self.kind!r}: the {name} that direction returns must be {shapes}")
             return outputs, inputs
 
         return Block(f"algorithm.{self.kind}", forward, self.direction_vjp if self.hand_written() else None)

@@ -61,7 +61,8 @@ class Bias(Variant, family="bias"):
 
     def block(self) -> Block:
         """`grad` as a tape block: (pred, target) -> u."""
-        return formula_block(f"bias.{self.kind}", self.grad, self.grad_vjp if self.hand_written() else None)
+        vjp = self.grad_vjp if self.hand_written() else None
+        return formula_block(f"bias.{self.kind}", self.grad, vjp, alike=self)
 
 
 BiasKind = Bias

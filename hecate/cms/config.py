@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from hecate.checks import Count, Depth, Size
+from hecate.checks import Count, Size, Taps
 from hecate.engine import MOST_LEVELS, tree_refusal
 from hecate.nn.arguments import Firing, check_firing
 from hecate.nn.conv import DEFAULT_CONV_KERNEL, DEFAULT_QK_NORM, QKNorm, settle_layer
@@ -41,7 +41,7 @@ class LevelConfig(Config):
     heads: Size | None = Field(None, ge=1)
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
-    conv_kernel: Depth = Field(DEFAULT_CONV_KERNEL, ge=0)
+    conv_kernel: Taps = DEFAULT_CONV_KERNEL
     qk_norm: QKNorm = DEFAULT_QK_NORM
     output_gate: bool = True
     learned_initial: bool = True
@@ -60,8 +60,6 @@ class LevelConfig(Config):
             sets = f"period={self.period} sets chunk={self.period} and commit='chunk'"
             has = f"memory has chunk={memory.chunk} and commit={memory.commit!r}"
             yield ("period",), f"{sets}, but {has}; leave both out of memory, or set period=1 to keep them"
-        if self.conv_kernel == 1:
-            yield ("conv_kernel",), "must be 0 (none) or at least 2, got 1"
         rule = self.rule  # its own refusals are the level's
         if self.restart is not None and self.restart % rule.chunk:
             reason = f"restart={self.restart} would cut a chunk of {rule.chunk} tokens short"

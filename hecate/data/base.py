@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
+from hecate.checks import check_room
 from hecate.data.tokenizer import Tokenizer
 from hecate.errors import ConfigError, DataError
 from hecate.variant import Variant
@@ -210,6 +211,9 @@ class TaskSource(Source):
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        if task.examples is not None:
+            size = 2 * 8 * task.examples * (task.length() or 1)  # tokens and targets, int64
+            check_room(size, f"examples: {task.examples:,} of task {task.kind!r}", "lower data.examples")
         fresh = {"examples"} if task.examples is None else None  # as before the field was
         self.fingerprint = hashlib.sha256(task.model_dump_json(exclude=fresh).encode()).hexdigest()
         self._examples: tuple[int, tuple[Rows, Rows]] | None = None  # of a seed

@@ -262,7 +262,11 @@ class Plan:
             weight = initial[name].to(dtype)
             lead = weight.shape[: weight.dim() - len(shape)]
             if self.starts:
-                weight = self.config.retention.start(weight.reshape(lead.numel(), *shape)).reshape(weight.shape)
+                start = self.config.retention.start(weight.reshape(lead.numel(), *shape))
+                if start.shape[1:] != shape:
+                    retention = self.config.retention
+                    raise ShapeError(f"start of {retention!r} must be [N, *{list(shape)}], got {list(start.shape)}")
+                weight = start.reshape(weight.shape)
             weights[name] = weight if len(lead) == 2 else weight.expand(batch, *weight.shape)
         return weights
 

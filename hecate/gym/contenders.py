@@ -224,10 +224,21 @@ def _function(text: str) -> Contender:
 def of_callable(name: str, memory: Memory) -> Contender:
     """A contender of one memory without settings, or, of a class of modules, a layer to train; kept results are those
     of the same source."""
+    called: Any = memory
+    layer = inspect.isclass(called)
+    takes = "width, generator" if layer else "keys, values, state"
+    if layer and not issubclass(called, nn.Module):
+        hint = "of classes only a torch.nn.Module is one, a layer to train; name a function, or an object of the class"
+        raise ConfigError(f"contender {shorten(name)} is a class, and {hint}")
+    try:
+        inspect.signature(called.forward if isinstance(called, nn.Module) else called).bind(*takes.split(", "))
+    except (TypeError, ValueError) as error:
+        what = "a layer is made of" if layer else "a memory is called with"
+        raise ConfigError(f"contender {shorten(name)}: {what} ({takes}), which fails here: {error}") from None
     digest = hashlib.sha256(json.dumps(held_by(memory)).encode()).hexdigest()
     facts = {"source": source_of(memory), "held": digest}
-    if inspect.isclass(memory) and issubclass(memory, nn.Module):
-        return Contender(name, None, facts=facts, layer=memory)
+    if layer:
+        return Contender(name, None, facts=facts, layer=called)
     return Contender(name, lambda setting, seed: memory, facts=facts)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hecate.checks import Size, described
+from hecate.checks import Size, check_room, described
 from hecate.errors import ConfigError, ShapeError
 from hecate.gym.contenders import Contender, Memory, Setting
 from hecate.variant import Conflicts, Variant
@@ -112,8 +112,13 @@ class GymTask(Variant, family="gym_task"):
     def stream(self, seed: int) -> Stream:
         """The rows of a seed. [GYM-ROW-D1]"""
         name = int.from_bytes(hashlib.sha256(self.kind.encode()).digest()[:4])
-        draws = (np.random.SeedSequence((name, seed, index)) for index in range(self.rows))
-        rows = [self.row(np.random.Generator(np.random.PCG64(draw))) for draw in draws]
+
+        def drawn(index: int) -> Row:
+            return self.row(np.random.Generator(np.random.PCG64(np.random.SeedSequence((name, seed, index)))))
+
+        needed = self.rows * sum(part.nbytes for part in drawn(0) if part is not None)
+        check_room(needed, f"rows: {self.rows:,} of task {self.kind!r}", "lower rows, or what makes one long")
+        rows = [drawn(index) for index in range(self.rows)]
 
         def stack(*arrays: Array) -> Tensor:
             return torch.from_numpy(np.stack(arrays).astype(np.float32))

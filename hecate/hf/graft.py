@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hecate.checks import Depth, Size, described, expect_choice
+from hecate.checks import Depth, Size, Taps, described, expect_choice
 from hecate.errors import ConfigError, ShapeError
 from hecate.hf.adopt import FLOATS, called_with, starts_of_documents
 from hecate.hf.cache import no_continuous_batching, record_drafts, remembering
@@ -57,7 +57,7 @@ class GraftConfig(Config):
     heads: Size | None = Field(None, ge=1)
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
-    conv_kernel: Depth | None = Field(None, ge=0)
+    conv_kernel: Taps | None = None
     qk_norm: QKNorm | None = None
     output_gate: bool = True
     learned_initial: bool = True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hecate.algorithm import Momentum
-from hecate.checks import Depth, Size, expect_choice
+from hecate.checks import Depth, Size, Taps, expect_choice
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.hf.adopt import Told, hook_models, layers_run, masks_of, official, rule_of
 from hecate.hf.cache import remembering
@@ -54,7 +54,7 @@ class HostedConfig(Config):
     heads: Size = Field(ge=1)
     d_key: Size = Field(ge=1)
     d_value: Size = Field(ge=1)
-    conv_kernel: Depth = Field(ge=0)
+    conv_kernel: Taps
     learned_initial: bool = False
     firing: Firing = "always"
 

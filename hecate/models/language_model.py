@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hecate.checks import MAX_SIZE, Depth, Size, check_shapes, named, outside_vocabulary
+from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, named, outside_vocabulary
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -93,7 +93,7 @@ class LanguageModelConfig(Config):
     d_key: Size | None = Field(None, ge=1)
     d_value: Size | None = Field(None, ge=1)
     memory: MemoryConfig = MemoryConfig()
-    conv_kernel: Depth = Field(DEFAULT_CONV_KERNEL, ge=0)
+    conv_kernel: Taps = DEFAULT_CONV_KERNEL
     qk_norm: QKNorm = DEFAULT_QK_NORM
     output_gate: bool = True
     learned_initial: bool = True
@@ -113,8 +113,6 @@ class LanguageModelConfig(Config):
         """Sizes that do not fit, settings that nothing would read, and what the layers of a block refuse."""
         if self.d_model % self.heads and (self.d_key is None or self.d_value is None):
             yield ("heads",), f"must divide d_model={self.d_model}, got {self.heads}; or give d_key and d_value"
-        if self.conv_kernel == 1:
-            yield ("conv_kernel",), "must be 0 (none) or at least 2, got 1"
         hidden_width(self.d_model, self.mlp_ratio, "d_model")
         scans = _scans("", self.memory, self.feature_memory, *self._widths())
         for field, (memory, key, value, _) in sorted(scans.items()):

@@ -7,9 +7,9 @@ from typing import Any, Literal, NoReturn, TypeGuard, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from hecate.checks import MAX_DEPTH, check_shapes, check_size, described, expect_beside, expect_choice, expect_count
+from hecate.checks import check_shapes, check_size, described, expect_beside, expect_choice, expect_count, expect_taps
 from hecate.engine import EngineName, check_exact
-from hecate.errors import ConfigError, ShapeError, shorten
+from hecate.errors import ConfigError, ShapeError
 from hecate.nn.conv import QKNorm, ShortConv
 from hecate.rule import LAYER, LayerOptions, MemoryConfig
 from hecate.tape import Autodiff
@@ -32,9 +32,7 @@ def check_sizes(d_model: int, heads: int, d_key: int | None, d_value: int | None
         raise ConfigError(
             f"d_model={d_model} is not divisible by heads={heads}; change one of them or give d_key and d_value"
         )
-    if type(conv_kernel) is not int or conv_kernel < 0 or conv_kernel == 1:
-        raise ConfigError(f"conv_kernel must be 0 (none) or at least 2, got {shorten(conv_kernel)}")
-    check_size(conv_kernel, "conv_kernel", "lower it", MAX_DEPTH)
+    expect_taps(conv_kernel, "conv_kernel")
     key, value = (d_model // heads if size is None else size for size in (d_key, d_value))
     check_shapes({"projection": (d_model, heads * (2 * key + value))}, "lower d_model, heads, d_key or d_value")
     return key, value

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hecate.checks import Depth, Size, named
+from hecate.checks import Size, Taps, named
 from hecate.distributed.context import Shares
 from hecate.engine import written_before
 from hecate.errors import ConfigError, ShapeError, shorten
@@ -46,7 +46,7 @@ class AttentionConfig(Config):
     rotary: bool = True
     kv_heads: Size | None = Field(None, ge=1)
     qk_norm: AttentionNorm = "rms"
-    conv_kernel: Depth = Field(0, ge=0)
+    conv_kernel: Taps = 0
     output_gate: bool = False
     gate: Combination | None = None
 

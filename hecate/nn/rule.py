@@ -42,7 +42,9 @@ class GatingParameters(nn.Module):
             channels = f"{', '.join(self.gating.channels)} per key channel, {sizes.d_key} of them"
             phi = f"feature_map {config.feature_map.kind!r} has {width}; use one as wide as keys"
             raise ConfigError(f"gating {self.gating.kind!r} makes {channels}, and {phi}", path=("gating",))
-        check_shapes(shapes, f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees")
+        carried = {f"state of {name}": shape for name, shape in self.gating.state_shapes(sizes).items()}
+        cure = f"lower d_model, heads or the widths that gating {self.gating.kind!r} sees"
+        check_shapes({**shapes, **carried}, cure)
         meta = without_numbers(place["dtype"])
         self.params = TensorDict(
             {name: torch.empty(shape, **meta) for name, shape in shapes.items()}, learned=True, **place

@@ -109,22 +109,19 @@ class SlidingAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        check_sizes(d_model, heads, None, None, 0)
+        check_sizes(d_model, heads, None, None, conv_kernel)
         self.d_model, self.heads, self.width = d_model, heads, d_model // heads
         self.window, self.persistent, self.rotary = window, persistent, rotary
         self.kv_heads, self.qk_norm, self.name = kv_heads, qk_norm, name
         sizes: dict[str, Any] = {"window": window, "persistent": persistent, "kv_heads": kv_heads}
-        sizes["conv_kernel"] = conv_kernel
         for what, size in sizes.items():
             if size is not None or what != "window":
-                expect_count(size, what, 0 if what in ("persistent", "conv_kernel") else 1)
+                expect_count(size, what, 0 if what == "persistent" else 1)
                 check_size(size, what, "lower it")
         check_shapes({"tokens": (persistent, d_model)}, "lower persistent or d_model")
         if heads % kv_heads:
             raise ConfigError(f"kv_heads={kv_heads} does not divide heads={heads}", ("kv_heads",))
         expect_choice(qk_norm, "qk_norm", get_args(AttentionNorm))
-        if conv_kernel == 1:
-            raise ConfigError("must be 0 (none) or at least 2, got 1", path=("conv_kernel",))
         if rotary and self.width % 4:
             raise ConfigError(
                 f"rotary=True turns half of a head's channels in pairs: d_model={d_model} over heads={heads} must be "

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _use_grad_for_differentiab
 
 from hecate.checks import expect_choice
 from hecate.distributed import gathered, is_sharded, overwrite
-from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, not_known
+from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError, did_you_mean, not_known
 from hecate.optim.tensors import agreed, local, state_dtype, sum_is_finite
 from hecate.tape.bridge import can_inspect
 from hecate.variant import Config, Variant
@@ -30,6 +30,9 @@ Named = list[tuple[str, nn.Parameter]]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
+NOT_OFFERED = ("capturable", "fused")
+OF_GROUPS = ("params", "param_names", "kind", "period", "reduce", "elapsed", "commits", *NOT_OFFERED)
+"""Keys of groups that are no options of a step: torch's, a label, those of `Leveled`, and what `check` refuses."""
 MatrixView = Literal["flatten", "last"]
 
 
@@ -133,6 +136,16 @@ def name_of(group: Group, p: Tensor) -> str:
     return f"parameter {place} {list(p.shape)}"
 
 
+def refuse_misspelt(group: Group, kind: str, options: Collection[str], others: Collection[str] = ()) -> None:
+    """Refuses keys of a group that are close to an option, or an option of `others`, and not one of these `options`.
+
+    Other keys are labels, which schedulers and users put there: a `name`, an `initial_lr`, a `max_momentum`."""
+    for word in group:
+        label = any(f"_{option}_" in f"_{word}_" for option in options) or not did_you_mean(word, options, 0.8)
+        if word not in options and word not in OF_GROUPS and (word in others or not label):
+            raise ConfigError(f"a group of {kind} has no option {word!r}{not_known(word, options)}")
+
+
 State = dict[str, Tensor]
 Bucket = tuple[Group, list[Tensor], list[Tensor]]
 ROUNDING = 1e-12  # schedulers of torch end a little below 0
@@ -180,11 +193,13 @@ class MatrixOptimizer(Optimizer):
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {}  # an option, and the values of another it needs
     allowed: ClassVar[Mapping[str, Allowed]]
     numbers: ClassVar[Mapping[str, float]]  # and what they are at most
+    every: ClassVar[set[str]] = set()  # option of any of these optimisers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         fields = {**cls.Options.model_fields, **cls.Extras.model_fields}
         fields.pop("kind")
+        cls.every.update(fields)
         cls.allowed = {name: limits for name, field in fields.items() if (limits := allowed(field))}
         cls.numbers = {name: a.high for name, a in cls.allowed.items() if a.kind is float and None not in a.words}
         setattr(cls, "__signature__", signature_of(fields, cls.positional))  # noqa: B010 - unknown to mypy
@@ -217,11 +232,7 @@ class MatrixOptimizer(Optimizer):
 
     def prepared(self, options: Group) -> Group:
         """The defaults of groups, from the arguments of the constructor."""
-        for name in ("capturable", "fused"):
-            if options.pop(name):
-                cure = "this optimiser has no kernel for it; leave it out, foreach is the fast path"
-                raise ConfigError(f"{name}=True is not offered: {cure}")
-        return options
+        return {name: value for name, value in options.items() if name not in NOT_OFFERED or value}
 
     # What a subclass gives.
 
@@ -249,6 +260,10 @@ class MatrixOptimizer(Optimizer):
         for name, limits in self.allowed.items():
             if name in group:
                 limits.check(name, group[name])
+        for name in NOT_OFFERED:
+            if group.get(name):
+                cure = "this optimiser has no kernel for it; leave it out, foreach is the fast path"
+                raise ConfigError(f"{name}=True is not offered: {cure}")
         if group["foreach"] and group["differentiable"]:
             raise ConfigError("foreach and differentiable exclude each other; set one of them")
 
@@ -340,6 +355,8 @@ class MatrixOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group: checks its options and parameters, and makes their state."""
+        if isinstance(param_group, dict):  # else torch says what is wrong
+            refuse_misspelt(param_group, type(self).__name__, self.defaults, self.every)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
-from hecate.optim.base import Group, MatrixOptimizer, name_of
+from hecate.optim.base import Group, MatrixOptimizer, name_of, refuse_misspelt
 from hecate.optim.tensors import state_dtype
 
 
@@ -63,7 +63,10 @@ class Leveled(torch.optim.Optimizer):
         reduce: Literal["mean", "sum"] = "mean",
         **options: Any,
     ) -> None:
-        self.inner = factory(params, **options)
+        self.inner: Any = factory(params, **options) if callable(factory) else None
+        if not isinstance(self.inner, torch.optim.Optimizer):
+            wanted = "factory must make an optimiser of groups and options, as the class torch.optim.AdamW does"
+            raise ConfigError(f"{wanted}, got {shorten(factory)}")
         closure = inspect.signature(self.inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ConfigError(
@@ -111,6 +114,7 @@ class Leveled(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """A new level; its first window begins at the next step."""
         if isinstance(param_group, dict):  # else torch says what is wrong
+            refuse_misspelt(param_group, "Leveled", ("period", "reduce"))
             check_level({**self.defaults, **param_group})
         if not any(group is param_group for group in self.inner.param_groups):
             self.inner.add_param_group(param_group)  # while building, it has the group already

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import ref
 
 import torch
 from pydantic import Field
@@ -258,6 +258,10 @@ class Samples(NamedTuple):
     grads: Tensor
 
 
+class Passes(list[Samples]):
+    """The samples of a layer; unlike a list it can be referred to weakly."""
+
+
 class DGD(MatrixOptimizer):
     """dgd: w <- w ((1 - lr weight_decay) I - c x x^T) - c g x^T, c = lr / (1 + lr |x|^2).
 
@@ -294,10 +298,10 @@ class DGD(MatrixOptimizer):
         unattached: Literal["refuse", "sgd"] = "refuse"
         rescaled: Literal["refuse", "follow"] = "refuse"
 
-    carried = ("_seen",)
+    carried = ("_seen", "_scales")
 
     def prepared(self, options: Group) -> Group:
-        self._seen: dict[Tensor, list[Samples]] = {}
+        self._seen: dict[Tensor, Passes] = {}
         self._scales: dict[Tensor, Tensor | float] = {}
         return super().prepared(options)
 
@@ -311,22 +315,17 @@ class DGD(MatrixOptimizer):
                 "with the module's parameters"
             )
         for layer in layers:
-            samples = self._seen.setdefault(layer.weight, [])
+            passes = self._seen.setdefault(layer.weight, Passes())
             for hook in layer._forward_hooks.values():
-                if isinstance(hook, partial) and hook.func is _watch and hook.args[0] is samples:
+                if isinstance(hook, _Watch) and hook.passes() is passes:
                     raise ConfigError("attach would count samples twice: it has this module; remove its handles first")
-        return [m.register_forward_hook(partial(_watch, self._seen[m.weight])) for m in layers]
+        return [m.register_forward_hook(_Watch(self._seen[m.weight])) for m in layers]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients, and the samples they came from."""
         super().zero_grad(set_to_none)
         for samples in self._seen.values():
             samples.clear()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.setdefault("_seen", {})
-        self.__dict__.setdefault("_scales", {})
-        super().__setstate__(state)
 
     def check(self, group: Group) -> None:
         super().check(group)
@@ -395,11 +394,23 @@ def _multiple(grad: Tensor, sample_grad: Tensor) -> Tensor:
     return torch.where(power > 0, (sample_grad * grad).sum() / torch.where(power > 0, power, 1), 1)
 
 
-def _watch(samples: list[Samples], module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """A forward hook that adds inputs and, in the backward pass, gradients of outputs."""
-    if isinstance(output, Tensor) and output.requires_grad:
-        inputs = args[0].detach()
-        output.register_hook(lambda grad: samples.append(Samples(_rows(inputs), _rows(grad.detach()))))
+class _Watch:
+    """A forward hook that adds inputs and, in the backward pass, gradients of outputs, to passes that an optimiser has.
+
+    It keeps none itself: in a copy of the layer without the optimiser they are gone, and nothing is added."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = ref(passes)
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[Passes]]:
+        passes = self.passes()
+        return _Watch, (Passes() if passes is None else passes,)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        passes = self.passes()
+        if passes is not None and isinstance(output, Tensor) and output.requires_grad:
+            inputs = args[0].detach()
+            output.register_hook(lambda grad: passes.append(Samples(_rows(inputs), _rows(grad.detach()))))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class PhiMomentum(PhiOptimizer):
     only_with: ClassVar[Mapping[str, tuple[str, Sequence[Any]]]] = {
         "forget": ("lift", ("learned",)),
         "ridge": ("lift", ("pinv", "learned")),
+        "max_decode_error": ("lift", ("pinv",)),
         "retain": PRECONDITIONED,
         "eps": PRECONDITIONED,
     }

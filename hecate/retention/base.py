@@ -147,12 +147,13 @@ class Retention(Variant, family="retention"):
 
     def block(self) -> Block:
         """`step` as a tape block: (memory, direction, retain) -> memory."""
-        return formula_block(f"retention.{self.kind}", self.step, self.step_vjp if self.hand_written() else None)
+        vjp = self.step_vjp if self.hand_written() else None
+        return formula_block(f"retention.{self.kind}", self.step, vjp, alike=self)
 
     def weights_block(self) -> Block:
         """`weights` as a tape block: (carried) -> memory."""
-        by_hand = type(self).weights_vjp is not Retention.weights_vjp
-        return formula_block(f"retention.{self.kind}.weights", self.weights, self.weights_vjp if by_hand else None)
+        vjp = self.weights_vjp if type(self).weights_vjp is not Retention.weights_vjp else None
+        return formula_block(f"retention.{self.kind}.weights", self.weights, vjp, alike=self)
 
 
 RetentionKind = Retention

@@ -12,7 +12,7 @@ from pydantic_core import CoreSchema
 
 from hecate.algorithm import GD, AlgorithmKind
 from hecate.bias import L2, BiasKind, Dot
-from hecate.checks import Count, Depth
+from hecate.checks import Count, Depth, Taps
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.formula import MIXES, activation_nodes
 from hecate.gating import GatingKind, Plain
@@ -88,7 +88,7 @@ class MemoryConfig(Config):
     key_norm: Literal["none", "l2", "sum"] = "none"
     query_scale: Literal["none", "key_dim"] = "none"
     layer_qk_norm: Literal["none", "l2", "rms"] | None = None
-    layer_conv_kernel: Depth | None = Field(None, ge=0)
+    layer_conv_kernel: Taps | None = None
     layer_activation: Literal["none", "silu"] | None = None
     layer_options: LayerOptions | None = None
     layer_v_norm: Literal["none", "l2", "rms"] = "none"
@@ -307,8 +307,6 @@ class MemoryConfig(Config):
         structure, retention, algorithm = self.structure, self.retention, self.algorithm
         if (act := next((act for act in acts_of(structure) if activation_nodes(act) == MIXES), None)) is not None:
             yield ("structure",), f"activation {act.kind!r}: {MIXES}, and so do its derivatives here"
-        if self.layer_conv_kernel == 1:
-            yield ("layer_conv_kernel",), "must be 0 (none) or at least 2, got 1"
         form = algorithm.token_form()
         if self.step == "weighted" and (form is None or form.ridge is None):
             other = f"algorithm {algorithm.kind!r} solves no least squares, in which a token could weigh lr"

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hecate.checks import described
 from hecate.errors import ConfigError, ShapeError
 
 Tensors = tuple[Tensor | None, ...]
@@ -65,12 +66,17 @@ class Block(NamedTuple):
         return (residuals if self.vjp is None else partial(self.vjp, residuals))(*cotangents)
 
 
-def formula_block(name: str, formula: Callable[..., Any], vjp: Callable[..., Any] | None = None) -> Block:
+def formula_block(
+    name: str, formula: Callable[..., Any], vjp: Callable[..., Any] | None = None, *, alike: object = None
+) -> Block:
     """A block of `formula(*inputs)`, one tensor or a tuple, whose VJP `vjp(*inputs, *cotangents)` needs its inputs
-    alone."""
+    alone. `alike`: the value, perhaps of a user's own class, whose formula must return what is like its first input."""
 
     def forward(*inputs: Tensor) -> tuple[Tensors, Tensors]:
         outputs = formula(*inputs)
+        if alike is not None and getattr(outputs, "shape", None) != inputs[0].shape:
+            shape = list(inputs[0].shape)
+            raise ShapeError(f"{name} of {alike!r} must be {shape}, as its first input is, got {described(outputs)}")
         return outputs if isinstance(outputs, tuple) else (outputs,), inputs
 
     def pulled(inputs: Tensors, *cotangents: Tensor) -> Tensors:

@@ -54,6 +54,7 @@ VARIANTS: dict[str, type[Variant]] = {
     "phi": phi.FeatureMap,
     "bias": bias.Bias,
     "retention": retention.Retention,
+    "link": retention.Link,
     "algorithm": algorithm.Algorithm,
     "structure": structure.Structure,
     "activation": activation.Activation,
@@ -309,6 +310,7 @@ PATHS = {
     "optimizer": "optim.optimizer",
     "logger": "loggers",
     "activation": "structure.activation",
+    "link": "retention.link",
 }
 
 

@@ -199,6 +199,15 @@ def test_the_order_of_an_epoch_is_drawn_once(monkeypatch):
     assert torch.equal(batch.tokens, Copy(examples=50).load().train_batch(4, 0, 8, task.length()).tokens)
 
 
+def test_examples_beyond_the_machine_are_refused_before_they_are_drawn(monkeypatch):
+    monkeypatch.setattr(Copy, "sample", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr("hecate.checks.memory_of", lambda _: 1 << 30)
+    with pytest.raises(
+        ConfigError, match=r"examples: 16,777,216 of task 'copy': .* more than the 1 GiB .* data.examples"
+    ):
+        Copy(examples=1 << 24).load()
+
+
 def test_without_examples_a_fingerprint_is_what_it_was():
     old = '{"kind":"copy","vocab_size":32,"symbols":16}'
     assert Copy().load().fingerprint == hashlib.sha256(old.encode()).hexdigest()

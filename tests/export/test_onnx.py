@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hecate import states
+from hecate import bias, states
 from hecate.engine.features import L2_NORM
 from hecate.errors import CheckpointError, ConfigError
 from hecate.models import LanguageModel
@@ -18,6 +18,7 @@ from hecate.nn import Memory
 from hecate.nn.blocks import units
 from hecate.rule import MemoryConfig
 from hecate.tape import execute
+from tests.registries import restore_registries
 
 onnx = pytest.importorskip("onnx")
 onnx_ir = pytest.importorskip("onnx_ir")
@@ -219,6 +220,23 @@ def test_rules_that_are_onnxs_own_operator():
     for fields in ({"chunk": 2}, {"read": "before"}, {"normalizer": "sum", "bias": "dot", "feature_map": "elu"},
                    {"retention": "decay"}, {"bias": "huber"}, {"algorithm": "momentum"}):  # fmt: skip
         assert update_rule(MemoryConfig.model_validate(fields)) is None, fields
+
+
+@pytest.mark.spec("ONNX-FILE-D1")
+def test_a_bias_of_a_user_without_derivatives_by_hand_is_refused_by_name(tmp_path, monkeypatch):
+    restore_registries(monkeypatch)
+
+    class Cosh(bias.Bias):
+        """cosh_of_a_user: ell = sum log cosh(pred - v)."""
+
+        kind: Literal["cosh_of_a_user"] = "cosh_of_a_user"
+
+        def loss(self, pred, target):
+            return (pred - target).cosh().log().sum(-1)
+
+    said = r"torch.func takes derivatives of bias 'cosh_of_a_user' \(grad, grad_vjp\), which the exporter cannot follow"
+    with pytest.raises(ConfigError, match=said):
+        export_onnx(Memory(8, 2, MemoryConfig(bias=Cosh())), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("model", "name"), [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,7 +12,17 @@ from torch import Tensor
 
 from hecate import Gates, MemoryConfig, memory_scan, named_rule
 from hecate.errors import ConfigError
-from hecate.gating import Complement, Curvature, Hypergradient, Masks, MomentumDeltaGates, Sizes, Written, corrections
+from hecate.gating import (
+    Complement,
+    Curvature,
+    Gating,
+    Hypergradient,
+    Masks,
+    MomentumDeltaGates,
+    Sizes,
+    Written,
+    corrections,
+)
 from hecate.nn import Memory
 from hecate.retention import Decay
 from tests.memories import close
@@ -21,6 +31,7 @@ from tests.reference import papers
 from tests.reference import papers_2025 as older
 from tests.reference import papers_2026 as newer
 from tests.reference import papers_deep as deep
+from tests.registries import restore_registries
 
 T, MODEL, P, V = 17, 6, 4, 3
 SOLVED = corrections._solve_chunk
@@ -527,3 +538,21 @@ def test_parts_that_make_one_write_refuse_several():
         Memory(8, 2, feature_memory=named_rule("delta_product"))
     with pytest.raises(ConfigError, match="firing='learned'.*writes=2"):
         Memory(8, 2, named_rule("delta_product"), firing="learned")
+
+
+@pytest.mark.parametrize("what", ["parts", "shapes", "state_shapes"])
+def test_tensors_of_a_user_s_gating_beyond_the_limit_are_refused(what, monkeypatch):
+    """Before one is made: parameters, by `parts` or by `shapes` and `start`, and the state."""
+    restore_registries(monkeypatch)
+
+    class Wide(Gating):
+        """wide_of_a_user: everything as it is."""
+
+        kind: Literal["wide_of_a_user"] = "wide_of_a_user"
+
+    size = (1 << 20, 1 << 20)
+    shapes = {"wide": (size, 0.0)} if what == "parts" else {"wide": size}
+    monkeypatch.setattr(Wide, what, lambda self, sizes: shapes)
+    said = "'state of wide' would" if what == "state_shapes" else "'wide' would"
+    with pytest.raises(ConfigError, match=f"{said} be a tensor .* more than the limit .* gating 'wide_of_a_user'"):
+        Memory(8, 2, MemoryConfig(gating=Wide()))

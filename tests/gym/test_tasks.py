@@ -46,6 +46,14 @@ def test_rows_are_functions_of_seed_and_index(kind):
     assert found.values.shape[:2] == found.keys.shape[:2] and found.written.shape == found.keys.shape[1:2]
 
 
+@pytest.mark.spec("GYM-ROW-D1")
+def test_rows_beyond_the_machine_are_refused_before_they_are_drawn(monkeypatch):
+    task = small("linear").model_copy(update={"rows": 1 << 20})
+    monkeypatch.setattr("hecate.checks.memory_of", lambda _: 1 << 20)
+    with pytest.raises(ConfigError, match="rows: 1,048,576 of task 'linear': .* more than the 1 MiB"):
+        task.stream(0)
+
+
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.spec("GYM-SCORE-D1")
 def test_chance_is_what_answers_without_a_memory_score(kind):

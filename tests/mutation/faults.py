@@ -638,7 +638,7 @@ FAULTS = [
         ("memories", "torch.tril(xs @ xs.mT, -1) * cs.mT", "torch.tril(xs @ xs.mT, -1) * cs"),
         ("memories", "(-g if group", "(g if group"),
         ("memories", "self._scales[p] = _multiple(grad, sample_grad)", "self._scales[p] = 2 * _multiple(grad, sample_grad)"),
-        ("memories", "if isinstance(output, Tensor) and output.requires_grad:", "if isinstance(output, Tensor):"),
+        ("memories", "if passes is not None and isinstance(output, Tensor) and output.requires_grad:", "if passes is not None and isinstance(output, Tensor):"),
     ),
     *_of(
         "microscope",

@@ -234,7 +234,7 @@ BUILDS = {
     "kv_heads=3 does not divide heads=2": {"kv_heads": 3},
     "qk_norm must be one of .*'rms'.*got 'l2'": {"qk_norm": "l2"},
     "conv_kernel: must be 0 .none. or at least 2, got 1": {"conv_kernel": 1},
-    "conv_kernel must be an integer >= 0, got -3": {"conv_kernel": -3},
+    "conv_kernel: must be 0 .none. or at least 2, got -3": {"conv_kernel": -3},
     "d_model=12 over heads=2 must be divisible by 4, got 6.*rotary=False": {"d_model": 12},
     "d_model=15 is not divisible by heads=2": {"d_model": 15},
 }

@@ -249,6 +249,7 @@ REFUSED = [
     ({"eps": 0.0, "precondition": "diagonal"}, "eps must be above 0 with precondition 'diagonal'"),
     ({"forget": 0.5}, "forget=0.5 acts with lift 'learned' alone"),
     ({"ridge": 1e-3, "feature_map": "tanh"}, "ridge=0.001 acts with lift 'pinv' or 'learned'"),
+    ({"max_decode_error": 0.1, "feature_map": "tanh"}, "max_decode_error=0.1 acts with lift 'pinv' alone"),
 ]
 
 
@@ -278,14 +279,14 @@ def test_a_refused_group_is_not_added():
 def test_auto_says_what_it_chose():
     def chosen(made, **options):
         p = torch.nn.Parameter(torch.zeros(3, 4))
-        optimizer = PhiMomentum([p], feature_map=made, max_decode_error=9.0, **options)
+        optimizer = PhiMomentum([p], feature_map=made, **options)
         return optimizer.param_groups[0]["lift"], optimizer.param_groups[0]["odd"]
 
     assert chosen("identity") == ("identity", False)
     assert chosen("tanh") == ("identity", False)
     assert chosen("relu") == ("identity", True)
     assert chosen(phi.Linear(d_phi=7)) == ("pinv", False)
-    assert chosen(RFF, odd=True) == ("pinv", True)
+    assert chosen(RFF, odd=True, max_decode_error=9.0) == ("pinv", True)
     assert chosen(phi.Polynomial(degree=2)) == ("vjp", False)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import pickle
 from copy import deepcopy
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch import nn
 
 from hecate.errors import ConfigError
 from hecate.optim import DGD
+from hecate.optim.memories import Samples
 from tests.reference import optim_memories as reference
 
 
@@ -269,3 +272,35 @@ def test_samples_are_not_counted_twice():
     optimizer.attach(made)
     made(draw(4, 5, seed=1)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.spec("OPT-DGD-D3")
+@pytest.mark.parametrize("copied", [deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_of_a_layer_alone_keeps_no_samples(copied):
+    """Neither for the optimiser of the layer it comes from nor for nobody, which would be a leak."""
+    made = layer()
+    optimizer, x = attached(made), draw(4, 5, seed=1)
+    made(x).sum().backward()
+    alone = copied(made)
+    before = sum(type(each) is Samples for each in gc.get_objects())
+    for _ in range(3):
+        alone(x).sum().backward()
+    del made
+    assert sum(type(each) is Samples for each in gc.get_objects()) == before
+    optimizer.step()
+    own = attached(alone)
+    alone.zero_grad()
+    alone(x).sum().backward()
+    own.step()
+    assert torch.equal(alone.weight, optimizer.param_groups[0]["params"][0])
+
+
+@pytest.mark.spec("OPT-DGD-D3")
+def test_copies_of_an_optimizer_keep_the_multiples_of_a_gradient():
+    made = layer()
+    optimizer = attached(made, rescaled="follow")
+    made(draw(4, 5)).sum().backward()
+    made.weight.grad.mul_(0.5)
+    optimizer.step()
+    copy = pickle.loads(pickle.dumps(optimizer))
+    assert [float(scale) for scale in copy._scales.values()] == [pytest.approx(0.5)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from copy import deepcopy
 
 import pytest
@@ -132,3 +133,57 @@ def test_gradients_whose_squares_leave_float32(name, size):
     assert weights[0].isfinite().all()
     if name not in SQUARES:
         assert (weights[0] - weights[1]).norm() <= 1e-4 * weights[1].norm()
+
+
+@pytest.mark.spec("OPT-BASE-D4")
+@pytest.mark.parametrize("cls", [DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum])
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        ("weight_dcay", 0.1, "has no option 'weight_dcay'. Did you mean 'weight_decay'? Known: lr, "),
+        ("ns_step", 3, "has no option 'ns_step'. Did you mean 'ns_steps'? Known: lr, "),
+        ("slow_from", "close", "has no option 'slow_from'. Known: lr, "),  # of M3 alone
+        ("phi_params", {}, "has no option 'phi_params'. "),  # of the constructor alone
+        ("capturable", True, "capturable=True is not offered"),
+        ("fused", True, "fused=True is not offered"),
+    ],
+)
+def test_what_a_group_cannot_use_is_refused_by_name(cls, word, value, said):
+    p, q = (torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2))
+    optimizer = cls([p], lr=0.1)
+    if word in optimizer.defaults or (word == "ns_step" and "ns_steps" not in optimizer.defaults):
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        optimizer.add_param_group({"params": [q], word: value})
+    assert len(optimizer.param_groups) == 1 and q not in optimizer.state
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        cls([{"params": [q], word: value}])
+
+
+@pytest.mark.spec("OPTIM-LEVEL-D3")
+@pytest.mark.parametrize("word", ["priod", "periods", "reduc"])
+def test_a_misspelt_setting_of_a_level_is_refused_by_name(word):
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    for factory in (torch.optim.SGD, PhiMomentum):
+        with pytest.raises(ConfigError, match=rf"a group of Leveled has no option '{word}'. Did you mean '[pr]e"):
+            Leveled([{"params": [p], word: 4}], factory, lr=0.1)
+
+
+@pytest.mark.spec("OPT-BASE-D4")
+@every
+def test_labels_of_groups_are_nobody_s_business(name):
+    """Those of torch, of its schedulers and of users; also where a group serves another optimiser."""
+    p = torch.nn.Parameter(torch.ones(2, 3))
+    labels = {"name": "all", "layer": 3, "depth": 1, "lr_scale": 0.5, "use_muon": True, "kind": "weights", "index": 0}
+    cls, options = KINDS[name]
+    optimizer = cls([{"params": [("weight", p)], **labels}], **options, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=9, cycle_momentum="momentum" in optimizer.defaults
+    )
+    moved(optimizer, p)
+    scheduler.step()
+    group = optimizer.param_groups[0]
+    assert {"initial_lr", "max_lr", "min_lr", "param_names", *labels} <= group.keys()
+    again = cls([group], **options)
+    again.load_state_dict(optimizer.state_dict())
+    moved(deepcopy(again), p)

@@ -425,6 +425,15 @@ def test_torch_says_what_torch_would():
     assert "period: 1" in repr(optimizer)
 
 
+@pytest.mark.spec("OPTIM-LEVEL-D3")
+@pytest.mark.parametrize("wrong", ["optimiser", "module", "name", None])
+def test_what_makes_no_optimiser_is_refused(wrong):
+    parameter = nn.Parameter(torch.zeros(1))
+    given = {"optimiser": torch.optim.SGD([parameter]), "module": lambda params: nn.Linear(1, 1), "name": "adamw"}
+    with pytest.raises(ConfigError, match="factory must make an optimiser of groups and options, as the class .* got "):
+        Leveled([parameter], given.get(wrong))
+
+
 @pytest.mark.spec("OPTIM-LEVEL-D4")
 def test_groups_by_name():
     net = nn.ModuleDict({"level_0": nn.Linear(2, 2), "level_1": nn.Linear(2, 2), "head": nn.Linear(2, 1)})

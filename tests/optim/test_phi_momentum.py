@@ -70,6 +70,7 @@ def both(name: str, lift: str, **options):
     made, params, plain = MAPS[name]
     w = parameter(3, C)
     call = {"lift": halves} if lift == "callable" else {"lift": lift}
+    call |= {"max_decode_error": 1.0} if lift == "pinv" else {}
     theirs = dict(options)
     if "weight_decay" in theirs:
         theirs["decay"] = theirs.pop("weight_decay")
@@ -77,9 +78,7 @@ def both(name: str, lift: str, **options):
         theirs["scale"] = theirs.pop("input_scale")
     options = {"odd": name == "relu", "input_scale": "none"} | options
     theirs.setdefault("odd", options["odd"])
-    optimizer = PhiMomentum(
-        [w], lr=0.01, feature_map=made, phi_params={C: params}, max_decode_error=1.0, **call, **options
-    )
+    optimizer = PhiMomentum([w], lr=0.01, feature_map=made, phi_params={C: params}, **call, **options)
     ref = reference.PhiMomentum(plain, lift, call=halves, **theirs)
     if lift == "pinv":
         ref.decoder = (

@@ -421,9 +421,60 @@ def wrong(name: str) -> dict[str, Any]:
         def loss(self, pred: Tensor, target: Tensor) -> Tensor:
             return target.square().sum(-1)
 
-    knobs = {"algorithm": (Bare, Forgetful), "structure": (Spread,), "retention": (Centred,), "bias": (Deaf,)}
+    class Late(retention.Link):
+        """late_of_a_user: starts without the first column."""
+
+        kind: Literal["late_of_a_user"] = "late_of_a_user"
+
+        def memory(self, dual: Tensor) -> Tensor:
+            return dual.sinh()
+
+        def start(self, weights: Tensor) -> Tensor:
+            return weights[..., 1:]
+
+    class Narrow(retention.Retention):
+        """narrow_of_a_user: M' = one column of M + D."""
+
+        kind: Literal["narrow_of_a_user"] = "narrow_of_a_user"
+
+        def step(self, memory: Tensor, direction: Tensor, retain: Tensor) -> Tensor:
+            return (memory + direction)[..., :1]
+
+    class Total(algorithm.Algorithm):
+        """total_of_a_user: D = the sum of -lr G over rows."""
+
+        kind: Literal["total_of_a_user"] = "total_of_a_user"
+
+        def direction(self, grad, lr, momentum):
+            return ((-over(lr, grad) * grad).sum(-2, keepdim=True),)
+
+    class Mean(algorithm.Algorithm):
+        """mean_of_a_user: D = -lr G, and as a slot a number for each row."""
+
+        kind: Literal["mean_of_a_user"] = "mean_of_a_user"
+        slots: ClassVar[tuple[str, ...]] = ("mean",)
+
+        def direction(self, grad, lr, momentum, mean):
+            return -over(lr, grad) * grad, grad.mean(-1)
+
+    class Lone(bias.Bias):
+        """lone_of_a_user: u = the mean error."""
+
+        kind: Literal["lone_of_a_user"] = "lone_of_a_user"
+
+        def loss(self, pred: Tensor, target: Tensor) -> Tensor:
+            return (pred - target).square().sum(-1)
+
+        def grad(self, pred: Tensor, target: Tensor) -> Tensor:
+            return (pred - target).mean(-1, keepdim=True)
+
+    knobs = {
+        "algorithm": (Bare, Forgetful, Total, Mean), "structure": (Spread,), "retention": (Centred, Narrow),
+        "bias": (Deaf, Lone),
+    }  # fmt: skip
     fields = {cls.__name__: {knob: cls()} for knob, classes in knobs.items() for cls in classes}
-    return (fields | {"Summed": {"retention": retention.Bregman(link=Summed())}})[name]
+    links = {cls.__name__: {"retention": retention.Bregman(link=cls())} for cls in (Summed, Late)}
+    return (fields | links)[name]
 
 
 @pytest.mark.spec("RULE-ANY-I1")
@@ -432,7 +483,7 @@ def wrong(name: str) -> dict[str, Any]:
     ("Forgetful", r"direction must return the tuple \(direction, previous\), got 1 of them"),
     ("Spread", r"structure.spread_of_a_user.predict: shape \[4, 3, 3\], expected \[4, 3\]"),
     ("Centred", "retention.centred_of_a_user: a memory beside others against the same alone"),
-    ("Summed", r"retention.bregman.weights: shape \[4, 3, 1\], expected \[4, 3, 3\]"),
+    ("Summed", r"retention.bregman.weights of Bregman\(link='summed_of_a_user'\) must be \[1, 3, 3\]"),
     ("Deaf", "bias.deaf_of_a_user: the loss does not depend on pred"),
 ])  # fmt: skip
 def test_a_check_says_what_is_wrong_with_a_knob(name, sentence, monkeypatch):
@@ -446,9 +497,15 @@ def test_a_check_says_what_is_wrong_with_a_knob(name, sentence, monkeypatch):
     ("Bare", "'bare_of_a_user': direction must return the tuple"),
     ("Forgetful", "'forgetful_of_a_user': direction must return the tuple"),
     ("Spread", r"structure 'spread_of_a_user' answers \[1, 20, 1, 4, 4\] where v is \[1, 20, 1, 4\]"),
+    ("Summed", r"weights of Bregman\(link='summed_of_a_user'\) must be \[1, 4, 4\], .* got torch.float64 \[1, 4, 1\]"),
+    ("Late", r"start of Bregman\(link='late_of_a_user'\) must be \[N, \*\[4, 4\]\], got \[1, 4, 3\]"),
+    ("Narrow", r"retention.narrow_of_a_user of Narrow\(\) must be \[1, 4, 4\], .* \[1, 4, 1\]"),
+    ("Total", r"'total_of_a_user': the direction that direction returns must be \[1, 4, 4\], got \[1, 1, 4\]"),
+    ("Mean", r"'mean_of_a_user': the mean that direction returns must be \[1, 4, 4\], got \[1, 4\]"),
+    ("Lone", r"bias.lone_of_a_user of Lone\(\) must be \[1, 4\], as its first input is, got torch.float64 \[1, 1\]"),
 ])  # fmt: skip
 def test_a_scan_refuses_knobs_that_give_something_else(name, sentence, monkeypatch):
     restore_registries(monkeypatch)
     q, k, v = torch.randn(3, 1, 20, 1, 4).unbind()
     with pytest.raises(ShapeError, match=sentence):
-        memory_scan(MemoryConfig(**wrong(name), key_norm="l2"), q, k, v, Gates(lr=0.1))
+        memory_scan(MemoryConfig(**wrong(name), key_norm="l2"), q, k, v, Gates(lr=0.1), engine="sequential")
