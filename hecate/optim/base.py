@@ -141,7 +141,8 @@ def refuse_misspelt(group: Group, kind: str, options: Collection[str], others: C
 
     Other keys are labels, which schedulers and users put there: a `name`, an `initial_lr`, a `max_momentum`."""
     for word in group:
-        label = any(f"_{option}_" in f"_{word}_" for option in options) or not did_you_mean(word, options, 0.8)
+        close = did_you_mean(word, options, 0.8).startswith(" Did you mean")  # else advice on what is no option
+        label = not close or any(f"_{option}_" in f"_{word}_" for option in options)
         if word not in options and word not in OF_GROUPS and (word in others or not label):
             raise ConfigError(f"a group of {kind} has no option {word!r}{not_known(word, options)}")
 

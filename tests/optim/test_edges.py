@@ -174,7 +174,16 @@ def test_a_misspelt_setting_of_a_level_is_refused_by_name(word):
 def test_labels_of_groups_are_nobody_s_business(name):
     """Those of torch, of its schedulers and of users; also where a group serves another optimiser."""
     p = torch.nn.Parameter(torch.ones(2, 3))
-    labels = {"name": "all", "layer": 3, "depth": 1, "lr_scale": 0.5, "use_muon": True, "kind": "weights", "index": 0}
+    labels = {
+        "name": "all",
+        "layer": 3,
+        "depth": 1,
+        "lr_scale": 0.5,
+        "use_muon": True,
+        "kind": "weights",
+        "index": 0,
+        "heads": 4,
+    }
     cls, options = KINDS[name]
     optimizer = cls([{"params": [("weight", p)], **labels}], **options, lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
