@@ -157,10 +157,6 @@ def test_repr_names_the_rule_and_the_sizes():
     )
 
 
-def test_mappings_are_configs():
-    assert Memory(12, 2, {"retention": "decay"}).config.retention.kind == "decay"
-
-
 @pytest.mark.spec("NN-MEM-D3")
 def test_qk_norm_is_the_rules_where_it_is_left_out():
     gsa, delta = named_rule("gsa"), named_rule("delta")

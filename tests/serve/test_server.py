@@ -131,8 +131,7 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     assert [cutter.add(token) for token in (*b"aen", 0xE2, None)] == ["a", "", "", "", "en\ufffd"]
 
 
-@pytest.mark.spec("SERVE-HTTP-D2")
-@pytest.mark.parametrize(("body", "match"), [
+BODIES = [
     ({}, "prompt must be one text"), ({"prompt": ""}, "prompt must be"), ({"prompt": ["a", "b"]}, "prompt must be"),
     ({"prompt": [1, True]}, "prompt must be"), ({"prompt": [999]}, "tokens must be in 0..255"),
     ({"prompt": "a", "messages": []}, "prompt must be"), ({"prompt": "x" * 201}, "1 to 200 tokens, this one has 201"),
@@ -155,23 +154,25 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
-])  # fmt: skip
-def test_bad_fields_are_refused_by_a_sentence(server, body, match):
-    raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
-    answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code == (400 if match else 200), answer.text
-    assert match or answer.json()["usage"]["completion_tokens"] == 1
-    assert match is None or match in answer.json()["error"]["message"]
+]  # fmt: skip
+MESSAGES = [
+    None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "user", "content": "x", "name": "ada"}], [{"role": "user", "content": "x", "tool_calls": []}],
+]  # fmt: skip
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
-@pytest.mark.parametrize("messages", [None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
-                                      [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-                                      [{"role": "user", "content": "x", "name": "ada"}],
-                                      [{"role": "user", "content": "x", "tool_calls": []}]])  # fmt: skip
-def test_bad_messages_are_refused_by_a_sentence(server, messages):
-    answer = post(server[1], "chat/completions", messages=messages)
-    assert answer.status_code == 400 and "message" in answer.json()["error"]["message"]
+def test_bad_fields_and_messages_are_refused_by_a_sentence(server):
+    for body, match in BODIES:
+        raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
+        answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == (400 if match else 200), (body, answer.text)
+        assert match or answer.json()["usage"]["completion_tokens"] == 1
+        assert match is None or match in answer.json()["error"]["message"], (body, answer.text)
+    for messages in MESSAGES:
+        answer = post(server[1], "chat/completions", messages=messages)
+        assert answer.status_code == 400 and "message" in answer.json()["error"]["message"], messages
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
