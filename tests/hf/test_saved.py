@@ -74,9 +74,8 @@ def test_fields_of_a_model_stand_beside_those_of_transformers():
 
 
 @pytest.mark.spec("HF-CONFIG-D1")
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
+def test_what_no_field_is_or_two_fields_disagree_on_is_refused():
+    for fields, sentence in (
         ({**SMALL, "d_modl": 3}, r"^d_modl: unknown field .*Did you mean 'd_model'\?"),
         ({**SMALL, "n_layer": 3}, r"^n_layer: unknown field .*Did you mean 'layers'\?"),
         ({**SMALL, "max_position_embeddings": 3}, "^max_position_embeddings: unknown field"),
@@ -94,11 +93,9 @@ def test_fields_of_a_model_stand_beside_those_of_transformers():
         ({"model": SMALL, "vocab_size": 32}, "^vocab_size: must be 9, as model.vocab_size is; change that one"),
         ({"model": SMALL, "memory": "titans"}, "^memory: must be .* as model.memory is; change that one"),
         ({"vocab_size": None}, "^vocab_size: must be set to build a model"),
-    ],
-)
-def test_what_no_field_is_or_two_fields_disagree_on_is_refused(fields, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        HecateConfig(**fields)
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            HecateConfig(**fields)
 
 
 @pytest.mark.spec("HF-CONFIG-D1")

@@ -302,9 +302,8 @@ def test_processes_draw_alike_without_talking_about_it():
 
 
 @pytest.mark.spec("TRF-PERF-E1")
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_what_cannot_be_built():
+    for options, named in (
         ({"kernel": "cosine"}, "kernel must be one of"),
         ({"kernel": "trigonometric"}, "kernel='trigonometric' has negative weights"),
         ({"kernel": "hyperbolic", "num_features": 5}, "must be even"),
@@ -313,11 +312,9 @@ def test_processes_draw_alike_without_talking_about_it():
         ({"dropout": 1.0}, "dropout"),
         ({"num_features": 0}, "num_features"),
         ({"feature_map": "elu"}, "feature_map is made of kernel"),
-    ],
-)
-def test_what_cannot_be_built(options, named):
-    with pytest.raises(ConfigError, match=named):
-        PerformerAttention(D_MODEL, HEADS, **options)
+    ):
+        with pytest.raises(ConfigError, match=named):
+            PerformerAttention(D_MODEL, HEADS, **options)
 
 
 def test_what_does_not_fit():

@@ -241,10 +241,10 @@ BUILDS = {
 
 
 @pytest.mark.spec("ATT-SLIDE-I5")
-@pytest.mark.parametrize("message", BUILDS)
-def test_builds_that_are_refused(message):
-    with pytest.raises(ConfigError, match=message):
-        SlidingAttention(**{"d_model": D_MODEL, "heads": HEADS, "window": 4, **BUILDS[message]})
+def test_builds_that_are_refused():
+    for message in BUILDS:
+        with pytest.raises(ConfigError, match=message):
+            SlidingAttention(**{"d_model": D_MODEL, "heads": HEADS, "window": 4, **BUILDS[message]})
 
 
 CALLS = {
@@ -284,7 +284,7 @@ def test_a_convolution_has_one_sequence():
 
 
 @pytest.mark.spec("ATT-SLIDE-I5")
-@pytest.mark.parametrize("message", CALLS)
-def test_calls_that_are_refused(message):
-    with pytest.raises(ShapeError, match=message):
-        CALLS[message](sliding_of(5, name="near"))
+def test_calls_that_are_refused():
+    for message in CALLS:
+        with pytest.raises(ShapeError, match=message):
+            CALLS[message](sliding_of(5, name="near"))

@@ -375,22 +375,19 @@ def test_a_parameter_given_twice_is_stepped_as_torch_does():
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_refusals():
+    for options, message in (
         ({"period": 0}, "period must be an integer >= 1, got 0"),
         ({"period": True}, "period must be an integer >= 1, got True"),
         ({"period": 2.0}, "period must be an integer >= 1, got 2.0"),
         ({"reduce": "max"}, "reduce must be 'mean' or 'sum', got 'max'"),
         ({"period": 2, "differentiable": True}, "differentiable=True with period=2"),
-    ],
-)
-def test_refusals(options: dict, message: str):
-    parameter = nn.Parameter(torch.zeros(1))
-    with pytest.raises(ConfigError, match=message):
-        Leveled([parameter], torch.optim.SGD, lr=1.0, **options)
-    with pytest.raises(ConfigError, match=message):
-        Leveled([{"params": [parameter], **options}], torch.optim.SGD, lr=1.0)
+    ):
+        parameter = nn.Parameter(torch.zeros(1))
+        with pytest.raises(ConfigError, match=message):
+            Leveled([parameter], torch.optim.SGD, lr=1.0, **options)
+        with pytest.raises(ConfigError, match=message):
+            Leveled([{"params": [parameter], **options}], torch.optim.SGD, lr=1.0)
 
 
 @pytest.mark.spec("OPTIM-LEVEL-D3")

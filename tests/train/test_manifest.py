@@ -143,7 +143,8 @@ CONTENT = {
 
 TENSORS = {
     "no weight": (put(MODEL, ...), "lacks tensor 'embedding.weight'"),
-    "weight of another shape": (put(MODEL, torch.zeros(3)), r"'embedding.weight' is \[3\] torch.float32, the model has \[16, 8\]"),
+    "weight of another shape": (
+        put(MODEL, torch.zeros(3)), r"'embedding.weight' is \[3\] torch.float32, the model has \[16, 8\]"),
     "weight of integers": (
         put(MODEL, torch.zeros(16, 8, dtype=torch.int64)), "is .* torch.int64, the model has .* torch.float64"),
     "no moment": (put(MOMENT, ...), "the state of .*exp_avg is missing there and '"),

@@ -304,17 +304,14 @@ def test_compiled_blocks_train_as_plain_ones():
 
 
 @pytest.mark.spec("DIST-BLOCK-D1", "DIST-STEP-D1")
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_what_cannot_be_is_refused():
+    for fields, message in (
         ({"budget": {"accumulate": 5}}, "budget.accumulate: must divide batch_size=12, got 5"),
         ({"budget": {"accumulate": 2}, "optim": {"optimizer": "dgd"}}, "'dgd' steps by the samples of one backward"),
         ({"parallel": {"data": "auto", "replicate": "auto"}}, "parallel.replicate: data is auto, too"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
-        Trainer(experiment(**fields))
+    ):
+        with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+            Trainer(experiment(**fields))
 
 
 def test_blocks_are_needed_where_they_are_asked_for():

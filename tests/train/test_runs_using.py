@@ -78,13 +78,15 @@ def test_draws_are_of_the_likeliest(top_k, top_p):
     np.testing.assert_allclose(found / found.sum(), wanted, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_refused(temperature):
-    model = LanguageModel(LanguageModelConfig(vocab_size=8, d_model=8, layers=1, heads=1), generator=torch.Generator())
-    with torch.no_grad():
-        model.norm.weight.fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="the logits are not finite"):
-        next(generate(model, [1, 2], 3, temperature=temperature, generator=torch.Generator()))
+def test_logits_that_are_no_numbers_are_refused():
+    for temperature in (0.0, 1.0):
+        model = LanguageModel(
+            LanguageModelConfig(vocab_size=8, d_model=8, layers=1, heads=1), generator=torch.Generator()
+        )
+        with torch.no_grad():
+            model.norm.weight.fill_(math.nan)
+        with pytest.raises(NonFiniteError, match="the logits are not finite"):
+            next(generate(model, [1, 2], 3, temperature=temperature, generator=torch.Generator()))
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
@@ -124,17 +126,16 @@ def test_prompts_of_any_length_go_on_together_as_they_would_alone(name):
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
-     ({"top_p": 1.5}, "top_p must be above"), ({"temperature": -1.0}, "temperature must be at least 0")],
-)  # fmt: skip
-def test_draws_of_nothing_are_refused(how, said):
-    model = LanguageModel(LanguageModelConfig(vocab_size=4, d_model=8, layers=1, heads=1))
-    with pytest.raises(ConfigError, match=said):
-        Draws(model, [[1]], seeds(1), **({"temperature": 1.0} | how))
-    with pytest.raises(ConfigError, match="needs a prompt of at least one token"):
-        Draws(model, [[1], []], seeds(2), temperature=1.0)
+def test_draws_of_nothing_are_refused():
+    for how, said in (
+        ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p must be above"), ({"temperature": -1.0}, "temperature must be at least 0"),
+    ):  # fmt: skip
+        model = LanguageModel(LanguageModelConfig(vocab_size=4, d_model=8, layers=1, heads=1))
+        with pytest.raises(ConfigError, match=said):
+            Draws(model, [[1]], seeds(1), **({"temperature": 1.0} | how))
+        with pytest.raises(ConfigError, match="needs a prompt of at least one token"):
+            Draws(model, [[1], []], seeds(2), temperature=1.0)
 
 
 @pytest.mark.spec("TRAIN-GEN-D3")

@@ -51,19 +51,18 @@ def test_what_show_prints_is_valid(validator):
 
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_stands_for_its_fields_wherever_a_memory_is(rule, validator):
-    for memory in (rule, {"kind": rule}, {"kind": rule, "chunk": 2, "feature_map": "elu"}):
-        levels = [{"name": "one", "memory": memory}]
-        for model in ({"memory": memory}, {"levels": levels}, {"self_reference": {"memory": memory}}):
-            assert fault(validator, {"model": model}) is None
-    assert fault(validator, {"model": {"feature_memory": {"kind": rule, "residual": True}}}) is None
+def test_a_rule_stands_for_its_fields_wherever_a_memory_is(validator):
+    for rule in RULES:
+        for memory in (rule, {"kind": rule}, {"kind": rule, "chunk": 2, "feature_map": "elu"}):
+            levels = [{"name": "one", "memory": memory}]
+            for model in ({"memory": memory}, {"levels": levels}, {"self_reference": {"memory": memory}}):
+                assert fault(validator, {"model": model}) is None
+        assert fault(validator, {"model": {"feature_memory": {"kind": rule, "residual": True}}}) is None
 
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_what_does_not_load_is_not_valid(validator):
+    for value in (
         {"model": {"memory": "titan"}},
         {"model": {"memory": {"kind": "titan", "chunk": 2}}},
         {"model": {"memory": {"kind": "titans", "chunks": 2}}},
@@ -71,11 +70,8 @@ def test_a_rule_stands_for_its_fields_wherever_a_memory_is(rule, validator):
         {"model": {"memory": ["titans"]}},
         {"extends": 3},
         {"modle": {}},
-    ],
-    ids=json.dumps,
-)
-def test_what_does_not_load_is_not_valid(value, validator):
-    assert fault(validator, value) is not None
+    ):
+        assert fault(validator, value) is not None, value
 
 
 def properties(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
