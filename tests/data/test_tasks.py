@@ -79,9 +79,6 @@ def test_mqar_refuses_impossible_sizes():
             MQAR(**fields)
         assert caught.value.problems[0].path == (path,)
         assert all(name in str(caught.value) for name in names)
-
-
-def test_mqar_accepts_the_tightest_sizes():
     MQAR(num_pairs=16, seq_len=64, vocab_size=34)
 
 

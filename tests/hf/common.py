@@ -58,3 +58,8 @@ def plain(model: HecateForCausalLM) -> LanguageModel:
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits(one: nn.Module, two: nn.Module) -> bool:
+    a, b = one.state_dict(), two.state_dict()
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)

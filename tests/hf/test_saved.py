@@ -16,15 +16,10 @@ from hecate.errors import ConfigError, install_line
 from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 from hecate.models import HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.train import load_experiment
-from tests.hf.common import LEVELS, RULES, SOME, made, moved, tokens
+from tests.hf.common import LEVELS, RULES, SOME, made, moved, same_bits, tokens
 
 EPS = torch.finfo(torch.float64).eps
 PRESETS = ("quickstart", "cms", "hope", "mac", "tnt", "lact_760m", "yaad_170m")
-
-
-def same_bits(one, two) -> bool:
-    a, b = one.state_dict(), two.state_dict()
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.spec("HF-CONFIG-D1")

@@ -213,11 +213,6 @@ def test_generation_keeps_a_state_of_constant_size_and_one_token_per_call():
     assert len(set(sizes)) == 1 and lengths == [3, 1, 1, 1, 1, 1]
 
 
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ConfigError, match="needs a prompt"):
-        next(generate(TiedGRU(), [], 3, temperature=1.0, generator=torch.Generator()))
-
-
 def test_cuda_without_a_device_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="budget.device: is 'cuda', but no CUDA device"):
