@@ -156,7 +156,10 @@ def test_folders_that_cannot_be_forced_to_disk_are_written(tmp_path, monkeypatch
 def test_a_disk_that_fails_is_no_lack_of_the_file_system(tmp_path, monkeypatch, unwarned):
     for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
         monkeypatch.setattr(os, "fsync", failing(number, []))
-        for act in (lambda: write_file(tmp_path / "a", "text"), lambda: make_folder(tmp_path / "b")):
+        for act in (
+            lambda: write_file(tmp_path / "a", "text"),
+            lambda number=number: make_folder(tmp_path / f"{number}"),
+        ):
             with pytest.raises(OSError, match=os.strerror(number)):
                 act()
 

@@ -10,7 +10,7 @@ from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import Memory
 from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
-from tests.nn.layers import near, seeded
+from tests.nn.layers import near, seeded, untouched
 
 every_join = pytest.mark.parametrize("join", JOINS, ids="-".join)
 
@@ -80,21 +80,7 @@ def test_frozen_reads_are_active_reads(period, kernel):
 @pytest.mark.spec("CMS-LAYER-I5")
 @every_join
 def test_every_parameter_learns_from_a_cold_start(join):
-    layer = cms_of(*join, shake=0.0)
-    x, target = inputs(4, 16), inputs(4, 16, seed=9)
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    moved = dict.fromkeys((name for name, _ in layer.named_parameters()), 0.0)
-    losses = []
-    for _ in range(40):
-        loss = (layer(x)[0] - target).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        for name, parameter in layer.named_parameters():
-            moved[name] = max(moved[name], float(parameter.grad.abs().max()))
-        optimiser.step()
-        losses.append(loss.item())
-    assert not [name for name, size in moved.items() if size < 1e-7]
-    assert losses[-1] < 0.8 * losses[0]
+    assert untouched(cms_of(*join, shake=0.0), 3, 16) == []
 
 
 @pytest.mark.spec("CMS-LAYER-I5")

@@ -12,7 +12,7 @@ from hecate import MemoryConfig
 from hecate.cms import SelfReferenceConfig, SelfReferential
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.nn import Memory
-from tests.nn.layers import in_pieces, leaves, near, seeded
+from tests.nn.layers import drawn_alike, in_pieces, leaves, near, seeded
 from tests.reference import memory as ref
 from tests.reference import self_referential as reference
 
@@ -392,15 +392,7 @@ def test_long_chunks_of_projections_are_stable_where_gradients_are_not(phase):
 @pytest.mark.spec("SELF-START-I1")
 def test_one_seed_one_layer_on_any_device():
     config = config_of("far", memory={"feature_map": "hedgehog", "key_norm": "l2"})
-    built = [SelfReferential(D_MODEL, HEADS, config, generator=seeded(3)) for _ in range(2)]
-    meta = SelfReferential(D_MODEL, HEADS, config, device="meta")
-    meta.to_empty(device="cpu").reset_parameters(seeded(3))
-    copies = [built[1], meta, copy.deepcopy(built[0])]
-    for other in copies:
-        for (name, mine), own in zip(built[0].state_dict().items(), other.state_dict().values(), strict=True):
-            assert torch.equal(mine, own), name
-    other = SelfReferential(D_MODEL, HEADS, config, generator=seeded(4))
-    assert not torch.equal(other.into.weight, built[0].into.weight)
+    drawn_alike(lambda seed=0, **how: SelfReferential(D_MODEL, HEADS, config, generator=seeded(seed), **how))
 
 
 @pytest.mark.parametrize("how", ["autocast", "dtype"])

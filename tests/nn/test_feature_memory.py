@@ -10,7 +10,7 @@ from hecate.engine import memory_features, memory_scan
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import Memory, normalise_qk
-from tests.nn.layers import inputs, layer_of, near, same_memory, seeded
+from tests.nn.layers import inputs, layer_of, near, same_memory, seeded, untouched
 
 OUTER = {"retention": "decay", "key_norm": "l2"}
 INNERS = {
@@ -75,16 +75,8 @@ def test_it_starts_as_the_identity_and_every_parameter_learns(inner):
         start = {**INNERS[inner], "read": "before"}
         layer = layer_of(OUTER, feature_memory=start, shake=0.0)
         near(layer(inputs())[0][:, :1], plain(inputs())[0][:, :1], 1e-10)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    moved = {name: torch.zeros(()) for name, _ in layer.named_parameters()}
-    for seed in range(2):
-        optimizer.zero_grad()
-        layer(inputs(seed=seed))[0].square().sum().backward()
-        for name, parameter in layer.named_parameters():
-            moved[name] = moved[name] + parameter.grad.norm()
-        optimizer.step()
-    assert {name for name, size in moved.items() if size < 1e-4} == set(), moved
-    assert sum(name.startswith("feature_memory.") for name in moved) >= 3
+    assert untouched(layer) == []
+    assert sum(name.startswith("feature_memory.") for name, _ in layer.named_parameters()) >= 3
 
 
 @pytest.mark.spec("NN-FEAT-I1")

@@ -12,8 +12,8 @@ from hecate.errors import ConfigError, ShapeError
 from hecate.nn import LinearAttention, LinearAttentionState, linear_attention
 from hecate.rule import Gates
 from tests.nn.attentions import masks_of
+from tests.nn.layers import drawn_alike, leaves, near, seeded, untouched
 from tests.nn.layers import inputs as narrow
-from tests.nn.layers import leaves, near, seeded
 from tests.nn.linear_cases import MAPS, Case
 from tests.reference import linear_attention as reference
 
@@ -270,12 +270,8 @@ LEARNING = {
 @pytest.mark.spec("LIN-ATT-I6")
 @pytest.mark.parametrize("options", LEARNING.values(), ids=LEARNING)
 def test_every_parameter_learns_from_a_cold_start(options):
-    layer = layer_of(shake=0.0, **options)
     context = {"context": narrow(2, 5, width=5)} if "d_context" in options else {}
-    y, _ = layer(narrow(2, LENGTH, width=D_MODEL), **context)
-    y.sub(narrow(2, LENGTH, width=D_MODEL, seed=5)).square().mean().backward()
-    norms = {name: float(p.grad.norm()) for name, p in layer.named_parameters()}
-    assert min(norms.values()) > 1e-5, norms
+    assert untouched(layer_of(shake=0.0, **options), 1, **context) == []
 
 
 @pytest.mark.spec("LIN-ATT-I6")
@@ -284,10 +280,7 @@ def test_draws_copies_meta_and_names():
         options = {"kv_heads": 2, "feature_map": "favor", "positions": "circulant_string"} | options
         return LinearAttention(D_MODEL, HEADS, generator=seeded(seed), **options)
 
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    layer = built()
-    assert torch.equal(torch.get_rng_state(), before)
+    layer = drawn_alike(built)
     expected = layer.state_dict()
     assert sorted(expected) == [
         "key_value.weight",
@@ -298,13 +291,6 @@ def test_draws_copies_meta_and_names():
     ]
     assert [name for name, _ in layer.named_buffers()] == ["phi_frozen.w"]
     assert expected["phi_frozen.w"].shape[0] == 2 and expected["phi_frozen.w"].std() > 0.1
-    meta = built(device="meta")
-    meta.to_empty(device="cpu").reset_parameters(seeded())
-    loaded = built(1)
-    assert not torch.equal(loaded.phi_frozen.w, layer.phi_frozen.w)
-    loaded.load_state_dict(expected)
-    for twin in (built(), copy.deepcopy(layer), meta, loaded):
-        near(twin.state_dict(), expected, 0.0)
     assert "kv_heads=2" in repr(layer) and "'favor'" in repr(layer)
 
 

@@ -7,27 +7,13 @@ import torch
 
 from hecate import phi
 from hecate.nn import Memory
-from tests.nn.layers import inputs, layer_of, leaves, near, rules, seeded
+from tests.nn.layers import inputs, layer_of, leaves, near, rules, seeded, untouched
 from tests.phi.examples import examples, named
 
 DELTA = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
 ENGINES = ("sequential", "parallel")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 LEARNING = [item for item in examples() if item.init(6, heads=2)["learned"]]
-
-
-def untouched(layer, steps=2):
-    """Parameters that a layer fresh from its initialisation never gets a gradient for."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
-    found = dict.fromkeys(name for name, _ in layer.named_parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        layer(inputs(seed=4))[0].sub(inputs(seed=5)).square().mean().backward()
-        for name, parameter in layer.named_parameters():
-            if parameter.grad is not None and parameter.grad.norm() > 1e-9:
-                found.pop(name, None)
-        optimizer.step()
-    return list(found)
 
 
 @pytest.mark.spec("NN-MEM-I10")

@@ -11,20 +11,10 @@ import torch
 from hecate import phi
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
+from tests.optim.test_edges import KINDS, RFF
 
-RFF = phi.RandomFourier(d_phi=16, sigma=3.0)
-OPTIONS = {
-    "identity": (PhiMomentum, {}),
-    "rff": (PhiMomentum, {"feature_map": RFF, "lift": "vjp", "space": "phi"}),
-    "learned": (PhiMomentum, {"feature_map": phi.Linear(d_phi=3), "lift": "learned"}),
-    "trained": (PhiMomentum, {"feature_map": phi.MLP(d_hidden=3), "phi_lr": 0.1}),
-    "diagonal": (PhiMomentum, {"precondition": "diagonal"}),
-    "kronecker": (PhiMomentum, {"precondition": "kronecker"}),
-    "kernel": (KernelMomentum, {"feature_map": phi.Tanh()}),
-    "delta": (DeltaMomentum, {}),
-    "deep": (DeepMomentum, {"shared": True}),
-    "m3": (M3, {"slow_period": 2, "second_moment": "after"}),
-}
+SOME = "identity, phi space, learned, trained, diagonal, kronecker, kernel, delta, deep shared, m3 row"
+OPTIONS = {name: KINDS[name] for name in SOME.split(", ")}
 every = pytest.mark.parametrize("name", OPTIONS)
 
 
@@ -170,14 +160,14 @@ def test_load_errors_name_the_parameter_and_both_shapes():
 @pytest.mark.spec("OPT-PHI-I3")
 def test_draws_are_made_again_from_the_seed_and_checked():
     module = model()
-    optimizer = optimizer_of("rff", module, seed=7)
+    optimizer = optimizer_of("phi space", module, seed=7)
     assert not any("w" in state for state in optimizer.state.values())
     saved = optimizer.state_dict()
-    optimizer_of("rff", model(), seed=7).load_state_dict(saved)
+    optimizer_of("phi space", model(), seed=7).load_state_dict(saved)
     with pytest.raises(ConfigError, match=r"checksum .* seed 8 here, 7 there"):
-        optimizer_of("rff", model(), seed=8).load_state_dict(saved)
-    drawn = optimizer_of("rff", model(), seed=torch.Generator().manual_seed(1))
-    again = optimizer_of("rff", model(), seed=torch.Generator().manual_seed(1))
+        optimizer_of("phi space", model(), seed=8).load_state_dict(saved)
+    drawn = optimizer_of("phi space", model(), seed=torch.Generator().manual_seed(1))
+    again = optimizer_of("phi space", model(), seed=torch.Generator().manual_seed(1))
     assert drawn.param_groups[0]["phi_checksums"] == again.param_groups[0]["phi_checksums"]
 
 

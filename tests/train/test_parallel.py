@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import warnings
 from contextlib import chdir, redirect_stdout
@@ -320,21 +319,6 @@ def test_blocks_are_needed_where_they_are_asked_for():
             Trainer(experiment(budget=setting), model=torch.nn.Linear(2, 2))
 
 
-KILLER = """
-import os
-from hecate.train.trainer import Trainer
-
-step = Trainer.train_step
-
-def dying(self):
-    if self.step == 13 and self.world.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(9)
-    return step(self)
-
-Trainer.train_step = dying
-"""
-
-
 def attempt(folder: str, port: int, number: int) -> tuple[Any, str]:
     """One attempt of the processes of a launch, whose store outlives them: how it ends, and what is printed."""
     launch = {"RESTART_COUNT": str(number), "USE_AGENT_STORE": "True", "RUN_ID": "it"}
@@ -365,23 +349,6 @@ def test_a_launch_goes_on_after_its_processes_have_died(tmp_path, monkeypatch):
     (code, said), other = run_ranks(2, attempt, str(tmp_path), store.port, 1)
     assert code == 0 and said.count("finished at step 20") == 1 and other == (0, "")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    went_on(tmp_path, config)
-
-
-@pytest.mark.slow
-@pytest.mark.spec("DIST-RUN-D1", "DIST-RUN-D2")
-def test_torchrun_goes_on_after_a_rank_has_died(tmp_path):
-    config = it(tmp_path)
-    (tmp_path / "killer.py").write_text(KILLER)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    train = ["-m", "hecate", "--import", "killer", "train", "it.yaml"]
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "--max-restarts", "1", *train], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("finished at step 20") == 1
     went_on(tmp_path, config)
 
 

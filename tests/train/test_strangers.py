@@ -32,6 +32,7 @@ from tests.clock import within
 
 from .common import tiny
 
+pytestmark = pytest.mark.usefixtures("figures")  # reports of runs have pictures
 SECRET = "nothing in here is for others\n"
 
 
