@@ -95,9 +95,8 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
 
 
 @pytest.mark.spec("TRAIN-CLI-D2")
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
+def test_errors_are_one_message_on_stderr(hecate):
+    for argv, code, message in (
         (
             ("train", "nope"),
             2,
@@ -129,12 +128,10 @@ def test_runs_are_numbered_and_the_latest_is_resumed(hecate, tmp_path):
         (("export", "gone", "--to", "gguf"), 2,
          "error: --to must be one of 'safetensors', 'torch', 'dcp', 'hf', 'onnx', got 'gguf'"),
         (("export", "gone", "--to", "hf", "--dtype", "float16"), 2, "error: --dtype float16 and --to hf: weights keep"),
-    ],
-)  # fmt: skip
-def test_errors_are_one_message_on_stderr(hecate, argv, code, message):
-    found, out, err = hecate(*argv)
-    assert (found, out) == (code, "")
-    assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
+    ):  # fmt: skip
+        found, out, err = hecate(*argv)
+        assert (found, out) == (code, "")
+        assert err.startswith(message) and "Traceback" not in err and err.count("error:") == 1
 
 
 def test_an_export_of_the_folder_that_one_is_in_lies_beside_it(hecate, tmp_path, monkeypatch):

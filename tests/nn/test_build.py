@@ -293,9 +293,8 @@ def test_warns_of_a_step_that_may_diverge():
 
 
 @pytest.mark.spec("NN-MEM-I9")
-@pytest.mark.parametrize(
-    "fields",
-    [
+def test_is_silent_where_the_step_is_safe():
+    for fields in (
         {"key_norm": "l2"},
         {"key_norm": "sum"},
         {"step": "normalized"},
@@ -303,13 +302,10 @@ def test_warns_of_a_step_that_may_diverge():
         {"algorithm": {"kind": "gd", "lr": 0.04}},
         {"bias": "dot"},
         {"feature_map": "identity"},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_is_silent_where_the_step_is_safe(fields):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Memory(64, 2, {"feature_map": "elu", **fields})
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Memory(64, 2, {"feature_map": "elu", **fields})
 
 
 @pytest.mark.spec("NN-MEM-I9")

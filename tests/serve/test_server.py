@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -492,34 +491,29 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_a_run(tmp_path, monkeypatch):
+def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
     from hecate import cli
     from hecate.serve import server as module
     from hecate.train import open_model, run_experiment
     from hecate.train.display import Display
     from tests.train.common import tiny
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        (tmp_path / "a.txt").write_text("a text to train on, " * 40)
-        data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
-        config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-        run_experiment(config, tmp_path / "run", display=Display(quiet=True))
-        own: Any = open_model(tmp_path / "run", "best").model
+    (tmp_path / "a.txt").write_text("a text to train on, " * 40)
+    data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
+    config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
+    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    own: Any = open_model(tmp_path / "run", "best").model
 
-        def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
-            assert key == "secret" and host == "0.0.0.0"
-            with listening(app) as url:
-                head = {"authorization": "Bearer secret"}
-                body = {"model": "mine", "prompt": "a te", **HOW}
-                answer = httpx.post(f"{url}/v1/completions", json=body, headers=head, timeout=60).json()
-                assert answer["choices"][0]["text"] == said(own, ["a te"], COUNT)[0]
+    def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
+        assert key == "secret" and host == "0.0.0.0"
+        with listening(app) as url:
+            head = {"authorization": "Bearer secret"}
+            body = {"model": "mine", "prompt": "a te", **HOW}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=head, timeout=60).json()
+            assert answer["choices"][0]["text"] == said(own, ["a te"], COUNT)[0]
 
-        monkeypatch.setattr(module, "serve", answered)
-        monkeypatch.setenv("HECATE_API_KEY", "secret")
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
-        assert not ended.value.code
-    finally:
-        torch.set_default_dtype(before)
+    monkeypatch.setattr(module, "serve", answered)
+    monkeypatch.setenv("HECATE_API_KEY", "secret")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
+    assert not ended.value.code

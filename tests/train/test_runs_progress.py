@@ -143,20 +143,17 @@ def test_a_first_step_that_is_the_fastest_leaves_an_estimate(monkeypatch):
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")
-@pytest.mark.parametrize(
-    ("metric", "each", "shown"),
-    [
+def test_the_loss_of_training_has_the_unit_of_validation():
+    for metric, each, shown in (
         ("accuracy", 1.0, "loss 1.386 nats  "),
         ("bits_per_byte", 1.0, "loss 2.000 bits per byte  "),
         ("bits_per_byte", 4.0, "loss 0.500 bits per byte  "),
         ("perplexity", 1.0, "perplexity 4.000  "),
-    ],
-)
-def test_the_loss_of_training_has_the_unit_of_validation(metric, each, shown):
-    progress = Progress(tiny(), World.alone(), metric)
-    for _ in range(3):
-        progress.take(math.log(4), 32, 1.0, each)
-    assert progress.line(1.0).startswith(shown)
+    ):
+        progress = Progress(tiny(), World.alone(), metric)
+        for _ in range(3):
+            progress.take(math.log(4), 32, 1.0, each)
+        assert progress.line(1.0).startswith(shown)
 
 
 @pytest.mark.spec("TRAIN-RUN-D8")

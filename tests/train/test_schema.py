@@ -98,9 +98,8 @@ def test_every_setting_says_what_it_is(schema):
         assert len(set(texts)) == len(texts), name
 
 
-@pytest.mark.parametrize(
-    ("place", "field", "text"),
-    [
+def test_descriptions_are_those_of_the_docstrings(schema):
+    for place, field, text in (
         ("BudgetConfig", "keep", "number of newest checkpoints to keep"),
         ("LanguageModelConfig", "mlp_ratio", "hidden width of the gated MLP over d_model; 0 leaves it out."),
         ("data.tokens", "vocab_size", "filled from the folder, at least its own; `.bin` files do not tell it."),
@@ -108,10 +107,8 @@ def test_every_setting_says_what_it_is(schema):
         ("optimizer.delta_momentum", "reading", "what g^T g is."),
         ("retention.decay", "kind", "decay: M' = retain M + D, "),
         ("LanguageModelConfig", "memory", "the rule of every layer's memory"),
-    ],
-)
-def test_descriptions_are_those_of_the_docstrings(place, field, text, schema):
-    assert schema["$defs"][place]["properties"][field]["description"].startswith(text)
+    ):
+        assert schema["$defs"][place]["properties"][field]["description"].startswith(text)
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")
