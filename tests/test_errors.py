@@ -22,18 +22,15 @@ from hecate.train.state import check_allowed
 from hecate.variant import Config
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ((), ""),
-        (("a",), "a"),
-        (("levels", 1, "memory"), "levels[1].memory"),
-        ((0, "a"), "[0].a"),
-        (("a", 0, 1), "a[0][1]"),
-    ],
-)
-def test_paths(path, text):
-    assert format_path(path) == text
+def test_paths():
+    paths = {
+        (): "",
+        ("a",): "a",
+        ("levels", 1, "memory"): "levels[1].memory",
+        (0, "a"): "[0].a",
+        ("a", 0, 1): "a[0][1]",
+    }
+    assert {path: format_path(path) for path in paths} == paths
 
 
 def test_names_with_commas_are_told_apart():
@@ -158,11 +155,13 @@ def misnamed() -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("ours", misnamed())
-def test_what_was_meant_stands_ahead_of_all_there_is(ours):
-    with pytest.raises((ConfigError, ArgumentError)) as caught:
-        misnamed()[ours]()
-    said = str(caught.value)
-    assert f" Did you mean {ours}?" in said[:150]
-    ahead, _, after = said.partition(" Did you mean ")
-    assert ahead.endswith(".") and ahead.count(", ") == 0 and not after.partition("? ")[2].startswith(("known", "it "))
+def test_what_was_meant_stands_ahead_of_all_there_is():
+    for ours, call in misnamed().items():
+        with pytest.raises((ConfigError, ArgumentError)) as caught:
+            call()
+        said = str(caught.value)
+        assert f" Did you mean {ours}?" in said[:150]
+        ahead, _, after = said.partition(" Did you mean ")
+        assert (
+            ahead.endswith(".") and ahead.count(", ") == 0 and not after.partition("? ")[2].startswith(("known", "it "))
+        )

@@ -102,13 +102,8 @@ LINES = {
     "train my.yaml": "cannot read config my.yaml: No such file or directory; `hecate init my.yaml` writes one",
     "train latin.yaml": "latin.yaml is not UTF-8 text (byte 6); save it as UTF-8",
     "train --set engine=fused": "engine: no such setting. hecate takes the fastest engine that is exact; `hecate show",
-    "train --set optim.betas[2]=1": "there is a list of 2 here; give an index below its length",
-    "train --set data.kind=text --set data.paths=[gone]": "data.paths: no file or folder 'gone'",
     "eval folder --checkpoint first": "checkpoint must be one of 'best', 'newest', got 'first'",
     "eval folder": "folder is a model of transformers, no run folder: `hecate eval folder --tasks` asks it",
-    "resume gone": "gone is not a run folder: there is no such folder; `hecate train --out` starts a run there",
-    "list rules titan": "no rule 'titan'. Did you mean 'titans'?",
-    "list presets hop": "no preset 'hop'. Did you mean 'hope'?",
 }
 
 

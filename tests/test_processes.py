@@ -153,12 +153,15 @@ def test_folders_that_cannot_be_forced_to_disk_are_written(tmp_path, monkeypatch
     assert len(said) == 1 and (tmp_path / "a").read_text() == "text" and (tmp_path / "b/c").is_dir()
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_fails_is_no_lack_of_the_file_system(tmp_path, monkeypatch, unwarned, number):
-    monkeypatch.setattr(os, "fsync", failing(number, []))
-    for act in (lambda: write_file(tmp_path / "a", "text"), lambda: make_folder(tmp_path / "b")):
-        with pytest.raises(OSError, match=os.strerror(number)):
-            act()
+def test_a_disk_that_fails_is_no_lack_of_the_file_system(tmp_path, monkeypatch, unwarned):
+    for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        monkeypatch.setattr(os, "fsync", failing(number, []))
+        for act in (
+            lambda: write_file(tmp_path / "a", "text"),
+            lambda number=number: make_folder(tmp_path / f"{number}"),
+        ):
+            with pytest.raises(OSError, match=os.strerror(number)):
+                act()
 
 
 def test_a_run_that_cannot_be_started_says_what_to_do(tmp_path, monkeypatch):

@@ -216,14 +216,12 @@ def test_a_kind_is_pinned():
 
 
 @pytest.mark.spec("VAR-STRICT-I1")
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
+def test_messages():
+    for build, text in (
         (
             lambda: Drawing(shape="ronud"),
             "unknown test_shape kind 'ronud'. Did you mean 'round'? Known: round, square,",
         ),
-        (lambda: Drawing(shape="ronud"), "Did you mean 'round'?"),
         (lambda: Drawing(shape="ROUND"), "Did you mean 'round'?"),
         (lambda: Drawing(shape={"side": 3}), "shape: needs a 'kind'; known test_shape kinds: round,"),
         (lambda: Drawing(shape={"kind": ["round"]}), "unknown test_shape kind ['round']"),
@@ -235,7 +233,6 @@ def test_a_kind_is_pinned():
             lambda: Drawing(shpe="round"),
             "shpe: unknown field of Drawing. Did you mean 'shape'? Known fields: shape, copies",
         ),
-        (lambda: Drawing(shpe="round"), "Did you mean 'shape'?"),
         (lambda: Round(raduis=1.0), "raduis: unknown field of Round. Did you mean 'radius'? Known fields: radius."),
         (lambda: Round.model_validate({1: 2}), "1: unknown field of Round"),
         (lambda: Round(radius=0), "radius: must be > 0.0, got 0"),
@@ -245,41 +242,29 @@ def test_a_kind_is_pinned():
         (lambda: Union(parts=[]), "parts: tuple should have at least 1 item"),
         (lambda: Round(kind="square"), "kind: must be 'round', got 'square'"),
         (lambda: Album(drawings=3), "drawings: must be a list, got 3 (int)"),
-    ],
-)
-def test_messages(build, text):
-    assert text in message(build)
+    ):
+        assert text in message(build)
 
 
 @pytest.mark.spec("VAR-STRICT-I1")
-@pytest.mark.parametrize("value", [True, "8", 8.0, 8.5, math.nan, math.inf, None, [8]])
-def test_an_integer_is_an_integer(value):
-    assert f"side: must be an integer, got {value!r}" in message(lambda: Square(side=value))
-
-
-@pytest.mark.spec("VAR-STRICT-I1")
-@pytest.mark.parametrize("value", [True, "1.5", math.nan, math.inf, -math.inf, None, 1j])
-def test_a_float_is_a_finite_number(value):
-    text = message(lambda: Round(radius=value))
-    assert text.startswith("radius: must be") and repr(value) in text
+def test_numbers_and_flags_are_what_they_say():
+    for value in (True, "8", 8.0, 8.5, math.nan, math.inf, None, [8]):
+        assert f"side: must be an integer, got {value!r}" in message(lambda value=value: Square(side=value))
+    for value in (True, "1.5", math.nan, math.inf, -math.inf, None, 1j):
+        text = message(lambda value=value: Round(radius=value))
+        assert text.startswith("radius: must be") and repr(value) in text
     assert Round(radius=2).radius == 2.0
+    for value in (0, 1, "true", None):
+        assert "filled: must be true or false" in message(lambda value=value: Square(filled=value))
+    for constant in ("NaN", "Infinity", "-Infinity"):
+        text = message(lambda constant=constant: Round.model_validate_json(f'{{"radius": {constant}}}'))
+        assert "radius: must be a finite number" in text
 
 
-@pytest.mark.parametrize("value", [0, 1, "true", None])
-def test_a_bool_is_a_bool(value):
-    assert "filled: must be true or false" in message(lambda: Square(filled=value))
-
-
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_json_constants_are_refused(constant):
-    text = message(lambda: Round.model_validate_json(f'{{"radius": {constant}}}'))
-    assert "radius: must be a finite number" in text
-
-
-@pytest.mark.parametrize("text", ['{"radius": 1.0, "radius": 2.0}', b'{"kind": "round", "kind": "round"}'])
-def test_keys_given_twice_are_refused(text):
-    with pytest.raises(ConfigError, match="(radius|kind): given twice in one JSON object; keep one"):
-        Round.model_validate_json(text)
+def test_keys_given_twice_are_refused():
+    for text in ('{"radius": 1.0, "radius": 2.0}', b'{"kind": "round", "kind": "round"}'):
+        with pytest.raises(ConfigError, match="(radius|kind): given twice in one JSON object; keep one"):
+            Round.model_validate_json(text)
 
 
 def test_long_values_are_cut():

@@ -10,7 +10,7 @@ from hecate.cms import CMS, CMSConfig, CMSState, LevelConfig
 from hecate.errors import ConfigError, HealthWarning, ShapeError, StabilityWarning
 from hecate.nn import Memory
 from tests.cms.common import DELTA, JOINS, LEVELS, cms_of, inputs, masks
-from tests.nn.layers import near, seeded
+from tests.nn.layers import near, seeded, untouched
 
 every_join = pytest.mark.parametrize("join", JOINS, ids="-".join)
 
@@ -80,21 +80,7 @@ def test_frozen_reads_are_active_reads(period, kernel):
 @pytest.mark.spec("CMS-LAYER-I5")
 @every_join
 def test_every_parameter_learns_from_a_cold_start(join):
-    layer = cms_of(*join, shake=0.0)
-    x, target = inputs(4, 16), inputs(4, 16, seed=9)
-    optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-    moved = dict.fromkeys((name for name, _ in layer.named_parameters()), 0.0)
-    losses = []
-    for _ in range(40):
-        loss = (layer(x)[0] - target).square().mean()
-        optimiser.zero_grad()
-        loss.backward()
-        for name, parameter in layer.named_parameters():
-            moved[name] = max(moved[name], float(parameter.grad.abs().max()))
-        optimiser.step()
-        losses.append(loss.item())
-    assert not [name for name, size in moved.items() if size < 1e-7]
-    assert losses[-1] < 0.8 * losses[0]
+    assert untouched(cms_of(*join, shake=0.0), 3, 16) == []
 
 
 @pytest.mark.spec("CMS-LAYER-I5")
@@ -177,19 +163,19 @@ NESTED = [
 
 
 @pytest.mark.spec("CMS-LAYER-I6")
-@pytest.mark.parametrize(("fields", "match"), BAD, ids=[match for _, match in BAD])
-def test_bad_configs(fields, match):
-    with pytest.raises(ConfigError, match=match):
-        CMSConfig(**fields)
+def test_bad_configs():
+    for fields, match in BAD:
+        with pytest.raises(ConfigError, match=match):
+            CMSConfig(**fields)
 
 
 @pytest.mark.spec("CMS-LAYER-I6")
-@pytest.mark.parametrize(("levels", "match"), NESTED, ids=[match for _, match in NESTED])
-def test_levels_that_cannot_be_nested(levels, match):
-    with pytest.raises(ConfigError, match=match) as caught:
-        built(levels, composition="nested")
-    assert "'a'" in str(caught.value) and "'b'" in str(caught.value)
-    assert caught.value.problems[0].path[:2] == ("levels", 1)
+def test_levels_that_cannot_be_nested():
+    for levels, match in NESTED:
+        with pytest.raises(ConfigError, match=match) as caught:
+            built(levels, composition="nested")
+        assert "'a'" in str(caught.value) and "'b'" in str(caught.value)
+        assert caught.value.problems[0].path[:2] == ("levels", 1)
 
 
 @pytest.mark.spec("CMS-LAYER-I6")
@@ -263,20 +249,6 @@ def test_meta_and_deepcopy(join):
         made.reset_parameters(seeded())
     assert torch.equal(made(inputs())[0], layer(inputs())[0])
     assert torch.equal(copy.deepcopy(layer)(inputs())[0], layer(inputs())[0])
-
-
-@pytest.mark.parametrize("join", [join for join in JOINS if join[0] != "nested"], ids="-".join)
-def test_compile_and_per_sample_gradients(join):
-    layer, x = cms_of(*join), inputs()
-
-    def loss(values, x):
-        return torch.func.functional_call(layer, values, (x.unsqueeze(0),))[0].square().sum()
-
-    values = {name: p.detach() for name, p in layer.named_parameters()}
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
-    whole = torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
-    for (name, _), expected in zip(layer.named_parameters(), whole, strict=True):
-        near(each[name].sum(0), expected, 1e-9, name)
 
 
 @pytest.mark.spec("CMS-LAYER-I2")

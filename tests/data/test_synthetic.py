@@ -183,9 +183,8 @@ def test_a_guess_scores_its_chance(task):
     assert abs(share - chance) < 5 * np.sqrt(chance * (1 - chance) / kept.sum())
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "sentence"),
-    [
+def test_impossible_sizes():
+    for kind, fields, sentence in (
         (MADRecall, {"seq_len": 7}, "seq_len: must be even, pairs are two tokens, got 7"),
         (MADNoisyRecall, {"noise_vocab": 30}, "noise_vocab=30 leaves 2 of vocab_size=32 for keys and values"),
         (MADFuzzyRecall, {"key_size": 8}, "key_size=8 different tokens cannot be drawn from the 7 of vocab_size=16"),
@@ -193,11 +192,9 @@ def test_a_guess_scores_its_chance(task):
         (MADSelectiveCopy, {"symbols": 200}, "symbols=200 twice and a sign need seq_len >= 401, got 256"),
         (MADCompression, {"seq_len": 8}, "seq_len: must be odd, n symbols, a sign and n places, got 8"),
         (MADMemorization, {"seq_len": 3}, "seq_len: must be even"),
-    ],
-)
-def test_impossible_sizes(kind, fields, sentence):
-    with pytest.raises(ConfigError, match="(?s)" + sentence.replace("(", r"\(")):
-        kind(**fields)
+    ):
+        with pytest.raises(ConfigError, match="(?s)" + sentence.replace("(", r"\(")):
+            kind(**fields)
 
 
 def test_another_length():

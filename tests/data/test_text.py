@@ -76,19 +76,16 @@ def test_batches_are_a_function_of_seed_and_step(corpus):
     assert not torch.equal(source.train_batch(1, 2, 4, 8)[0], source.train_batch(2, 2, 4, 8)[0])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_unusable_files_are_named(corpus, monkeypatch):
+    for fields, message in (
         ({"paths": ["nothing.txt"]}, "no file or folder 'nothing.txt'"),
         ({"paths": ["*.rst"]}, r"no files matching '\*.rst'"),
         ({"paths": ["deep"], "suffixes": [".txt"]}, "no files ending in .txt in folder 'deep'"),
         ({"paths": ["."], "max_bytes": 100}, "exceeds max_bytes=100"),
-    ],
-)
-def test_unusable_files_are_named(corpus, monkeypatch, fields, message):
-    monkeypatch.chdir(corpus)
-    with pytest.raises(DataError, match=message):
-        Text(**fields).load()
+    ):
+        monkeypatch.chdir(corpus)
+        with pytest.raises(DataError, match=message):
+            Text(**fields).load()
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"ab"])

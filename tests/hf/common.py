@@ -14,12 +14,8 @@ pytest.importorskip("transformers", minversion="5")
 
 from hecate.hf import HecateConfig, HecateForCausalLM
 from hecate.models import LanguageModel
+from tests.serve.common import LEVELS
 
-GD = {"kind": "gd", "lr": 0.1}
-LEVELS: list[dict[str, Any]] = [
-    {"name": "fast", "memory": "titans_linear"},
-    {"name": "slow", "period": 4, "memory": {"algorithm": GD, "feature_map": "elu", "key_norm": "l2"}},
-]
 RULES: dict[str, dict[str, Any]] = {
     "decay": {"memory": {"retention": "decay"}, "tie_embeddings": False},
     "momentum": {"memory": {"retention": "decay", "algorithm": "momentum", "feature_map": "elu", "key_norm": "l2"}},
@@ -58,3 +54,8 @@ def plain(model: HecateForCausalLM) -> LanguageModel:
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def same_bits(one: nn.Module, two: nn.Module) -> bool:
+    a, b = one.state_dict(), two.state_dict()
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)

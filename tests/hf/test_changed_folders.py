@@ -21,6 +21,7 @@ import hecate.hf
 from hecate.errors import CheckpointError, ConfigError
 from hecate.hf import adopt, graft, graft_mlp, upgrade
 from hecate.hf.upgrade import Hosted
+from tests.hf.common import same_bits
 from tests.hf.families import built
 from tests.hf.test_graft_mlp import IDS, logits, mlps, model_of, moved
 from tests.hf.test_layers import DELTA
@@ -49,11 +50,6 @@ def grafted(fast: str = "last") -> Any:
     return moved(graft_mlp(model, layers=[0], fast=fast, periods=(4, 8)), 0.1)
 
 
-def same(one: Any, two: Any) -> bool:
-    a, b = one.state_dict(), two.state_dict()
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-
-
 @WARNS
 @pytest.mark.spec("HF-SAVED-D1")
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def test_upgraded_models_come_back(family, tmp_path):
     model = upgraded(family, *rules)
     hecate.hf.save(model, tmp_path / "a")
     again = hecate.hf.load(tmp_path / "a")
-    assert same(model, again) and not again.training
+    assert same_bits(model, again) and not again.training
     assert {n for n, p in again.named_modules() if isinstance(p, Hosted)} == {
         n for n, p in model.named_modules() if isinstance(p, Hosted)
     }
@@ -78,7 +74,7 @@ def test_upgraded_models_come_back(family, tmp_path):
     assert torch.equal(logits(hecate.hf.load(tmp_path / "b")), logits(model))
     if family == "qwen3_next":  # by transformers alone, as Trainer writes it
         model.save_pretrained(tmp_path / "plain")
-        assert same(model, hecate.hf.load(tmp_path / "plain"))
+        assert same_bits(model, hecate.hf.load(tmp_path / "plain"))
 
 
 @pytest.mark.spec("HF-SAVED-D1")
@@ -89,7 +85,7 @@ def test_grafted_models_come_back(fast, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     for folder in ("a", "plain"):
         again = hecate.hf.load(tmp_path / folder)
-        assert same(model, again) and len(mlps(again)) == 1
+        assert same_bits(model, again) and len(mlps(again)) == 1
         assert torch.equal(logits(again), logits(model))
         assert all(p.requires_grad for p in again.parameters())
     names = [n for n, p in hecate.hf.load(tmp_path / "a", train="memory").named_parameters() if p.requires_grad]
@@ -108,7 +104,7 @@ def test_an_adopted_model_is_the_official_one(tmp_path):
     assert "hecate" not in (tmp_path / "a/config.json").read_text()
     assert not (tmp_path / "a/hecate.safetensors").exists()
     plain, again = AutoModelForCausalLM.from_pretrained(tmp_path / "a"), hecate.hf.load(tmp_path / "a")
-    assert same(plain, model) and same(again, model)
+    assert same_bits(plain, model) and same_bits(again, model)
     adopt(again)
     assert torch.equal(logits(again), logits(model))
 
@@ -238,7 +234,7 @@ def test_a_loaded_model_goes_on(tmp_path):
     optimizer.step()
     assert all(not torch.equal(twin.get_parameter(n), model.get_parameter(n)) for n in report.new)
     hecate.hf.save(twin, tmp_path / "b")
-    assert same(hecate.hf.load(tmp_path / "b"), twin)
+    assert same_bits(hecate.hf.load(tmp_path / "b"), twin)
     assert transformers.AutoConfig.from_pretrained(tmp_path / "b").hecate_layers.keys() == {LAYER}
 
 
@@ -247,4 +243,4 @@ def test_a_plain_model_of_a_config_that_was_an_upgraded_ones_is_plain(tmp_path):
     model = AutoModelForCausalLM.from_config(upgraded().config).eval()
     hecate.hf.save(model, tmp_path / "a")
     again = hecate.hf.load(tmp_path / "a")
-    assert same(model, again) and not any(isinstance(part, Hosted) for part in again.modules())
+    assert same_bits(model, again) and not any(isinstance(part, Hosted) for part in again.modules())

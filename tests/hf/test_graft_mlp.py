@@ -383,15 +383,15 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.spec("HF-MLP-E1")
-@pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_be_is_refused_and_leaves_the_model(words):
-    make, given = REFUSED[words]
-    model = make()
-    kinds = [type(part) for part in model.modules()]
-    with pytest.raises(ConfigError) as told:
-        graft_mlp(model, **given)
-    assert words in str(told.value)
-    assert [type(part) for part in model.modules()] == kinds and not getattr(model, "_forward_pre_hooks", None)
+def test_what_cannot_be_is_refused_and_leaves_the_model():
+    for words in REFUSED:
+        make, given = REFUSED[words]
+        model = make()
+        kinds = [type(part) for part in model.modules()]
+        with pytest.raises(ConfigError) as told:
+            graft_mlp(model, **given)
+        assert words in str(told.value)
+        assert [type(part) for part in model.modules()] == kinds and not getattr(model, "_forward_pre_hooks", None)
 
 
 def test_a_config_is_read_back():

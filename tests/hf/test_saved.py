@@ -16,15 +16,10 @@ from hecate.errors import ConfigError, install_line
 from hecate.hf import HecateConfig, HecateForCausalLM, HecateModel
 from hecate.models import HopeConfig, LanguageModel, LanguageModelConfig
 from hecate.train import load_experiment
-from tests.hf.common import LEVELS, RULES, SOME, made, moved, tokens
+from tests.hf.common import LEVELS, RULES, SOME, made, moved, same_bits, tokens
 
 EPS = torch.finfo(torch.float64).eps
 PRESETS = ("quickstart", "cms", "hope", "mac", "tnt", "lact_760m", "yaad_170m")
-
-
-def same_bits(one, two) -> bool:
-    a, b = one.state_dict(), two.state_dict()
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.spec("HF-CONFIG-D1")
@@ -74,9 +69,8 @@ def test_fields_of_a_model_stand_beside_those_of_transformers():
 
 
 @pytest.mark.spec("HF-CONFIG-D1")
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
+def test_what_no_field_is_or_two_fields_disagree_on_is_refused():
+    for fields, sentence in (
         ({**SMALL, "d_modl": 3}, r"^d_modl: unknown field .*Did you mean 'd_model'\?"),
         ({**SMALL, "n_layer": 3}, r"^n_layer: unknown field .*Did you mean 'layers'\?"),
         ({**SMALL, "max_position_embeddings": 3}, "^max_position_embeddings: unknown field"),
@@ -94,11 +88,9 @@ def test_fields_of_a_model_stand_beside_those_of_transformers():
         ({"model": SMALL, "vocab_size": 32}, "^vocab_size: must be 9, as model.vocab_size is; change that one"),
         ({"model": SMALL, "memory": "titans"}, "^memory: must be .* as model.memory is; change that one"),
         ({"vocab_size": None}, "^vocab_size: must be set to build a model"),
-    ],
-)
-def test_what_no_field_is_or_two_fields_disagree_on_is_refused(fields, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        HecateConfig(**fields)
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            HecateConfig(**fields)
 
 
 @pytest.mark.spec("HF-CONFIG-D1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,13 @@ from hecate.hf import adopt, from_layer, release, upgrade
 from hecate.hf.upgrade import NOT_WIDER, WIDER, Hosted, rule_name
 from hecate.rule import RULES
 from tests.hf.families import built
-from tests.hf.test_adopt import greedy, in_pieces, off
+from tests.hf.test_adopt import greedy, in_pieces, model_of, off
+from tests.hf.test_graft_mlp import IDS, logits
 from tests.hf.test_layers import DELTA, linear
 
 SOME = {"qwen3_next": "gated_delta", "kimi_linear": "kda", "bailing_hybrid": "kda"}
 CASES = [(family, rule) for family, own in SOME.items() for rule, wider in WIDER.items() if own in wider.contains]
-IDS = torch.randint(1, 61, (2, 40), generator=torch.Generator().manual_seed(3))
 WARNS = pytest.mark.filterwarnings("ignore::hecate.errors.StabilityWarning")
-
-
-@cache
-def model_of(family: str) -> Any:
-    """A model for copies, which stays as it is."""
-    return built(family)
-
-
-def logits(model: Any, ids: Tensor = IDS, **given: Any) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False, **given).logits
 
 
 def hosted(model: Any) -> Any:

@@ -1,5 +1,7 @@
 """Small layers for tests, and comparisons of what they return."""
 
+import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -87,3 +89,39 @@ def near(got: Any, expected: Any, tolerance: float = 1e-12, what: str = "") -> N
 def same_memory(got: LayerState, expected: LayerState, tolerance: float = 1e-12) -> None:
     near(got.memory, expected.memory, tolerance, "memory")
     near(got.conv, expected.conv, tolerance, "conv")
+
+
+def untouched(layer: torch.nn.Module, steps: int = 2, length: int = 7, **options: Any) -> list[str]:
+    """Parameters that a layer fresh from its initialisation never gets a gradient for."""
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    names = dict.fromkeys(name for name, _ in layer.named_parameters())
+    x, target = (inputs(length=length, width=int(layer.d_model), seed=seed) for seed in (4, 5))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        layer(x, **options)[0].sub(target).square().mean().backward()
+        for name, parameter in layer.named_parameters():
+            if parameter.grad is not None and parameter.grad.norm() > 1e-9:
+                names.pop(name, None)
+        optimizer.step()
+    return list(names)
+
+
+def drawn_alike(build: Callable[..., Any]) -> Any:
+    """The layer of seed 0, after one seed has given one layer, whatever way it was made and whatever torch draws."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    layer = build()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    late, loaded, twin = build(device="meta"), build(1), copy.deepcopy(layer)
+    assert {item.device.type for item in late.state_dict().values()} == {"meta"}
+    late.to_empty(device="cpu").reset_parameters(seeded())
+    assert not all(map(torch.equal, leaves(loaded.state_dict()), leaves(layer.state_dict())))
+    loaded.load_state_dict(layer.state_dict())
+    for other in (build(), late, loaded, twin):
+        near(dict(other.state_dict()), dict(layer.state_dict()), 0.0)
+    with torch.no_grad():
+        for item in leaves(dict(twin.state_dict())):
+            item += 1
+    near(dict(build().state_dict()), dict(layer.state_dict()), 0.0)
+    return layer

@@ -40,16 +40,6 @@ def test_against_a_loop(kernel):
     near(state, padded[:, -(kernel - 1) :], 0.0)
 
 
-@pytest.mark.spec("NN-CONV-I2")
-def test_documents_against_a_loop():
-    conv, x = conv_of(), inputs(width=3)
-    documents = torch.tensor([[0, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 1, 1]])
-    y, _ = conv(x, segment=torch.cat([torch.zeros(2, 3, dtype=torch.int64), documents], 1))
-    pairs = zip(x.numpy(), documents.numpy(), strict=True)
-    weight = conv.weight.detach().numpy()
-    near(y, torch.from_numpy(np.stack([loop(weight, row, of) for row, of in pairs])))
-
-
 @pytest.mark.spec("NN-CONV-I3")
 def test_starts_near_the_identity():
     conv = ShortConv(1000, 4)

@@ -10,7 +10,7 @@ from hecate.engine import memory_features, memory_scan
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.models import LanguageModel, LanguageModelConfig
 from hecate.nn import Memory, normalise_qk
-from tests.nn.layers import inputs, layer_of, leaves, near, same_memory, seeded
+from tests.nn.layers import inputs, layer_of, near, same_memory, seeded, untouched
 
 OUTER = {"retention": "decay", "key_norm": "l2"}
 INNERS = {
@@ -75,26 +75,13 @@ def test_it_starts_as_the_identity_and_every_parameter_learns(inner):
         start = {**INNERS[inner], "read": "before"}
         layer = layer_of(OUTER, feature_memory=start, shake=0.0)
         near(layer(inputs())[0][:, :1], plain(inputs())[0][:, :1], 1e-10)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    moved = {name: torch.zeros(()) for name, _ in layer.named_parameters()}
-    for seed in range(2):
-        optimizer.zero_grad()
-        layer(inputs(seed=seed))[0].square().sum().backward()
-        for name, parameter in layer.named_parameters():
-            moved[name] = moved[name] + parameter.grad.norm()
-        optimizer.step()
-    assert {name for name, size in moved.items() if size < 1e-4} == set(), moved
-    assert sum(name.startswith("feature_memory.") for name in moved) >= 3
+    assert untouched(layer) == []
+    assert sum(name.startswith("feature_memory.") for name, _ in layer.named_parameters()) >= 3
 
 
 @pytest.mark.spec("NN-FEAT-I1")
-def test_state_bytes_names_and_draws():
-    layer = built("delta")
-    _, state = layer(inputs(length=1))
-    _, long = layer(inputs(length=20))
-    assert state.bytes == long.bytes == state._replace(features=None).bytes + state.features.bytes
-    assert not any(leaf.requires_grad for leaf in leaves(state.detach()))
-    own = [name for name, _ in layer.named_parameters() if name.startswith("feature_memory.")]
+def test_names_and_draws():
+    own = [name for name, _ in built("delta").named_parameters() if name.startswith("feature_memory.")]
     ends = ["gates.bias.lr", "gates.bias.retain", "gates.weight.lr", "gates.weight.retain"]
     assert sorted(own) == [f"feature_memory.{name}" for name in (*ends, "initial.weight")]
     deep = {"feature_memory": INNERS["deep"]}

@@ -247,33 +247,24 @@ def test_leading_axes_broadcast():
     assert memory.error_bound(q, x).shape == (7, 2, 3, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_what_cannot_be_built_or_does_not_fit():
+    for options, named in (
         ({"sharpness": 0}, "sharpness must be a finite number > 0, got 0"),
         ({"sharpness": math.inf}, "sharpness"),
         ({"sharpness": 1.0, "steps": 0}, "steps must be an integer >= 1, got 0"),
         ({"sharpness": 1.0, "tolerance": -1.0}, "tolerance must be a finite number >= 0"),
-    ],
-)
-def test_what_cannot_be_built(options, named):
-    with pytest.raises(ConfigError, match=named):
-        Hopfield(**options)
-
-
-@pytest.mark.parametrize(
-    ("query", "patterns", "rest", "named"),
-    [
+    ):
+        with pytest.raises(ConfigError, match=named):
+            Hopfield(**options)
+    for query, patterns, rest, named in (
         ((3, 4), (5, 3), {}, r"query must be .* got \[3, 4\] and \[5, 3\]"),
         ((4,), (5, 4), {}, "query must be"),
         ((3, 4), (5, 4), {"values": torch.zeros(4, 2)}, r"values must .* \[5\] .*\[4, 2\]"),
         ((3, 4), (5, 4), {"mask": torch.zeros(4, dtype=torch.bool)}, "mask must"),
         ((3, 4), (5, 4), {"mask": torch.zeros(5)}, "mask must be bool"),
-    ],
-)
-def test_what_does_not_fit(query, patterns, rest, named):
-    with pytest.raises(ShapeError, match=named):
-        Hopfield(1.0)(torch.zeros(query), torch.zeros(patterns), **rest)
+    ):
+        with pytest.raises(ShapeError, match=named):
+            Hopfield(1.0)(torch.zeros(query), torch.zeros(patterns), **rest)
 
 
 @pytest.mark.spec("TRF-HOP-D1")

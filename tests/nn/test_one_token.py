@@ -10,7 +10,6 @@ import torch
 from hecate.errors import NonFiniteError, ShapeError
 from hecate.nn import Memory
 from tests.nn.layers import inputs, layer_of, rules
-from tests.nn.test_streaming import every_rule
 
 RULES = rules()
 OPTIONS: list[dict[str, Any]] = [
@@ -44,7 +43,7 @@ def tokens_beside_the_whole_way(layer: Memory, x: torch.Tensor) -> int:
 
 
 @pytest.mark.spec("NN-MEM-I13")
-@every_rule
+@pytest.mark.parametrize("rule", RULES)
 def test_one_token_has_the_bits_of_the_whole_way(rule: str):
     bare = RULES[rule].writes == 1 and RULES[rule].gating.plain
     with torch.no_grad():

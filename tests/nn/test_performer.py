@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import PerformerAttention
 from tests.nn.attentions import D_MODEL, HEADS, masks_of, shaken
-from tests.nn.layers import in_pieces, near, seeded
+from tests.nn.layers import drawn_alike, in_pieces, near, seeded
 from tests.nn.layers import inputs as narrow
 from tests.ranks import run_ranks
 from tests.reference import transformer as reference
@@ -250,14 +250,7 @@ def test_any_split(options):
 
 @pytest.mark.spec("TRF-PERF-I1")
 def test_one_seed_one_layer_wherever_it_is_built():
-    before = torch.get_rng_state()
-    first = PerformerAttention(D_MODEL, HEADS, generator=seeded())
-    assert torch.equal(torch.get_rng_state(), before)
-    meta = PerformerAttention(D_MODEL, HEADS, device="meta")
-    meta.to_empty(device="cpu")
-    meta.reset_parameters(seeded())
-    mine, theirs = first.state_dict(), meta.state_dict()
-    assert list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
+    first = drawn_alike(lambda seed=0, **how: PerformerAttention(D_MODEL, HEADS, generator=seeded(seed), **how))
     half = PerformerAttention(D_MODEL, HEADS, generator=seeded(), dtype=torch.bfloat16)
     assert torch.equal(draws(half), draws(first).bfloat16())
     assert half(inputs().bfloat16())[0].dtype == torch.bfloat16
@@ -302,9 +295,8 @@ def test_processes_draw_alike_without_talking_about_it():
 
 
 @pytest.mark.spec("TRF-PERF-E1")
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
+def test_what_cannot_be_built():
+    for options, named in (
         ({"kernel": "cosine"}, "kernel must be one of"),
         ({"kernel": "trigonometric"}, "kernel='trigonometric' has negative weights"),
         ({"kernel": "hyperbolic", "num_features": 5}, "must be even"),
@@ -313,11 +305,9 @@ def test_processes_draw_alike_without_talking_about_it():
         ({"dropout": 1.0}, "dropout"),
         ({"num_features": 0}, "num_features"),
         ({"feature_map": "elu"}, "feature_map is made of kernel"),
-    ],
-)
-def test_what_cannot_be_built(options, named):
-    with pytest.raises(ConfigError, match=named):
-        PerformerAttention(D_MODEL, HEADS, **options)
+    ):
+        with pytest.raises(ConfigError, match=named):
+            PerformerAttention(D_MODEL, HEADS, **options)
 
 
 def test_what_does_not_fit():

@@ -55,7 +55,7 @@ def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).detach().norm() / expected.detach().norm())
 
 
-@pytest.mark.spec("RULE-NAMED-R3")
+@pytest.mark.spec("RULE-NAMED-R3", "NN-MEM-D1")
 @pytest.mark.parametrize("rule", RULES)
 def test_the_default_layer_is_the_published_one_but_for_what_the_rule_says(rule):
     """Values, and the gradients of the input and of every weight. 1e-10: rounding of some 70 steps, whose products

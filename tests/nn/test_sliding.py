@@ -12,7 +12,7 @@ from hecate.nn.blocks import readout
 from hecate.nn.positions import rotated
 from hecate.nn.sliding import Windows, entries_of
 from tests.nn.attentions import D_MODEL, HEADS, masks_of, reference_of, shaken, sliding_of
-from tests.nn.layers import in_pieces, near, seeded
+from tests.nn.layers import drawn_alike, in_pieces, near, seeded, untouched
 from tests.nn.layers import inputs as narrow
 from tests.reference.attention import sliding
 
@@ -178,9 +178,7 @@ def test_rotation_is_relative_however_far_the_count_has_come():
 @pytest.mark.spec("ATT-SLIDE-I4")
 def test_every_parameter_learns_from_a_cold_start():
     layer = SlidingAttention(D_MODEL, HEADS, window=4, persistent=2, generator=seeded())
-    layer(inputs())[0].sub(inputs(seed=5)).square().mean().backward()
-    norms = {name: float(p.grad.norm()) for name, p in layer.named_parameters()}
-    assert len(norms) == 5 and min(norms.values()) > 1e-4, norms
+    assert len([*layer.parameters()]) == 5 and untouched(layer, 1) == []
 
 
 @pytest.mark.spec("ATT-SLIDE-I4")
@@ -188,17 +186,8 @@ def test_draws_copies_meta_and_names():
     def built(seed=0, **options):
         return SlidingAttention(D_MODEL, HEADS, window=4, persistent=2, generator=seeded(seed), **options)
 
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    layer = built()
-    assert torch.equal(torch.get_rng_state(), before)
-    expected = layer.state_dict()
-    assert sorted(expected) == ["gain", "key_value.weight", "out.weight", "query.weight", "tokens"]
-    meta = built(device="meta")
-    meta.to_empty(device="cpu").reset_parameters(seeded())
-    for twin in (built(), copy.deepcopy(layer), meta):
-        near(twin.state_dict(), expected, 0.0)
-    assert not torch.equal(built(1).tokens, layer.tokens)
+    layer = drawn_alike(built)
+    assert sorted(layer.state_dict()) == ["gain", "key_value.weight", "out.weight", "query.weight", "tokens"]
     assert "window=4" in repr(layer)
 
 
@@ -241,10 +230,10 @@ BUILDS = {
 
 
 @pytest.mark.spec("ATT-SLIDE-I5")
-@pytest.mark.parametrize("message", BUILDS)
-def test_builds_that_are_refused(message):
-    with pytest.raises(ConfigError, match=message):
-        SlidingAttention(**{"d_model": D_MODEL, "heads": HEADS, "window": 4, **BUILDS[message]})
+def test_builds_that_are_refused():
+    for message in BUILDS:
+        with pytest.raises(ConfigError, match=message):
+            SlidingAttention(**{"d_model": D_MODEL, "heads": HEADS, "window": 4, **BUILDS[message]})
 
 
 CALLS = {
@@ -284,7 +273,7 @@ def test_a_convolution_has_one_sequence():
 
 
 @pytest.mark.spec("ATT-SLIDE-I5")
-@pytest.mark.parametrize("message", CALLS)
-def test_calls_that_are_refused(message):
-    with pytest.raises(ShapeError, match=message):
-        CALLS[message](sliding_of(5, name="near"))
+def test_calls_that_are_refused():
+    for message in CALLS:
+        with pytest.raises(ShapeError, match=message):
+            CALLS[message](sliding_of(5, name="near"))

@@ -5,57 +5,15 @@ import copy
 import pytest
 import torch
 
-from hecate import memory_scan, phi
-from hecate.nn import Memory, normalise_qk
-from tests.nn.layers import inputs, layer_of, leaves, near, rules, seeded
+from hecate import phi
+from hecate.nn import Memory
+from tests.nn.layers import inputs, layer_of, leaves, near, rules, seeded, untouched
 from tests.phi.examples import examples, named
 
 DELTA = {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"}
 ENGINES = ("sequential", "parallel")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
 LEARNING = [item for item in examples() if item.init(6, heads=2)["learned"]]
-
-
-@pytest.mark.spec("NN-MEM-D1")
-@pytest.mark.parametrize("rule", [name for name, rule in rules().items() if rule.writes == 1 and rule.gating.plain])
-def test_the_formula(rule):
-    config = rules()[rule]
-    layer, x = layer_of(config), inputs()
-    mixed = (x @ layer.qkv.weight.mT).mT
-    taps = layer.conv.weight.mT.flip(1).unsqueeze(1)
-    mixed = torch.nn.functional.conv1d(torch.nn.functional.pad(mixed, (3, 0)), taps, groups=mixed.shape[1])
-    mixed = mixed if config.layer_activation == "none" else torch.nn.functional.silu(mixed)
-    q, k, v = mixed.mT.split([12, 12, 2 * layer.d_value], -1)
-    q, k = (normalise_qk(item.unflatten(-1, (2, 6)), config.layer_qk_norm or "l2") for item in (q, k))
-    y, state = memory_scan(
-        config,
-        q,
-        k,
-        normalise_qk(v.unflatten(-1, (2, layer.d_value)), config.layer_v_norm),
-        layer.gates(x),
-        phi_params=layer.phi_params,
-        initial=layer.initial.tensors,
-    )
-    y = y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.norm
-    gate = x @ layer.output_gate.weight.mT
-    expected = (y.flatten(-2) * gate * torch.sigmoid(gate)) @ layer.out.weight.mT
-    got, after = layer(x)
-    near(got, expected)
-    near(after.memory, state)
-
-
-def untouched(layer, steps=2):
-    """Parameters that a layer fresh from its initialisation never gets a gradient for."""
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
-    found = dict.fromkeys(name for name, _ in layer.named_parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        layer(inputs(seed=4))[0].sub(inputs(seed=5)).square().mean().backward()
-        for name, parameter in layer.named_parameters():
-            if parameter.grad is not None and parameter.grad.norm() > 1e-9:
-                found.pop(name, None)
-        optimizer.step()
-    return list(found)
 
 
 @pytest.mark.spec("NN-MEM-I10")
@@ -148,11 +106,6 @@ def test_low_precision_module(dtype, engine):
     expected, _ = wide(x)
     # Parameters, inputs and about ten intermediate values are rounded.
     near(y.double() / expected.norm(), expected / expected.norm(), 10 * torch.finfo(dtype).eps)
-
-
-def test_a_float64_layer_has_a_float64_state():
-    _, state = layer_of(DELTA)(inputs())
-    assert state.memory.memory["weight"].dtype == torch.float64
 
 
 def test_module_moves_and_is_seeded(device):

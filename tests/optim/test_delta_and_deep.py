@@ -326,9 +326,8 @@ def test_large_gradients_do_not_diverge():
     assert w.detach().abs().max() < 1e3
 
 
-@pytest.mark.parametrize(
-    ("cls", "options", "message"),
-    [
+def test_refused():
+    for cls, options, message in (
         (DeltaMomentum, {"reading": "columns"}, "reading must be one of"),
         (DeltaMomentum, {"form": "paper"}, "form must be one of"),
         (DeltaMomentum, {"erase": -1.0}, "erase"),
@@ -339,11 +338,9 @@ def test_large_gradients_do_not_diverge():
         (DeepMomentum, {"objective": "l2"}, "objective"),
         (DeepMomentum, {"rate": 0.0}, "rate"),
         (DeepMomentum, {"input_scale": "unit"}, "input_scale must be one of"),
-    ],
-)
-def test_refused(cls, options, message):
-    with pytest.raises(ConfigError, match=message):
-        cls([parameter(2, 3)], **options)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            cls([parameter(2, 3)], **options)
 
 
 # All of them: what depends on lr and momentum can be differentiated.

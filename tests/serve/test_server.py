@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -131,8 +130,7 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     assert [cutter.add(token) for token in (*b"aen", 0xE2, None)] == ["a", "", "", "", "en\ufffd"]
 
 
-@pytest.mark.spec("SERVE-HTTP-D2")
-@pytest.mark.parametrize(("body", "match"), [
+BODIES = [
     ({}, "prompt must be one text"), ({"prompt": ""}, "prompt must be"), ({"prompt": ["a", "b"]}, "prompt must be"),
     ({"prompt": [1, True]}, "prompt must be"), ({"prompt": [999]}, "tokens must be in 0..255"),
     ({"prompt": "a", "messages": []}, "prompt must be"), ({"prompt": "x" * 201}, "1 to 200 tokens, this one has 201"),
@@ -155,23 +153,25 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
-])  # fmt: skip
-def test_bad_fields_are_refused_by_a_sentence(server, body, match):
-    raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
-    answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
-    assert answer.status_code == (400 if match else 200), answer.text
-    assert match or answer.json()["usage"]["completion_tokens"] == 1
-    assert match is None or match in answer.json()["error"]["message"]
+]  # fmt: skip
+MESSAGES = [
+    None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    [{"role": "user", "content": "x", "name": "ada"}], [{"role": "user", "content": "x", "tool_calls": []}],
+]  # fmt: skip
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
-@pytest.mark.parametrize("messages", [None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
-                                      [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
-                                      [{"role": "user", "content": "x", "name": "ada"}],
-                                      [{"role": "user", "content": "x", "tool_calls": []}]])  # fmt: skip
-def test_bad_messages_are_refused_by_a_sentence(server, messages):
-    answer = post(server[1], "chat/completions", messages=messages)
-    assert answer.status_code == 400 and "message" in answer.json()["error"]["message"]
+def test_bad_fields_and_messages_are_refused_by_a_sentence(server):
+    for body, match in BODIES:
+        raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
+        answer = httpx.post(f"{server[1]}/v1/completions", content=raw, headers={"content-type": "application/json"})
+        assert answer.status_code == (400 if match else 200), (body, answer.text)
+        assert match or answer.json()["usage"]["completion_tokens"] == 1
+        assert match is None or match in answer.json()["error"]["message"], (body, answer.text)
+    for messages in MESSAGES:
+        answer = post(server[1], "chat/completions", messages=messages)
+        assert answer.status_code == 400 and "message" in answer.json()["error"]["message"], messages
 
 
 @pytest.mark.spec("SERVE-HTTP-D2")
@@ -491,34 +491,29 @@ def test_without_the_extra_a_sentence_says_what_to_install(tmp_path, monkeypatch
 
 
 @pytest.mark.spec("SERVE-CLI-D1")
-def test_the_command_serves_a_run(tmp_path, monkeypatch):
+def test_the_command_serves_a_run(tmp_path, monkeypatch, float32):
     from hecate import cli
     from hecate.serve import server as module
     from hecate.train import open_model, run_experiment
     from hecate.train.display import Display
     from tests.train.common import tiny
 
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        (tmp_path / "a.txt").write_text("a text to train on, " * 40)
-        data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
-        config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
-        run_experiment(config, tmp_path / "run", display=Display(quiet=True))
-        own: Any = open_model(tmp_path / "run", "best").model
+    (tmp_path / "a.txt").write_text("a text to train on, " * 40)
+    data = {"kind": "text", "paths": [str(tmp_path / "a.txt")]}
+    config = tiny(data=data, budget={"steps": 2, "seq_len": 8, "checkpoint_every": 2})
+    run_experiment(config, tmp_path / "run", display=Display(quiet=True))
+    own: Any = open_model(tmp_path / "run", "best").model
 
-        def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
-            assert key == "secret" and host == "0.0.0.0"
-            with listening(app) as url:
-                head = {"authorization": "Bearer secret"}
-                body = {"model": "mine", "prompt": "a te", **HOW}
-                answer = httpx.post(f"{url}/v1/completions", json=body, headers=head, timeout=60).json()
-                assert answer["choices"][0]["text"] == said(own, ["a te"], COUNT)[0]
+    def answered(app: Any, host: str, port: int, *, key: str | None) -> None:
+        assert key == "secret" and host == "0.0.0.0"
+        with listening(app) as url:
+            head = {"authorization": "Bearer secret"}
+            body = {"model": "mine", "prompt": "a te", **HOW}
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=head, timeout=60).json()
+            assert answer["choices"][0]["text"] == said(own, ["a te"], COUNT)[0]
 
-        monkeypatch.setattr(module, "serve", answered)
-        monkeypatch.setenv("HECATE_API_KEY", "secret")
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
-        assert not ended.value.code
-    finally:
-        torch.set_default_dtype(before)
+    monkeypatch.setattr(module, "serve", answered)
+    monkeypatch.setenv("HECATE_API_KEY", "secret")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", str(tmp_path / "run"), "--host", "0.0.0.0", "--name", "mine"])
+    assert not ended.value.code

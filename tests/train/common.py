@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -47,6 +49,24 @@ class TiedGRU(nn.Module):
             self.seen += tokens.shape[0]
         x, state = self.rnn(self.drop(self.embedding(tokens)), state)
         return self.head(x), state
+
+
+def end_as_killed() -> None:
+    raise KeyboardInterrupt
+
+
+class Interrupted(TiedGRU):
+    """Calls something in the middle of one step of training."""
+
+    def __init__(self, at: int, act: Callable[[], object] = end_as_killed) -> None:
+        super().__init__()
+        self.at, self.act, self.calls = at, act, 0
+
+    def forward(self, tokens, state=None):
+        self.calls += self.training
+        if self.training and self.calls == self.at:
+            self.act()
+        return super().forward(tokens, state)
 
 
 def same_bits(one, two) -> bool:

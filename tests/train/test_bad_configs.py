@@ -21,24 +21,11 @@ CASES = {
         "optim.weigth_decay: unknown field of OptimConfig. Did you mean 'weight_decay'? Known fields: lr, optimizer, "
         "weight_decay, warmup, schedule, final, clip, periods.  [x.yaml:3]",
     ),
-    "negative lr": ("optim:\n  lr: -1e-3", [], "optim.lr: must be > 0.0, got -0.001  [x.yaml:2]"),
-    "zero lr": ("optim: {lr: 0}", [], "optim.lr: must be > 0.0, got 0  [x.yaml:1]"),
     "lr not finite": (
         "optim: {lr: .nan}", [], "optim.lr: must be a finite number, got nan  [x.yaml:1]"
     ),
-    "lr overflows": (
-        "optim: {lr: 1e999}", [], "optim.lr: must be a finite number, got inf  [x.yaml:1]"
-    ),
     "lr a text": (
         "optim: {lr: fast}", [], "optim.lr: must be a number, got 'fast' (str)  [x.yaml:1]"
-    ),
-    "lr null": (
-        "optim: {lr: ~}", [], "optim.lr: must be a number, got None (NoneType)  [x.yaml:1]"),
-    "leading zero": (
-        "seed: 017", [], "seed: must be an integer, got '017' (str)  [x.yaml:1]"
-    ),
-    "underscores": (
-        "seed: 1_000", [], "seed: must be an integer, got '1_000' (str)  [x.yaml:1]"
     ),
     "quoted number": ('seed: "8"', [], "seed: must be an integer, got '8' (str)  [x.yaml:1]"),
     "true as a number": (
@@ -51,7 +38,6 @@ CASES = {
     "no as a flag": (
         "tensorboard: no", [], "tensorboard: must be true or false, got 'no' (str)  [x.yaml:1]"
     ),
-    "zero steps": ("budget:\n  steps: 0", [], "budget.steps: must be >= 1, got 0  [x.yaml:2]"),
     "negative batch": (
         "budget: {batch_size: -4}", [], "budget.batch_size: must be >= 1, got -4  [x.yaml:1]"
     ),
@@ -100,20 +86,6 @@ CASES = {
         "data: must be a data kind, a mapping with a 'kind', or an instance, got 3 (int)  "
         "[x.yaml:1]",
     ),
-    "mqar too long": (
-        "data: {kind: mqar, num_pairs: 20}", [],
-        "data.num_pairs: num_pairs=20 needs seq_len >= 80 (two tokens per pair and two per query), "
-        "got seq_len=64  [x.yaml:1]",
-    ),
-    "mqar keys": (
-        "data:\n  kind: mqar\n  num_pairs: 8\n  vocab_size: 10\n", [],
-        "data.num_pairs: num_pairs=8 distinct keys need vocab_size >= 18, got vocab_size=10  "
-        "[x.yaml:3]",
-    ),
-    "retrieval queries": (
-        "data: {kind: retrieval, queries: 50}", [],
-        "data.queries: queries=50 distinct keys cannot be asked with num_keys=20  [x.yaml:1]",
-    ),
     "no paths": ("data: {kind: text, paths: []}", [], "data.paths: ..."),
     "vocabulary of other data": (
         "data: mqar\nmodel: {vocab_size: 10}", [],
@@ -124,13 +96,6 @@ CASES = {
     "length of a task": (
         "data: mqar\nbudget: {seq_len: 32}", [],
         "budget.seq_len: data 'mqar' has sequences of length 64, got 32; leave it out  [x.yaml:2]",
-    ),
-    "extends nothing": (
-        "extends: zzz", [],
-        "extends: no preset 'zzz'. Known: cms, hope, hope_170m, lact_760m, lm-130m, lm-1b, lm-340m, lm-35m, mac, "
-        "mag, mal, memora_170m, "
-        "moneta_170m, mqar, omeganet_170m, quickstart, retrieval, titans_170m, tnt, "
-        "yaad_170m, mqar-RULE, quickstart-RULE, lm-SIZE-BACKBONE. A file must end in .yaml or .yml  [x.yaml:1]",
     ),
     "extends typo": (
         "extends: mqra", [],
@@ -160,9 +125,6 @@ CASES = {
     ),
     "set without value": (
         "", ["optim.lr"], "--set needs path=value, such as optim.lr=1e-3, got 'optim.lr'"
-    ),
-    "set without path": (
-        "", ["=3"], "--set needs path=value, such as optim.lr=1e-3, got '=3'"
     ),
     "set unknown": (
         "", ["learning_rate=1"],
@@ -198,10 +160,6 @@ CASES = {
     "set broken YAML": (
         "", ["optim.lr=[1"],
         "not valid YAML: expected ',' or ']', but got '<stream end>'  [--set optim.lr=[1]",
-    ),
-    "duplicate": (
-        "seed: 1\noptim: {}\nseed: 2\n", [],
-        "seed: given twice, in lines 1 and 3; keep one  [x.yaml:3]",
     ),
     "pickle": (
         "name: !!python/object/apply:os.system [touch gotcha]", [],

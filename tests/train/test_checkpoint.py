@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from hecate.errors import CheckpointError
 from hecate.train import Checkpoint, checkpoints, load_checkpoint, newest_checkpoint, prune_checkpoints, save_checkpoint
@@ -77,16 +71,6 @@ def _truncate(path, name):
     (path / name).write_bytes(data[: len(data) // 2])
 
 
-def _swap_dtype(path, name):
-    tensors = {k: v.clone() for k, v in example().tensors.items() if k != "tied"}
-    tensors["a"] = tensors["a"].float()
-    save_file({k: v.contiguous() for k, v in tensors.items()}, path / name)
-
-
-def _drop_tensor(path, name):
-    save_file({"a": torch.zeros(2)}, path / name)
-
-
 def _edit(**changes):
     def edit(path, name):
         document = json.loads((path / name).read_text())
@@ -109,13 +93,7 @@ DAMAGE = {
         "tensors.safetensors", lambda p, n: torch.save({"a": 1}, p / n),
         "is truncated or not a safetensors file",
     ),
-    "empty tensors": ("tensors.safetensors", lambda p, n: (p / n).write_bytes(b""), "is truncated"),
-    "another dtype": ("tensors.safetensors", _swap_dtype, "tensor 'a' has another dtype"),
-    "fewer tensors": (
-        "tensors.safetensors", _drop_tensor, "does not hold the tensors of its manifest"
-    ),
     "truncated manifest": ("manifest.json", _truncate, "is truncated or not JSON"),
-    "missing manifest": ("manifest.json", lambda p, n: (p / n).unlink(), "is missing"),
     "foreign manifest": (
         "manifest.json", lambda p, n: (p / n).write_text("[1]"), "is not a hecate-"),
     "other format": (
@@ -123,7 +101,6 @@ DAMAGE = {
     "newer version": (
         "manifest.json", _edit(version=3), "format version 3, this hecate reads up to 2: upgrade"
     ),
-    "no version": ("manifest.json", _edit(version=None), "format version None"),
     "edited manifest": ("manifest.json", _content, "is damaged: its digest does not match"),
 }  # fmt: skip
 
@@ -193,29 +170,3 @@ def test_a_failed_write_leaves_the_earlier_ones(tmp_path, monkeypatch, failing):
         save_checkpoint(tmp_path, 2, example())
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     load_checkpoint(tmp_path / "step_00000001")
-
-
-WRITER = """
-import sys, torch
-from pathlib import Path
-from hecate.train.checkpoint import Checkpoint, save_checkpoint
-for step in range(1, 100_000):
-    save_checkpoint(Path(sys.argv[1]), step, Checkpoint({"a": torch.full((50_000,), step)}, {}))
-    print(step, flush=True)
-"""
-
-
-@pytest.mark.spec("CKPT-WRITE-D3")
-def test_a_killed_writer_leaves_the_newest_complete_checkpoint(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    while int(process.stdout.readline()) < 3:
-        pass
-    time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    done = [3, *(int(line) for line in process.stdout.read().split("\n")[:-1] if line)]
-    process.wait()
-    process.stdout.close()
-    path, found, skipped = newest_checkpoint(tmp_path)
-    step = int(path.name.removeprefix("step_"))
-    assert skipped == [] and step >= done[-1]
-    assert torch.equal(found.tensors["a"], torch.full((50_000,), step))

@@ -78,21 +78,13 @@ def test_only_regular_files_are_read_and_never_more_than_the_limit(tmp_path, kin
     assert words.get(kind, str(MAX_BYTES)) in text or kind == "proc"
 
 
-def test_an_empty_file_is_the_default_and_bytes_are_no_config(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_bytes(b"")
-    assert load_experiment(path) == ExperimentConfig()
-    path.write_bytes(b"\xff\xfe\x00")
-    assert "is not UTF-8 text" in message(lambda: load_experiment(path))
-
-
 # --- documents
 
 
-@pytest.mark.parametrize("text", ["0x" + "f" * 9000, "9" * 9000, "-" + "1" * 9000])
-def test_integers_of_thousands_of_digits(load, text):
-    assert "seed: is not a readable int" in message(lambda: load(f"seed: {text}"))
-    assert "is not a readable int" in message(lambda: load("", f"seed={text}"))
+def test_integers_of_thousands_of_digits(load):
+    for text in ("0x" + "f" * 9000, "9" * 9000, "-" + "1" * 9000):
+        assert "seed: is not a readable int" in message(lambda text=text: load(f"seed: {text}"))
+        assert "is not a readable int" in message(lambda text=text: load("", f"seed={text}"))
     assert "too large to show" in message(lambda: ExperimentConfig(seed=int("f" * 9000, 16)))
 
 
@@ -169,11 +161,8 @@ def test_sizes_in_words_and_bytes():
     assert [parse_bytes(t) for t in ("3", "2K", "1.5M", "8g", "1 GiB", "2TB")] == [
         3, 2 << 10, 3 << 19, 8 << 30, 1 << 30, 2 << 40
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["8X", "0", "", "-1G", "nan", "1e9", "0.0K"])
-def test_sizes_that_are_none(text):
-    assert "such as 8G or 512M" in message(lambda: parse_bytes(text))
+    for text in ("8X", "0", "", "-1G", "nan", "1e9", "0.0K"):
+        assert "such as 8G or 512M" in message(lambda text=text: parse_bytes(text))
 
 
 # --- what a config is

@@ -73,7 +73,6 @@ OPTIMIZER = ("facts", "optimizer")
 CONTENT = {
     "step negative": (put("step", -1), "step: must be >= 0, got -1"),
     "step true": (put("step", True), "step: must be an integer, got True"),
-    "step a text": (put("step", "1"), "step: must be an integer"),
     "step a fraction": (put("step", 1.5), "step: must be an integer"),
     "step another": (put("step", 3), r"facts\.step: must be the step 3, got 1"),
     "no step": (put("step", ...), "step: is required"),
@@ -144,6 +143,10 @@ CONTENT = {
 
 TENSORS = {
     "no weight": (put(MODEL, ...), "lacks tensor 'embedding.weight'"),
+    "weight of another shape": (
+        put(MODEL, torch.zeros(3)), r"'embedding.weight' is \[3\] torch.float32, the model has \[16, 8\]"),
+    "weight of integers": (
+        put(MODEL, torch.zeros(16, 8, dtype=torch.int64)), "is .* torch.int64, the model has .* torch.float64"),
     "no moment": (put(MOMENT, ...), "the state of .*exp_avg is missing there and '"),
     "moment of another shape": (put(MOMENT, torch.zeros(3)), r"embedding\.weight\.exp_avg is "),
     "moment of integers": (
@@ -185,25 +188,20 @@ def test_forged_tensors_are_refused(saved, kind):
 
 
 @pytest.mark.spec("CKPT-READ-D3")
-@pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1]])
-def test_a_version_that_never_was_is_refused(saved, version):
-    document = json.loads((saved / "manifest.json").read_text()) | {"version": version}
-    (saved / "manifest.json").write_text(json.dumps(document))
-    refused(saved, "has format version .*, which there never was; delete")
-
-
-@pytest.mark.spec("CKPT-READ-D3")
 @pytest.mark.parametrize(("text", "message"), [
+    *((version, "has format version .*, which there never was; delete") for version in (0, -1, True, 1.0, "1", [1])),
+    (None, "has format version None"),
     (b"[" * 100_000, "is truncated or not JSON"),
-    (b'{"a":' * 100_000, "is truncated or not JSON"),
     (b'{"format": 1, "format": 2}', "format: given twice in one JSON object"),
     (b'{"x": 1' + b"0" * 5000 + b"}", "is truncated or not JSON"),
     (b'{"x": -Infinity}', "is truncated or not JSON"),
     (b"\xff\xfe", "is truncated or not JSON"),
     (b"", "is truncated or not JSON"),
 ])  # fmt: skip
-def test_texts_that_no_manifest_has_are_refused(saved, text, message):
-    (saved / "manifest.json").write_bytes(text)
+def test_texts_and_versions_that_no_manifest_has_are_refused(saved, text, message):
+    file = saved / "manifest.json"
+    document = json.loads(file.read_text()) | {"version": text}
+    file.write_bytes(text if isinstance(text, bytes) else json.dumps(document).encode())
     refused(saved, message)
 
 
@@ -264,13 +262,18 @@ def test_a_manifest_is_canonical(saved, trained, tmp_path):
 @pytest.mark.spec("CKPT-RESUME-D2")
 def test_what_differs_is_named_with_both_values(trained):
     for fields, message in (
-        ({"seed": 3}, r"another 'seed' \(seed is 0 there and 3 here\)"),
+        ({"seed": 3}, r"was trained with another 'seed' \(seed is 0 there and 3 here\)"),
         ({"optim": {"lr": 0.5, "clip": None}},
          r"'optim' \(optim\.lr is 0\.003 there and 0\.5 here; optim\.clip is 1\.0 there and None"),
-        ({"model": {"d_model": 16}}, r"\(model\.d_model is 8 there and 16 here\)"),
+        ({"model": {"d_model": 16}}, r"another 'model' \(model\.d_model is 8 there and 16 here\)"),
+        ({"data": {"kind": "copy"}}, "another 'data'"),
+        ({"budget": {"batch_size": 5}}, "the saved data cursor has batch_size=4, this run has 5"),
     ):  # fmt: skip
-        with pytest.raises(CheckpointError, match=f"^where was trained with .*{message}"):
-            Trainer(tiny(**fields)).restore(trained, "where")
+        other = Trainer(tiny(**fields))
+        before = {name: value.clone() for name, value in other.model.state_dict().items()}
+        with pytest.raises(CheckpointError, match=f"^where.*{message}"):
+            other.restore(trained, "where")
+        assert same_bits(before, other.model.state_dict())
 
 
 @pytest.mark.spec("CKPT-RESUME-D2")

@@ -202,20 +202,19 @@ def test_a_checkpoint_of_another_kind_is_refused_by_name(periods):
     assert same_bits(before, other.model.state_dict())
 
 
-@pytest.mark.parametrize("periods", [{}, SLOW], ids=["every step", "leveled"])
-def test_state_that_another_option_made_is_refused(periods):
-    choice = {"kind": "phi_momentum", "precondition": "diagonal"}
-    checkpoint = Trainer(tiny(optim={"optimizer": choice, "periods": periods})).checkpoint()
-    other = Trainer(tiny(optim={"optimizer": "phi_momentum", "periods": periods}))
-    facts = {**checkpoint.facts, "config": other.config.model_dump(mode="json")}
-    with pytest.raises(CheckpointError, match="^where does not fit .* 'diagonal'"):
-        other.restore(checkpoint._replace(facts=facts), "where")
+def test_state_that_another_option_made_is_refused():
+    for periods in ({}, SLOW):
+        choice = {"kind": "phi_momentum", "precondition": "diagonal"}
+        checkpoint = Trainer(tiny(optim={"optimizer": choice, "periods": periods})).checkpoint()
+        other = Trainer(tiny(optim={"optimizer": "phi_momentum", "periods": periods}))
+        facts = {**checkpoint.facts, "config": other.config.model_dump(mode="json")}
+        with pytest.raises(CheckpointError, match="^where does not fit .* 'diagonal'"):
+            other.restore(checkpoint._replace(facts=facts), "where")
 
 
 @pytest.mark.spec("TRAIN-CONFIG-D1")
-@pytest.mark.parametrize(
-    ("sets", "message"),
-    [
+def test_faults_of_a_config_have_their_path():
+    for sets, message in (
         (["optim.optimizer=sgd", "optim.optimizer.momentum=2"],
          r"^optim\.optimizer\.momentum: must be < 1.0, got 2  \[--set optim.optimizer.momentum=2"),
         (["optim.optimizer=lion"],
@@ -230,35 +229,30 @@ def test_state_that_another_option_made_is_refused(periods):
         (["optim.periods={'*.qkv.*': 0}"], r"^optim\.periods\.\*\.qkv\.\*: must be >= 1, got 0"),
         (["optim.periods={'*.qkv.*': 9}", "budget.steps=8"],
          r"^optim\.periods\.\*\.qkv\.\*: must be at most budget\.steps, 8, got 9"),
-    ],
-)  # fmt: skip
-def test_faults_of_a_config_have_their_path(sets, message):
-    with pytest.raises(ConfigError, match=message):
-        load_experiment("mqar", sets)
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            load_experiment("mqar", sets)
 
 
 @pytest.mark.spec("TRAIN-OPTIM-D3", "TRAIN-OPTIM-D4", "TRAIN-OPTIM-D5")
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_faults_that_the_model_shows_have_their_path():
+    for fields, message in (
         ({"optimizer": {"kind": "phi_momentum", "nesterov": True, "dampening": 0.5}},
          r"^optim\.optimizer: nesterov needs dampening 0"),
         ({"periods": {"*.nothing": 4}},
          r"^optim\.periods: the pattern '\*\.nothing' decides no .* Names are embedding\.weight, "),
         ({"optimizer": "dgd", "periods": SLOW},
          r"^optim\.optimizer: 'dgd' steps by .* those of 2 for 'blocks\.0\.memory\.qkv\.weight'"),
-    ],
-)  # fmt: skip
-def test_faults_that_the_model_shows_have_their_path(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        Trainer(tiny(optim=fields))
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            Trainer(tiny(optim=fields))
 
 
 @pytest.mark.spec("TRAIN-OPTIM-D5")
-@pytest.mark.parametrize("optimizer", ["muon", Muon(), {"kind": "adamw", "betas": [0.1, 0.2]}])
-def test_a_field_of_adamw_beside_a_choice_is_refused(optimizer):
-    with pytest.raises(ConfigError, match="^betas: belongs to optimizer 'adamw'"):
-        OptimConfig(betas=(0.5, 0.6), optimizer=optimizer)
+def test_a_field_of_adamw_beside_a_choice_is_refused():
+    for optimizer in ("muon", Muon(), {"kind": "adamw", "betas": [0.1, 0.2]}):
+        with pytest.raises(ConfigError, match="^betas: belongs to optimizer 'adamw'"):
+            OptimConfig(betas=(0.5, 0.6), optimizer=optimizer)
 
 
 @pytest.mark.spec("TRAIN-OPTIM-D3")

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 
@@ -17,17 +16,12 @@ from hecate.errors import CheckpointError, ConfigError
 from hecate.train import checkpoints, load_checkpoint, newest_checkpoint, run_experiment
 from hecate.train import run as module
 from hecate.train.display import Display
-from hecate.train.loggers import MetricsWriter, add_sample, rewind_samples
+from hecate.train.loggers import MetricsWriter, add_sample, read_metrics, rewind_samples
 
-from .common import TiedGRU, same_bits, tiny
+from .common import Interrupted, TiedGRU, same_bits, tiny
 from .test_crash import KILLED, killed_at
 
 BUDGET = {"steps": 5, "eval_every": 2, "checkpoint_every": 2, "keep": 1}
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 def run(folder, *, resume=False, model=None, **fields):
@@ -41,6 +35,11 @@ def lines(folder, *events):
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     wanted = events or ("start", "train", "eval")
     return [(r["event"], r["step"]) for r in records if r["event"] in wanted]
+
+
+def curve(folder):
+    records = read_metrics(folder / "metrics.jsonl")
+    return [[r[key] for key in ("step", "loss", "lr", "grad_norm")] for r in records if r["event"] == "train"]
 
 
 def samples(folder):
@@ -68,7 +67,8 @@ def test_a_run_killed_anywhere_and_resumed_is_a_run_that_was_not(tmp_path, monke
         assert lines(folder) == WHOLE
         assert (folder / "samples.txt").read_bytes() == (whole / "samples.txt").read_bytes()
         (one,), (two,) = (checkpoints(f / "checkpoints") for f in (whole, folder))
-        assert same_bits(load_checkpoint(one).tensors, load_checkpoint(two).tensors)
+        one, two = load_checkpoint(one), load_checkpoint(two)
+        assert same_bits(one.tensors, two.tensors) and one.facts == two.facts and curve(folder) == curve(whole)
         assert not [p for p in folder.rglob(".tmp-*")]
         shutil.rmtree(folder)
         if code == 0:
@@ -156,17 +156,8 @@ def test_two_processes_do_not_train_in_one_folder(tmp_path):
 @pytest.mark.spec("TRAIN-RUN-D6")
 @pytest.mark.parametrize("act", [shutil.rmtree, lambda path: path.rename(path.parent / "moved")])
 def test_a_run_whose_folder_goes_away_stops(tmp_path, act):
-    class Deletes(TiedGRU):
-        calls = 0
-
-        def forward(self, tokens, state=None):
-            self.calls += self.training
-            if self.training and self.calls == 3:
-                act(tmp_path / "run")
-            return super().forward(tokens, state)
-
     with pytest.raises(CheckpointError, match=r"run/metrics\.jsonl was moved or deleted while"):
-        run(tmp_path / "run", model=Deletes())
+        run(tmp_path / "run", model=Interrupted(3, lambda: act(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 

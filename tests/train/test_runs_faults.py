@@ -6,7 +6,7 @@ import io
 import sys
 from contextlib import redirect_stdout
 from types import ModuleType, SimpleNamespace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -16,19 +16,15 @@ from hecate.distributed import ParallelConfig, start
 from hecate.errors import CheckpointError, ConfigError, HecateError, HookError
 from hecate.train import Trainer, run_experiment
 from hecate.train.checkpoint import Checkpoint
-from hecate.train.display import Display, peak_flops
-from hecate.train.loggers import Logger, LoggerKind, read_metrics
+from hecate.train.display import Display
+from hecate.train.loggers import read_metrics
 from hecate.train.state import allowing
 from hecate.train.trained import begin_from
 from tests.ranks import run_ranks
 
 from .common import TiedGRU, tiny
+from .test_runs_progress import Kept, _Kept
 from .worlds import experiment
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 def run(folder, *, resume=False, steps=2, **fields):
@@ -36,61 +32,28 @@ def run(folder, *, resume=False, steps=2, **fields):
     return run_experiment(config, folder, resume=resume, display=Display(quiet=True), model=TiedGRU())
 
 
-class Notes(LoggerKind):
-    """notes: a list of this test."""
+class Endless(Kept):
+    """endless: cannot be closed."""
 
-    kind: Literal["test-notes"] = "test-notes"
-    package, name = "builtins", "a list"
-    said: ClassVar[list[str]] = []
+    kind: Literal["test-endless"] = "test-endless"
 
     def open(self, folder, config):
-        self.said.append("open")
-        return _Notes()
-
-
-class _Notes(Logger):
-    def log(self, record):
-        Notes.said.append(record["event"])
-
-    def close(self):
-        Notes.said.append("close")
-
-
-class Broken(LoggerKind):
-    """broken: cannot be closed."""
-
-    kind: Literal["test-broken"] = "test-broken"
-    package, name = "builtins", "nothing"
-
-    def open(self, folder, config):
-        return _Broken()
-
-
-class _Broken(Logger):
-    def log(self, record):
-        pass
-
-    def close(self):
-        raise OSError("no end")
+        return SimpleNamespace(log=lambda record: None, close=lambda: {}["no end"])
 
 
 @pytest.mark.spec("TRAIN-LOG-D1")
-def test_loggers_are_opened_for_runs_that_begin_and_closed_each(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    Notes.said.clear()
-    with pytest.raises(ConfigError, match=r"^loggers\[1\]: needs wandb"):
-        run(tmp_path / "run", loggers=["test-notes", "wandb"])
-    with pytest.raises(ConfigError, match=r"^loggers\[1\]: 'test-notes' is given twice; keep one$"):
-        run(tmp_path / "run", loggers=["test-notes", "test-notes"])
+def test_loggers_are_opened_for_runs_that_begin_and_closed_each(tmp_path):
+    _Kept.opened.clear()
+    with pytest.raises(ConfigError, match=r"^loggers\[1\]: 'kept' is given twice; keep one$"):
+        run(tmp_path / "run", loggers=["kept", "kept"])
     assert not (tmp_path / "run").exists()
     run(tmp_path / "run")
     with pytest.raises(CheckpointError, match="another 'seed'"):
-        run(tmp_path / "run", resume=True, seed=7, loggers=["test-notes"])
-    assert Notes.said == []
-    both = ["test-notes", "test-broken"]
-    with pytest.raises(HookError, match=r"^logger test-broken failed with OSError: no end; the run can be"):
-        run(tmp_path / "other", loggers=both)
-    assert Notes.said[0] == "open" and Notes.said[-1] == "close"
+        run(tmp_path / "run", resume=True, seed=7, loggers=["kept"])
+    assert _Kept.opened == []
+    with pytest.raises(HookError, match=r"^logger test-endless failed with KeyError: 'no end'; the run can be"):
+        run(tmp_path / "other", loggers=["kept", "test-endless"])
+    assert [logger.closed for logger in _Kept.opened] == [True]
 
 
 @pytest.mark.spec("TRAIN-LOG-D1")
@@ -123,18 +86,6 @@ def test_trackio_is_called_as_its_versions_want(tmp_path, monkeypatch):
     assert len(opened) == 2 and opened[0] == opened[1] and opened[0][1].startswith("tiny-") and opened[0][2] == "allow"
     assert [call[0] for call in calls if call != "finish" and "train/loss" in call[1]] == [1, 2]
     assert calls[-1] == "finish"
-
-
-@pytest.mark.parametrize(
-    ("name", "bfloat16", "float32"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12, 67e12), ("NVIDIA H100 PCIe", 756e12, 51e12), ("NVIDIA L4", 121e12, 30.3e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12), ("NVIDIA H100 NVL", 835e12, 60e12), ("NVIDIA A10G", None, None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
-    ],
-)  # fmt: skip
-def test_peaks_of_gpus(name, bfloat16, float32):
-    assert (peak_flops(name, "bfloat16"), peak_flops(name, "float32")) == (bfloat16, float32)
 
 
 def cursor_after(step, before, **fields):

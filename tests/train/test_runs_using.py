@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +27,8 @@ from .worlds import MODELS
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch):
-    """float32 as on the command line, and no time spent on figures."""
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def plain(float32):
+    """As on the command line."""
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +63,7 @@ def seeds(count: int) -> list[torch.Generator]:
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
-@pytest.mark.parametrize("top_k", [None, 1, 3, 50])
-@pytest.mark.parametrize("top_p", [None, 1e-9, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [*product([None, 1, 3, 50], [None, 0.3, 0.7]), (None, 1e-9), (None, 1.0)])
 def test_draws_are_of_the_likeliest(top_k, top_p):
     logits = np.random.default_rng(3).normal(size=12) * 2
     chances = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
@@ -81,22 +78,24 @@ def test_draws_are_of_the_likeliest(top_k, top_p):
     np.testing.assert_allclose(found / found.sum(), wanted, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_are_refused(temperature):
-    model = LanguageModel(LanguageModelConfig(vocab_size=8, d_model=8, layers=1, heads=1), generator=torch.Generator())
-    with torch.no_grad():
-        model.norm.weight.fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="the logits are not finite"):
-        next(generate(model, [1, 2], 3, temperature=temperature, generator=torch.Generator()))
+def test_logits_that_are_no_numbers_are_refused():
+    for temperature in (0.0, 1.0):
+        model = LanguageModel(
+            LanguageModelConfig(vocab_size=8, d_model=8, layers=1, heads=1), generator=torch.Generator()
+        )
+        with torch.no_grad():
+            model.norm.weight.fill_(math.nan)
+        with pytest.raises(NonFiniteError, match="the logits are not finite"):
+            next(generate(model, [1, 2], 3, temperature=temperature, generator=torch.Generator()))
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
-@pytest.mark.parametrize("how", [(1e-40,), (1e-300,), (1e-300, 2, 0.5), (0.7, None, 0.0), (0.7, 3, 0.0)])
-@pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
-def test_the_least_temperature_and_share_leave_the_likeliest(how, shift):
-    logits = torch.tensor([0.5, 2.0, -1.0, 0.0, 1.9], dtype=torch.float32) + shift
-    found = likely(logits, *how)
-    assert found[1] > 0 and found.count_nonzero() == 1
+def test_the_least_temperature_and_share_leave_the_likeliest():
+    logits = torch.tensor([0.5, 2.0, -1.0, 0.0, 1.9])
+    for shift in (-9.0, 0.0, 9.0):
+        for how in ((1e-40,), (1e-300,), (1e-300, 2, 0.5), (0.7, None, 0.0), (0.7, 3, 0.0)):
+            found = likely(logits + shift, *how)
+            assert found[1] > 0 and found.count_nonzero() == 1
 
 
 SHAPES = MODELS | {
@@ -127,23 +126,21 @@ def test_prompts_of_any_length_go_on_together_as_they_would_alone(name):
 
 
 @pytest.mark.spec("TRAIN-GEN-D2")
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
-     ({"top_p": 1.5}, "top_p must be above"), ({"temperature": -1.0}, "temperature must be at least 0")],
-)  # fmt: skip
-def test_draws_of_nothing_are_refused(how, said):
-    model = LanguageModel(LanguageModelConfig(vocab_size=4, d_model=8, layers=1, heads=1))
-    with pytest.raises(ConfigError, match=said):
-        Draws(model, [[1]], seeds(1), **({"temperature": 1.0} | how))
-    with pytest.raises(ConfigError, match="needs a prompt of at least one token"):
-        Draws(model, [[1], []], seeds(2), temperature=1.0)
+def test_draws_of_nothing_are_refused():
+    for how, said in (
+        ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p must be above"), ({"temperature": -1.0}, "temperature must be at least 0"),
+    ):  # fmt: skip
+        model = LanguageModel(LanguageModelConfig(vocab_size=4, d_model=8, layers=1, heads=1))
+        with pytest.raises(ConfigError, match=said):
+            Draws(model, [[1]], seeds(1), **({"temperature": 1.0} | how))
+        with pytest.raises(ConfigError, match="needs a prompt of at least one token"):
+            Draws(model, [[1], []], seeds(2), temperature=1.0)
 
 
 @pytest.mark.spec("TRAIN-GEN-D3")
-@pytest.mark.parametrize(
-    ("following", "stop", "shown"),
-    [
+def test_a_text_ends_ahead_of_a_stop():
+    for following, stop, shown in (
         ("abc END def", ["END"], "abc "),
         ("abc EN", ["END"], "abc EN"),
         ("aab", ["ab"], "a"),
@@ -151,18 +148,16 @@ def test_draws_of_nothing_are_refused(how, said):
         ("x two one", ["one", "two"], "x "),
         ("no stop", [], "no stop"),
         ("\u00e9\u00e8!", ["\u00e8"], "\u00e9"),
-    ],
-)
-def test_a_text_ends_ahead_of_a_stop(following, stop, shown):
-    tokens = Bytes()
-    ids = [int(x) for x in tokens.encode([following])[0]]
-    prompt = [int(x) for x in tokens.encode(["END: "])[0]]
-    pieces = list(written(tokens, prompt, iter(ids), stop))
-    assert "".join(pieces) == "END: " + shown
-    assert len(pieces) > 3  # as they come
-    for none in ("", "\udcff"):  # as a shell hands on a byte that is no UTF-8
-        with pytest.raises(ConfigError, match="--stop must be a text of at least one character, in UTF-8"):
-            list(written(tokens, prompt, iter(ids), [none]))
+    ):
+        tokens = Bytes()
+        ids = [int(x) for x in tokens.encode([following])[0]]
+        prompt = [int(x) for x in tokens.encode(["END: "])[0]]
+        pieces = list(written(tokens, prompt, iter(ids), stop))
+        assert "".join(pieces) == "END: " + shown
+        assert len(pieces) > 3  # as they come
+        for none in ("", "\udcff"):  # as a shell hands on a byte that is no UTF-8
+            with pytest.raises(ConfigError, match="--stop must be a text of at least one character, in UTF-8"):
+                list(written(tokens, prompt, iter(ids), [none]))
 
 
 @pytest.mark.spec("TRAIN-OPEN-D1")

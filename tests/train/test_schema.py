@@ -51,19 +51,18 @@ def test_what_show_prints_is_valid(validator):
 
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rule_stands_for_its_fields_wherever_a_memory_is(rule, validator):
-    for memory in (rule, {"kind": rule}, {"kind": rule, "chunk": 2, "feature_map": "elu"}):
-        levels = [{"name": "one", "memory": memory}]
-        for model in ({"memory": memory}, {"levels": levels}, {"self_reference": {"memory": memory}}):
-            assert fault(validator, {"model": model}) is None
-    assert fault(validator, {"model": {"feature_memory": {"kind": rule, "residual": True}}}) is None
+def test_a_rule_stands_for_its_fields_wherever_a_memory_is(validator):
+    for rule in RULES:
+        for memory in (rule, {"kind": rule}, {"kind": rule, "chunk": 2, "feature_map": "elu"}):
+            levels = [{"name": "one", "memory": memory}]
+            for model in ({"memory": memory}, {"levels": levels}, {"self_reference": {"memory": memory}}):
+                assert fault(validator, {"model": model}) is None
+        assert fault(validator, {"model": {"feature_memory": {"kind": rule, "residual": True}}}) is None
 
 
 @pytest.mark.spec("VAR-SCHEMA-I1")
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_what_does_not_load_is_not_valid(validator):
+    for value in (
         {"model": {"memory": "titan"}},
         {"model": {"memory": {"kind": "titan", "chunk": 2}}},
         {"model": {"memory": {"kind": "titans", "chunks": 2}}},
@@ -71,11 +70,8 @@ def test_a_rule_stands_for_its_fields_wherever_a_memory_is(rule, validator):
         {"model": {"memory": ["titans"]}},
         {"extends": 3},
         {"modle": {}},
-    ],
-    ids=json.dumps,
-)
-def test_what_does_not_load_is_not_valid(value, validator):
-    assert fault(validator, value) is not None
+    ):
+        assert fault(validator, value) is not None, value
 
 
 def properties(node: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -102,9 +98,8 @@ def test_every_setting_says_what_it_is(schema):
         assert len(set(texts)) == len(texts), name
 
 
-@pytest.mark.parametrize(
-    ("place", "field", "text"),
-    [
+def test_descriptions_are_those_of_the_docstrings(schema):
+    for place, field, text in (
         ("BudgetConfig", "keep", "number of newest checkpoints to keep"),
         ("LanguageModelConfig", "mlp_ratio", "hidden width of the gated MLP over d_model; 0 leaves it out."),
         ("data.tokens", "vocab_size", "filled from the folder, at least its own; `.bin` files do not tell it."),
@@ -112,10 +107,8 @@ def test_every_setting_says_what_it_is(schema):
         ("optimizer.delta_momentum", "reading", "what g^T g is."),
         ("retention.decay", "kind", "decay: M' = retain M + D, "),
         ("LanguageModelConfig", "memory", "the rule of every layer's memory"),
-    ],
-)
-def test_descriptions_are_those_of_the_docstrings(place, field, text, schema):
-    assert schema["$defs"][place]["properties"][field]["description"].startswith(text)
+    ):
+        assert schema["$defs"][place]["properties"][field]["description"].startswith(text)
 
 
 @pytest.mark.spec("TRAIN-CLI-D4")

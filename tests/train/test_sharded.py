@@ -548,9 +548,8 @@ def test_checkpoints_have_the_mode_of_any_file(tmp_path):
         assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {mode}
 
 
-@pytest.mark.parametrize(
-    ("boxes", "shape", "complete"),
-    [
+def test_blocks_cover_a_tensor_once():
+    for boxes, shape, complete in (
         ([[(0, 3)], [(3, 2)]], (5,), True),
         ([[(3, 2)], [(0, 3)]], (5,), True),
         ([[(0, 3)]], (5,), False),
@@ -563,7 +562,5 @@ def test_checkpoints_have_the_mode_of_any_file(tmp_path):
         ([], (), False),
         ([], (0, 3), True),
         ([], (2,), False),
-    ],
-)
-def test_blocks_cover_a_tensor_once(boxes, shape, complete):
-    assert tiles(boxes, shape) is complete
+    ):
+        assert tiles(boxes, shape) is complete
