@@ -113,6 +113,16 @@ class SelfReferenceConfig(Config):
         if memory.layer_options is not None:
             reason = "boxes make q, k, v and gates themselves, and the layer has none of these"
             yield ("memory", "layer_options"), reason
+        for name in ("layer_conv_kernel", "layer_activation", "layer_v_norm"):
+            if (value := getattr(memory, name)) != MemoryConfig.model_fields[name].default:
+                reason = "a self-referential layer convolves what its boxes are asked, and they make q, k and v"
+                yield ("memory", name), f"{value!r}: {reason}; leave it out"
+        if memory.writes > 1:
+            reason = f"writes={memory.writes}: a box answers a token with one key and one value"
+            yield ("memory", "writes"), f"{reason}; use writes=1"
+        if not memory.gating.plain:
+            reason = f"gating {memory.gating.kind!r}: boxes make the gates, of their answers"
+            yield ("memory", "gating"), f"{reason}; use gating 'none'"
         if memory.normalizer != "none":
             total = "a sum of weights that is 0 before the first write, where a projection has to answer already"
             reason = f"memory.normalizer={memory.normalizer!r} divides by {total}"
@@ -423,7 +433,7 @@ class SelfReferential(MemoryLayer):
             if opens is not None:
                 anchor = where_rows(opens[:, at], anchor, state.anchor)
             elif config.anchored:  # no token, so no chunk opens
-                anchor = state.anchor
+                anchor = {name: weight.clone() for name, weight in state.anchor.items()}
             y, state = self._span(state, anchor, how, between(tokens, at, end))
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=position.clone())

@@ -28,6 +28,7 @@ from hecate.rule import LAYER_FIELDS, Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
 from hecate.tape import execute, one
 from hecate.tape.bridge import without_autocast
+from hecate.tape.ops import joined
 from hecate.variant import Conflicts
 
 
@@ -64,7 +65,13 @@ class GatingParameters(nn.Module):
             before = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
         inputs = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):
-            return self.gating.forward(self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk))
+            written, after = self.gating.forward(
+                self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk)
+            )
+        if not x.numel():  # of no tokens every parameter has the gradient 0, and the state is a copy
+            v = joined(written.v, *self.params.tensors.values())
+            return written._replace(v=v), {name: tensor.clone() for name, tensor in after.items()}
+        return written, after
 
 
 class HeldRule(FeatureParameters):
@@ -162,6 +169,9 @@ class RuleParameters(HeldRule):
         self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
 
 
+_OF_LAYER = (*LAYER_FIELDS, "layer_v_norm")
+
+
 class FeatureMemoryConfig(MemoryConfig):
     """The rule of a feature memory, and what its answers are: see `FeatureMemory`.
 
@@ -179,17 +189,17 @@ class FeatureMemoryConfig(MemoryConfig):
     @classmethod
     def _from_memory(cls, data: Any) -> Any:
         if type(data) is MemoryConfig:
-            return {name: getattr(data, name) for name in data.model_fields_set - {*LAYER_FIELDS}}
-        for name in LAYER_FIELDS if isinstance(data, Mapping) else ():
-            if data.get(name) is not None:
+            return {name: getattr(data, name) for name in data.model_fields_set - {*_OF_LAYER}}
+        for name in _OF_LAYER if isinstance(data, Mapping) else ():
+            if data.get(name) not in (None, MemoryConfig.model_fields[name].default):
                 reason = f"a feature memory stands behind the {name.removeprefix('layer_')} of its layer"
                 raise ConfigError(f"{data[name]!r}: {reason}; set that one, or leave it out", path=(name,))
         return data
 
     def settle(self) -> None:
         """Leaves out what a named rule says of a layer around it."""
-        for name in LAYER_FIELDS:
-            object.__setattr__(self, name, None)
+        for name in _OF_LAYER:
+            object.__setattr__(self, name, MemoryConfig.model_fields[name].default)
 
     def conflicts(self) -> Conflicts:
         """Conflicts of any rule, and settings that would make or need other keys, values and gates."""
@@ -364,8 +374,8 @@ def project_queries(
         options: dict[str, Any] = {"state": projector, "write_mask": write, "reset_mask": opens}
         phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **options, name="projection")
         return phi_q, phi_k, after
-    if projector is None:
-        _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
+    if projector is None or not q.shape[1]:  # over no tokens the result is a copy
+        _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0], state=projector)
     phi_q, span = _orthogonal(phi_q, unit, opens, write, projector.memory["weight"])
     return phi_q, phi_k, projector._replace(memory={"weight": span})
 

@@ -451,6 +451,11 @@ def test_second_derivatives(case):
 BAD_CONFIGS = [
     ({"memory": {"feature_map": "elu", "normalizer": "sum"}}, "memory.normalizer"),
     ({"memory": {"feature_map": {"kind": "cosformer", "max_length": 9}}}, "memory.feature_map"),
+    ({"memory": {"writes": 2}}, "memory.writes: writes=2: a box answers a token with one key and one value"),
+    ({"memory": {"gating": "comba"}}, "memory.gating: gating 'comba': boxes make the gates, of their answers"),
+    ({"memory": {"layer_v_norm": "l2"}}, "memory.layer_v_norm: 'l2': a self-referential layer convolves"),
+    ({"memory": {"layer_activation": "silu"}}, "memory.layer_activation: 'silu'"),
+    ({"memory": {"layer_conv_kernel": 0}}, "memory.layer_conv_kernel: 0"),
     ({"phase": 1, "adaptive": ("k",)}, "phase 1 keeps projections"),
     ({"adaptive": ("k", "k")}, "each box once"),
     ({"memory": {"retention": "none"}, "adaptive": ("retain",)}, "'retain' is no box"),
