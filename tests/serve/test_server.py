@@ -155,6 +155,8 @@ def test_what_may_become_a_stop_or_a_character_is_held_back():
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
+    ({"prompt": "a", "user": "\ud83d"}, "half of a surrogate"),
+    ({"prompt": [-1, 5]}, "the vocabulary, got -1"),
 ])  # fmt: skip
 def test_bad_fields_are_refused_by_a_sentence(server, body, match):
     raw = json.dumps(body if match else {**body, "max_tokens": 1}).encode()
@@ -191,7 +193,8 @@ def test_bad_bodies_hosts_and_routes(server):
                 b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}"):  # fmt: skip
         assert code(raw) == 400, raw[:40]
     assert code(b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}) == 415
-    assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": "evil.example"}) == 403
+    for host in ("evil.example", "[", "[::1"):
+        assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": host}) == 403
     assert code(b"{}", path="embeddings") == 404 and httpx.get(f"{url}/v1/completions").status_code == 405
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert scheduler.running == scheduler.waiting == 0
