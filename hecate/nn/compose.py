@@ -21,6 +21,7 @@ from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.states import State
+from hecate.tape import can_inspect
 from hecate.variant import Config, Conflicts
 
 Combination = Literal["multiply", "add", "paper"]
@@ -331,6 +332,9 @@ def spans_of(
     within = written_before(place, write, reset, length) % size
     closing = within == size - 1 if write is None else write & (within == size - 1)
     flags = [torch.zeros_like(closing) if reset is None else reset, closing]
+    if not (torch.compiler.is_compiling() or can_inspect(*flags)):  # within vmap: each token is a span of its own
+        yield from ((slice(t, t + 1), reset is not None, True, False) for t in range(length))
+        return
     restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
     # A span ends wherever any sequence of the batch begins anew: rows go on together.
     cuts = {0, length} | {t for t, restart in enumerate(restarts) if restart}
