@@ -429,6 +429,8 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
             assert talk["model"] == "tiny" and talk["choices"][0]["message"]["content"] == said(own, ["uhi!"], COUNT)[0]
 
     monkeypatch.setattr(module, "serve", answered)
+    assert command(folder, "--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
+    assert "memories and prefixes are both" in capsys.readouterr().err and not (tmp_path / "both").exists()
     more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
     for exact in ((), (), ("--exact",)):
         if exact:  # states of the other kind are of another model
