@@ -1,7 +1,7 @@
 """Writing so that a reader, or a writer that was killed, finds the old content or the new one.
 
-What is not finished has a name `.tmp-NAME-THREAD`, and is swept away when a run starts. Only metrics.jsonl is appended to.
-File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
+What is not finished has a name `.tmp-NAME-THREAD`, and is swept away when a run starts. Only metrics.jsonl is appended
+to. File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
 """
 
 from __future__ import annotations
