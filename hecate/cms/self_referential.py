@@ -42,7 +42,8 @@ class SelfReferenceConfig(Config):
     """A memory whose projections are memories of the same kind: boxes. [SELF-CONFIG-D1]
 
     Fields:
-        memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate.
+        memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate. Its `layer_conv_kernel`,
+            `layer_activation` and `layer_v_norm` are of a plain layer around it, and left out.
         phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
             k_t -> its own answer to v_t.
         adaptive: the projections that are written too; None takes none in phase 1 and all but q, which the paper
@@ -113,10 +114,6 @@ class SelfReferenceConfig(Config):
         if memory.layer_options is not None:
             reason = "boxes make q, k, v and gates themselves, and the layer has none of these"
             yield ("memory", "layer_options"), reason
-        for name in ("layer_conv_kernel", "layer_activation", "layer_v_norm"):
-            if (value := getattr(memory, name)) != MemoryConfig.model_fields[name].default:
-                reason = "a self-referential layer convolves what its boxes are asked, and they make q, k and v"
-                yield ("memory", name), f"{value!r}: {reason}; leave it out"
         if memory.writes > 1:
             reason = f"writes={memory.writes}: a box answers a token with one key and one value"
             yield ("memory", "writes"), f"{reason}; use writes=1"

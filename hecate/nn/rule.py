@@ -169,9 +169,6 @@ class RuleParameters(HeldRule):
         self.initial.copy_(self.config.structure.init(self.d_phi, self.d_value, heads=self.heads, **place))
 
 
-_OF_LAYER = (*LAYER_FIELDS, "layer_v_norm")
-
-
 class FeatureMemoryConfig(MemoryConfig):
     """The rule of a feature memory, and what its answers are: see `FeatureMemory`.
 
@@ -189,17 +186,17 @@ class FeatureMemoryConfig(MemoryConfig):
     @classmethod
     def _from_memory(cls, data: Any) -> Any:
         if type(data) is MemoryConfig:
-            return {name: getattr(data, name) for name in data.model_fields_set - {*_OF_LAYER}}
-        for name in _OF_LAYER if isinstance(data, Mapping) else ():
-            if data.get(name) not in (None, MemoryConfig.model_fields[name].default):
+            return {name: getattr(data, name) for name in data.model_fields_set - {*LAYER_FIELDS}}
+        for name in LAYER_FIELDS if isinstance(data, Mapping) else ():
+            if data.get(name) is not None:
                 reason = f"a feature memory stands behind the {name.removeprefix('layer_')} of its layer"
                 raise ConfigError(f"{data[name]!r}: {reason}; set that one, or leave it out", path=(name,))
         return data
 
     def settle(self) -> None:
         """Leaves out what a named rule says of a layer around it."""
-        for name in _OF_LAYER:
-            object.__setattr__(self, name, MemoryConfig.model_fields[name].default)
+        for name in LAYER_FIELDS:
+            object.__setattr__(self, name, None)
 
     def conflicts(self) -> Conflicts:
         """Conflicts of any rule, and settings that would make or need other keys, values and gates."""

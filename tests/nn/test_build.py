@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from hecate import MemoryConfig, named_rule
+from hecate import named_rule
 from hecate.cms import LevelConfig, SelfReferential
 from hecate.errors import ConfigError, ShapeError, StabilityWarning
 from hecate.models import LanguageModelConfig
@@ -173,10 +173,6 @@ def test_qk_norm_is_the_rules_where_it_is_left_out():
     assert "layer_qk_norm" not in delta.model_dump() and '"layer_qk_norm":"none"' in gsa.model_dump_json()
     with pytest.raises(ConfigError, match="layer_qk_norm: 'rms': a feature memory stands behind the qk_norm of its"):
         Memory(12, 2, feature_memory={"layer_qk_norm": "rms"})
-    with pytest.raises(ConfigError, match="layer_v_norm: 'l2': a feature memory stands behind the v_norm of its"):
-        Memory(12, 2, feature_memory={"layer_v_norm": "l2"})
-    normed = MemoryConfig(layer_v_norm="l2")  # of a layer of its own
-    assert Memory(12, 2, feature_memory=normed).feature_memory.config.layer_v_norm == "none"
 
 
 @pytest.mark.spec("NN-MEM-D3")
