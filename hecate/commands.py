@@ -463,6 +463,8 @@ def serve(
 
     key = os.environ.get(KEY) or None
     server.check_host(host, key)
+    if memories and prefixes and memories.resolve() == prefixes.resolve():
+        raise ConfigError(f"memories and prefixes are both {memories}: one deletes what the other keeps; name two")
     model, texts = _of_export(folder) if (folder / "config.json").is_file() else _of_run(folder, checkpoint)
     mark = states.fingerprint(model)
     how: dict[str, Any] = {"parked_dtype": parked_dtype}

@@ -1,7 +1,7 @@
 """Writing so that a reader, or a writer that was killed, finds the old content or the new one.
 
-What is not finished has a name `.tmp-NAME-PID`, and is swept away when a run starts. Only metrics.jsonl is appended to.
-File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
+What is not finished has a name `.tmp-NAME-THREAD`, and is swept away when a run starts. Only metrics.jsonl is appended
+to. File systems without locks, or that cannot force a folder to disk, serve with less, of which they warn once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
 import zlib
@@ -250,8 +251,9 @@ def _behind(error: BaseException) -> OSError | None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Beside a file, where its content lies until it is whole."""
-    return path.with_name(f"{TEMPORARY}{path.name.removeprefix(TEMPORARY)}-{os.getpid()}")
+    """Beside a file, where its content lies until it is whole: for each thread a name of its own."""
+    number = threading.get_native_id()  # that of the process in its first thread
+    return path.with_name(f"{TEMPORARY}{path.name.removeprefix(TEMPORARY)}-{number}")
 
 
 def commit_of(folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -247,6 +248,20 @@ def test_a_state_of_ones_own(tmp_path):
         type("LayerState", (states.State, _Fields), {"__slots__": ()})
     with pytest.raises(ConfigError, match="F a NamedTuple"):
         type("Bare", (states.State,), {"__slots__": ()})
+
+
+@pytest.mark.spec("STATE-LOAD-I1")
+def test_threads_that_save_to_one_file_do_not_meet(tmp_path):
+    path, kept = tmp_path / "one.safetensors", {"x": torch.ones(1, 1 << 18)}
+
+    def write(_: int) -> None:
+        for _ in range(20):
+            states.save(kept, path)
+            assert torch.equal(states.load(path)["x"], kept["x"])
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(write, range(3)))
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.spec("STATE-LOAD-I1")

@@ -42,7 +42,8 @@ class SelfReferenceConfig(Config):
     """A memory whose projections are memories of the same kind: boxes. [SELF-CONFIG-D1]
 
     Fields:
-        memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate.
+        memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate. Its `layer_conv_kernel`,
+            `layer_activation` and `layer_v_norm` are of a plain layer around it, and left out.
         phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
             k_t -> its own answer to v_t.
         adaptive: the projections that are written too; None takes none in phase 1 and all but q, which the paper
@@ -113,6 +114,12 @@ class SelfReferenceConfig(Config):
         if memory.layer_options is not None:
             reason = "boxes make q, k, v and gates themselves, and the layer has none of these"
             yield ("memory", "layer_options"), reason
+        if memory.writes > 1:
+            reason = f"writes={memory.writes}: a box answers a token with one key and one value"
+            yield ("memory", "writes"), f"{reason}; use writes=1"
+        if not memory.gating.plain:
+            reason = f"gating {memory.gating.kind!r}: boxes make the gates, of their answers"
+            yield ("memory", "gating"), f"{reason}; use gating 'none'"
         if memory.normalizer != "none":
             total = "a sum of weights that is 0 before the first write, where a projection has to answer already"
             reason = f"memory.normalizer={memory.normalizer!r} divides by {total}"
@@ -423,7 +430,7 @@ class SelfReferential(MemoryLayer):
             if opens is not None:
                 anchor = where_rows(opens[:, at], anchor, state.anchor)
             elif config.anchored:  # no token, so no chunk opens
-                anchor = state.anchor
+                anchor = {name: weight.clone() for name, weight in state.anchor.items()}
             y, state = self._span(state, anchor, how, between(tokens, at, end))
             outputs.append(y)
         return torch.cat(outputs, 1), state._replace(position=position.clone())

@@ -192,6 +192,14 @@ class TokenStream:
         self._checked: set[Path] = set()
         weakref.finalize(self, _close, self._open)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Numbers of open files are this stream's alone: to a copy they may be another file's before long.
+        return {**vars(self), "_open": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        weakref.finalize(self, _close, self._open)
+
     def __len__(self) -> int:
         return self.end - self.begin
 

@@ -200,11 +200,11 @@ def apart(states: Sequence[Tensor | None], flat: Tensors, run: Run, traced: bool
         if item is not None and item.is_floating_point():
             # A compiler takes the address of an input for a constant, and would compile for every tensor anew.
             shared = any(item is x for x in flat) if traced else item.untyped_storage().data_ptr() in storages
-        copies.append(one(run(_COPY, item, label="state")) if shared else item)
+        copies.append(one(run(COPY, item, label="state")) if shared else item)
     return copies
 
 
-_COPY = linear_block("copy", torch.clone, lambda g: g)
+COPY = linear_block("copy", torch.clone, lambda g: g)
 
 
 # The choice.

@@ -48,6 +48,7 @@ from hecate.tape import (
     several,
     steady,
 )
+from hecate.tape.ops import joined
 
 SEGMENT = 16  # blocks between checkpoints
 WAYS = ("auto", "sequential", "parallel")
@@ -112,7 +113,7 @@ def log_linear_scan(
     call = _in_levels(plain, state, scale.shape[-1])
     places, count = _places(call, state, writes)
     if v.numel() == 0:
-        outputs = (torch.zeros_like(v) + scale.sum().to(v.dtype), *(x.clone() for x in call.memories[0][1].flat))
+        outputs = (joined(torch.zeros_like(v), scale, *call.flat), *(x.clone() for x in call.memories[0][1].flat))
     else:
         program = partial(_program, call.plan, _by_blocks(call, engine))
         flat = (scale.to(call.dtype), *places, *call.flat)

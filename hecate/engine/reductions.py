@@ -26,7 +26,7 @@ from hecate.engine.arguments import (
     retain_per_head,
 )
 from hecate.engine.call import complete, state_dtype
-from hecate.engine.engine import Engine, check_exact
+from hecate.engine.engine import COPY, Engine, check_exact
 from hecate.engine.features import to_tokens
 from hecate.engine.tokens import CONCAT, cast, cut, linear_block
 from hecate.errors import ConfigError, ShapeError
@@ -72,7 +72,10 @@ def read_through(
     y, new = scan(config.direct, turned.q, turned.k, v, plain, **options, **how)
     if y.dtype != v.dtype:
         y = one(run(cast(v.dtype), y, label="outputs"))
-    return y, new._replace(readout=turned.held)
+    held = turned.held
+    if not k.shape[1]:  # what no token has changed is a copy
+        held = {name: one(run(COPY, item, label="readout")) for name, item in held.items()}
+    return y, new._replace(readout=held)
 
 
 def _readout_state(config: MemoryConfig, state: MemoryState | None, k: Tensor) -> dict[str, Tensor]:

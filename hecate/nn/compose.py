@@ -21,6 +21,7 @@ from hecate.nn.conv import ShortConv
 from hecate.nn.memory import where_rows
 from hecate.nn.sliding import AttentionNorm, SlidingAttention, SlidingState
 from hecate.states import State
+from hecate.tape import can_inspect
 from hecate.variant import Config, Conflicts
 
 Combination = Literal["multiply", "add", "paper"]
@@ -249,6 +250,7 @@ class Composed(nn.Module):
         """Memory as context, over spans in which every sequence stays within one segment."""
         fresh = self._fresh(x)
         state = fresh if state is None else state
+        start = state.start
         size: Any = self.config.segment
         ys, nowhere = [x[:, :0]], torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         for span, restarts, closes, aligned in spans_of(state.place, x.shape[1], write_mask, reset_mask, size):
@@ -271,6 +273,8 @@ class Composed(nn.Module):
                 # Attention ends with its segment: the next one sees none of its cache.
                 begun = fresh._replace(memory=memory, start=start)
                 state = where_rows(place == size, begun, state)
+        if state.start is start:  # of a segment that goes on: no result is an input
+            state = state._replace(start=pytree.tree_map_only(Tensor, torch.clone, start))
         return torch.cat(ys, 1), state
 
     def _fresh(self, x: Tensor) -> ComposedState:
@@ -321,12 +325,16 @@ def spans_of(
             (slice(at, min(at + size, length)), False, at + size <= length, True) for at in range(0, length, size)
         )
         return
-    if length == 0:
+    if length == 0:  # one span of none, in which every parameter has the gradient 0
+        yield slice(0, 0), False, False, False
         return
     # Place of each token in its segment, [B, T], masked tokens at that of the next one written.
     within = written_before(place, write, reset, length) % size
     closing = within == size - 1 if write is None else write & (within == size - 1)
     flags = [torch.zeros_like(closing) if reset is None else reset, closing]
+    if not (torch.compiler.is_compiling() or can_inspect(*flags)):  # within vmap: each token is a span of its own
+        yield from ((slice(t, t + 1), reset is not None, True, False) for t in range(length))
+        return
     restarts, closes, aligned = torch.stack([*(flag.any(0) for flag in flags), (within == 0).all(0)]).tolist()
     # A span ends wherever any sequence of the batch begins anew: rows go on together.
     cuts = {0, length} | {t for t, restart in enumerate(restarts) if restart}

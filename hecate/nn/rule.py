@@ -28,6 +28,7 @@ from hecate.rule import LAYER_FIELDS, Gates, MemoryConfig, MemoryState
 from hecate.rule.state import slot_shapes
 from hecate.tape import execute, one
 from hecate.tape.bridge import without_autocast
+from hecate.tape.ops import joined
 from hecate.variant import Conflicts
 
 
@@ -66,7 +67,13 @@ class GatingParameters(nn.Module):
             before = {n: torch.zeros(x.shape[0], *shape, dtype=wide, device=x.device) for n, shape in shapes.items()}
         inputs = Written(q, k, v, {name: gate for name, gate in gates._asdict().items() if gate is not None})
         with without_autocast(x.device.type):
-            return self.gating.forward(self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk))
+            written, after = self.gating.forward(
+                self.params.tensors, x, inputs, before, masks._replace(chunk=self.chunk)
+            )
+        if not x.numel():  # of no tokens every parameter has the gradient 0, and the state is a copy
+            v = joined(written.v, *self.params.tensors.values())
+            return written._replace(v=v), {name: tensor.clone() for name, tensor in after.items()}
+        return written, after
 
 
 class HeldRule(FeatureParameters):
@@ -366,8 +373,8 @@ def project_queries(
         options: dict[str, Any] = {"state": projector, "write_mask": write, "reset_mask": opens}
         phi_q, after = memory_scan(SUM, phi_q, unit, unit, Gates(lr=1.0), **options, name="projection")
         return phi_q, phi_k, after
-    if projector is None:
-        _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0])
+    if projector is None or not q.shape[1]:  # over no tokens the result is a copy
+        _, projector = memory_scan(SUM, phi_q[:, :0], unit[:, :0], unit[:, :0], state=projector)
     phi_q, span = _orthogonal(phi_q, unit, opens, write, projector.memory["weight"])
     return phi_q, phi_k, projector._replace(memory={"weight": span})
 

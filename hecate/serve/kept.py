@@ -63,7 +63,7 @@ def _unbearable(rule: MemoryConfig) -> str | None:
     return None
 
 
-_FILE = re.compile(r"[0-9a-f]{64}\.safetensors")
+_FILE, _LOCK = re.compile(r"[0-9a-f]{64}\.safetensors"), ".lock"
 
 
 class _Node:
@@ -184,8 +184,10 @@ class PrefixCache:
 
         Raises:
             CheckpointError: the folder cannot be written.
+            ConfigError: it has users' memories.
         """
         folder, names = Path(folder), set()
+        _expect_no_users(folder)
         with refusing(f"write {folder}", "choose another folder"):
             make_folder(folder)
             for node in self._held.values():  # in this order, by which `open` knows their age
@@ -206,8 +208,10 @@ class PrefixCache:
 
         Raises:
             CheckpointError: a file of another model, or one that is damaged or renamed. [SERVE-TREE-D2]
+            ConfigError: a folder of users' memories.
         """
         cache, files = cls(max_bytes, block, model=model, parked_dtype=parked_dtype, exact=exact), []
+        _expect_no_users(Path(folder))
         with suppress(FileNotFoundError):
             files = [path for path in Path(folder).iterdir() if _FILE.fullmatch(path.name)]
         for path in sorted(files, key=lambda path: (path.stat().st_mtime_ns, path.name)):
@@ -219,6 +223,14 @@ class PrefixCache:
                 raise CheckpointError(f"{path} is not of the tokens that its name tells; delete it")
             cache.keep(tokens.tolist(), states.unpark(entry["state"]))
         return cache
+
+
+def _expect_no_users(folder: Path) -> None:
+    """Refuses the folder of `Memories`, whose files a tree that is saved there would delete."""
+    if (folder / _LOCK).exists():
+        raise ConfigError(
+            f"{folder} has users' memories; shared beginnings (prefixes) need another folder than memories"
+        )
 
 
 def _file_name(model: str, tokens: list[int]) -> str:
@@ -255,7 +267,7 @@ class Memories:
         self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
         with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):
             make_folder(self.folder.absolute())
-            self._lock = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
+            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
             lock(self._lock, self.folder)
             for path in self.folder.glob(f"{TEMPORARY}*.safetensors-*"):  # of a writer that was killed
                 path.unlink(missing_ok=True)

@@ -104,6 +104,8 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
     user = body.get("user")
     if user is not None and (not _is_text(user) or len(user) > limits.user):
         raise ConfigError(f"user must be a text of 1 to {limits.user} characters")
+    if user is not None:
+        _whole(user)  # no address that deletes a memory could name such a user
     if user is not None and not remembers:
         raise ConfigError("this server keeps no memories; start it with --memories FOLDER, or leave user out")
     if user is not None and stops:

@@ -76,8 +76,10 @@ class Request:
         expect_ids(self.tokens, "tokens")
         if not self.tokens:
             raise ConfigError("a prompt must have at least one token")
-        if vocabulary is not None and not 0 <= min(self.tokens) <= max(self.tokens) < vocabulary:
-            raise ShapeError(f"tokens must be in 0..{vocabulary - 1}, the vocabulary, got {max(self.tokens)}")
+        if vocabulary is not None:
+            for token in (min(self.tokens), max(self.tokens)):
+                if not 0 <= token < vocabulary:
+                    raise ShapeError(f"tokens must be in 0..{vocabulary - 1}, the vocabulary, got {token}")
         expect_count(self.max_tokens, "max_tokens")
         expect_number(self.temperature, "temperature")
         if self.top_k is not None:

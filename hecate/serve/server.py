@@ -95,7 +95,7 @@ class _Server:
             header = http.headers.get("authorization", "").encode("latin-1")
             if not hmac.compare_digest(header, f"Bearer {self.key}".encode()):
                 raise _Refused(401, "the key is missing or wrong; send it as `Authorization: Bearer KEY`")
-        elif urlsplit(f"//{http.headers.get('host', '')}").hostname not in LOOPBACK:
+        elif _host(http.headers.get("host", "")) not in LOOPBACK:
             # A page elsewhere may have given its own name the address of this machine.
             raise _Refused(403, "without a key this server answers by the names of this machine alone")
 
@@ -228,6 +228,14 @@ class _Server:
         if memories is not None:
             rows |= {"memories": len(memories), "memories_bytes": memories.bytes}
         return PlainTextResponse("".join(f"hecate_{name} {value}\n" for name, value in rows.items()))
+
+
+def _host(header: str) -> str | None:
+    """The name in a header, without its port; None of what names no host."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:  # half a bracket of IPv6
+        return None
 
 
 def _finish(request: Request, cutter: Cutter) -> str:

@@ -426,6 +426,8 @@ def test_second_derivatives(case):
 BAD_CONFIGS = [
     ({"memory": {"feature_map": "elu", "normalizer": "sum"}}, "memory.normalizer"),
     ({"memory": {"feature_map": {"kind": "cosformer", "max_length": 9}}}, "memory.feature_map"),
+    ({"memory": {"writes": 2}}, "memory.writes: writes=2: a box answers a token with one key and one value"),
+    ({"memory": {"gating": "comba"}}, "memory.gating: gating 'comba': boxes make the gates, of their answers"),
     ({"phase": 1, "adaptive": ("k",)}, "phase 1 keeps projections"),
     ({"adaptive": ("k", "k")}, "each box once"),
     ({"memory": {"retention": "none"}, "adaptive": ("retain",)}, "'retain' is no box"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import gzip
 import hashlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -584,3 +587,16 @@ def test_a_file_that_ends_while_it_is_read(tmp_path):
     os.truncate(path, 100)
     with pytest.raises(DataError, match="was cut off while it was read"):
         stream.read(40, 20)
+
+
+@pytest.mark.spec("DATA-SHARD-D3")
+def test_a_copy_of_a_stream_opens_its_files_itself(tmp_path):
+    for name, number in (("own.bin", 3), ("other.bin", 7)):
+        np.full(100, number, "<u2").tofile(tmp_path / name)
+    stream = TokenStream([nanogpt_file(tmp_path / "own.bin")])
+    assert stream.read(0, 2).tolist() == [3, 3]
+    copies = [copy.copy(stream), copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))]
+    del stream
+    gc.collect()  # closes what the first has opened
+    with (tmp_path / "other.bin").open("rb"):  # which takes the free number
+        assert [each.read(0, 2).tolist() for each in copies] == [[3, 3]] * 3

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hecate import Gates, MemoryConfig, memory_scan, memory_step
-from hecate.cms import CMS, CMSConfig, SelfReferential
+from hecate.cms import CMS, CMSConfig, SelfReferenceConfig, SelfReferential
 from hecate.models import LanguageModel, LanguageModelConfig
-from hecate.nn import LinearAttention, Memory, PerformerAttention, SlidingAttention
+from hecate.nn import Composed, LinearAttention, Memory, PerformerAttention, SlidingAttention
 
 CONFIGS = {
     "delta": {},
@@ -28,6 +28,14 @@ LAYERS = {
     "sequential levels": lambda: CMS(8, 2, CMSConfig(levels=LEVELS)),
     "nested levels": lambda: CMS(8, 2, CMSConfig(levels=LEVELS, composition="nested")),
     "self-referential": lambda: SelfReferential(8, 2),
+    "boxes in chunks": lambda: SelfReferential(8, 2, SelfReferenceConfig(chunk=2)),
+    "boxes of two passes": lambda: SelfReferential(8, 2, SelfReferenceConfig(memory="trellis")),
+    "angles": lambda: Memory(8, 2, "mamba3"),
+    "solved": lambda: Memory(8, 2, "gated_mesa"),
+    "slots": lambda: Memory(8, 2, "gsa"),
+    "projected": lambda: Memory(8, 2, query_projection="orthogonal"),
+    "a tree of levels": lambda: CMS(8, 2, CMSConfig(levels=LEVELS[:1], composition="carry")),
+    "segments": lambda: Composed(8, 2, {"kind": "mac", "segment": 3}, Memory(8, 2, "gated_delta")),
     "linear": lambda: LinearAttention(8, 2),
     "both sides": lambda: LinearAttention(8, 2, causal=False),
     "performer": lambda: PerformerAttention(8, 2),
@@ -99,6 +107,8 @@ def test_a_layer_over_nothing(name, shape):
     assert x.grad is not None
     if shape[1] == 0:
         same_and_apart(state, layer(x, state)[1])
+        _, state = layer(torch.randn(2, 4, 8))
+        same_and_apart(state, layer(x, state)[1])
 
 
 def test_a_language_model_over_nothing():
@@ -115,6 +125,15 @@ def test_a_language_model_over_nothing():
 def trained(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_a_segment_that_goes_on_has_a_start_of_its_own():
+    layer = LAYERS["segments"]()
+    _, state = layer(torch.randn(2, 1, 8))
+    _, after = layer(torch.randn(2, 1, 8), state)
+    for given, returned in zip(tensors(state.start), tensors(after.start), strict=True):
+        assert torch.equal(given, returned)
+        assert given.untyped_storage().data_ptr() != returned.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("commit", ["token", "chunk"])

@@ -833,7 +833,7 @@ FAULTS = [
         ("server", "finally:\n            self.request.cancelled = True", "finally:\n            pass"),
         ("server", "if len(raw) > most:", "if False:"),
         ("server", "hmac.compare_digest(header, f\"Bearer {self.key}\".encode())", "header"),
-        ("server", "elif urlsplit(", "elif False and urlsplit("),
+        ("server", "elif _host(", "elif False and _host("),
         ("protocol", "text = text[: len(text) - max(overlaps, default=0)]", "pass"),
         ("protocol", "if name not in _KNOWN and not nothing", "if False and not nothing"),
         ("protocol", "type(value) not in ((int,) if whole", "not isinstance(value, (int,) if whole"),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hecate.errors import ConfigError, ShapeError
 from hecate.nn import AttentionConfig, Composed, Memory
@@ -242,3 +243,21 @@ def test_configs_builds_and_calls_that_are_refused():
     for message, call in CALLS.items():
         with pytest.raises(ShapeError, match=message):
             call(layers)
+
+
+@pytest.mark.spec("ATT-MAC-D1")
+def test_segments_under_vmap_are_those_of_each_call():
+    draws = seeded(3)
+    memory = Memory(8, 2, "gated_delta", generator=draws)
+    layer = Composed(8, 2, {"kind": "mac", "segment": 3}, memory, generator=draws)
+    x = torch.randn(4, 2, 7, 8, generator=draws)
+    write, reset = (torch.rand(4, 2, 7, generator=draws) < share for share in (0.7, 0.3))
+    _, state = layer(x[0])
+
+    def call(x, write, reset):
+        y, first = layer(x, state, write_mask=write)
+        return torch.cat([y, layer(x, first, write_mask=write, reset_mask=reset)[0]], 1)
+
+    with sdpa_kernel(SDPBackend.MATH):  # torch has no other under vmap
+        together = torch.func.vmap(call)(x, write, reset)
+    near(together, torch.stack([call(*each) for each in zip(x, write, reset, strict=True)]))

@@ -10,7 +10,7 @@ import torch
 
 from hecate import states
 from hecate.errors import CheckpointError, ConfigError
-from hecate.serve import PrefixCache, Request, Scheduler
+from hecate.serve import Memories, PrefixCache, Request, Scheduler
 from tests.serve.common import alone, drawn, made, run
 
 
@@ -110,6 +110,18 @@ def test_files_are_of_one_model_and_of_the_tokens_in_their_name(tmp_path):
     with pytest.raises(CheckpointError, match="cannot read state"):
         PrefixCache.open(folder, model=mark)
     assert len(PrefixCache.open(tmp_path / "none", model=mark)) == 0
+
+
+@pytest.mark.spec("SERVE-TREE-D2")
+def test_a_folder_of_users_is_not_written_over(tmp_path):
+    memories, tree = Memories(tmp_path, "one"), PrefixCache(model="one")
+    memories.save("ada", torch.ones(1, 2))
+    memories.close()
+    tree.keep((1, 2), torch.ones(1, 2))
+    for act in (lambda: tree.save(tmp_path), lambda: PrefixCache.open(tmp_path, model="one")):
+        with pytest.raises(ConfigError, match=r"has users' memories; .* need another folder"):
+            act()
+    assert memories.path("ada").exists()
 
 
 @pytest.mark.spec("STATE-MODEL-D1")

@@ -153,6 +153,8 @@ BODIES = [
     ({"prompt": "a", "n": 1, "suffix": "", "best_of": 1, "logit_bias": {}, "echo": False}, None),
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
+    ({"prompt": "a", "user": "\ud83d"}, "half of a surrogate"),
+    ({"prompt": [-1, 5]}, "the vocabulary, got -1"),
 ]  # fmt: skip
 MESSAGES = [
     None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],
@@ -191,7 +193,8 @@ def test_bad_bodies_hosts_and_routes(server):
                 b'{"prompt": "a", "max_tokens": 1' + b"0" * 5000 + b"}"):  # fmt: skip
         assert code(raw) == 400, raw[:40]
     assert code(b'{"prompt": "a", "max_tokens": 1}', {"content-type": "text/plain"}) == 415
-    assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": "evil.example"}) == 403
+    for host in ("evil.example", "[", "[::1"):
+        assert code(b'{"prompt": "a", "max_tokens": 1}', {**kind, "host": host}) == 403
     assert code(b"{}", path="embeddings") == 404 and httpx.get(f"{url}/v1/completions").status_code == 405
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert scheduler.running == scheduler.waiting == 0
@@ -426,6 +429,8 @@ def test_the_command_serves_what_was_exported(tmp_path, monkeypatch, capsys):
             assert talk["model"] == "tiny" and talk["choices"][0]["message"]["content"] == said(own, ["uhi!"], COUNT)[0]
 
     monkeypatch.setattr(module, "serve", answered)
+    assert command(folder, "--prefixes", tmp_path / "both", "--memories", tmp_path / "both")
+    assert "memories and prefixes are both" in capsys.readouterr().err and not (tmp_path / "both").exists()
     more = ("--port", 8123, "--prefixes", tmp_path / "tree", "--memories", tmp_path / "users")
     for exact in ((), (), ("--exact",)):
         if exact:  # states of the other kind are of another model

@@ -392,12 +392,12 @@ def predict(config: MemoryConfig, weights: Memory, p: Tensor, run: Run = execute
     graph = None if config.forms.transposed else shared_graph(config)
     if graph is not None:
         return one(run(predict_block(graph), p, *weights))
-    return _each(config, _repeated(weights, p.shape[1], run), p, run)
+    return _each(config, _repeated(weights, p, run), p, run)
 
 
 def predict_states(config: MemoryConfig, states: list[Memory], p: Tensor, run: Run) -> Tensor:
     """The answer of the t-th state to the t-th query."""
-    memory = per_weight(run, _fold(len(states)), per_weight(run, STACK, *states))
+    memory = per_weight(run, _fold(p), per_weight(run, STACK, *states))
     return _each(config, config.rule.weights(memory, run=run), p, run)
 
 
@@ -411,18 +411,17 @@ def token_gradients(config: MemoryConfig, anchor: Memory, row: Pairs, run: Run, 
     graph = shared_graph(config, decayed=decay is not None)
     if graph is not None:
         return per_weight(run, _SPREAD, *factored(config, graph, anchor, row, run))
-    size = p.shape[1]
-    weights = _repeated(anchor, size, run)
+    weights = _repeated(anchor, p, run)
     if decay is not None:
         # Every token has the anchor as its own retain has left it: C memories of N become N C.
-        product = one(run(_fold(size), decay))
+        product = one(run(_fold(p), decay))
         weights = config.rule.decayed(weights, product, run=run)
-        weights = regained(config, weights, _repeated(start, size, run), product, run)
+        weights = regained(config, weights, _repeated(start, p, run), product, run)
         weights = config.rule.weights(weights, run=run)
     # [N, C, *] to [N C, *] and back: no rule has to know of chunks.
     block = config.structure.gradient_block(config.bias.block())
-    flat = several(run(block, *per_weight(run, _fold(size), (p, v)), *weights))
-    return per_weight(run, _unfold(size), flat)
+    flat = several(run(block, *per_weight(run, _fold(p), (p, v)), *weights))
+    return per_weight(run, _unfold(p), flat)
 
 
 def factored(config: MemoryConfig, graph: Graph, anchor: Memory, row: Pairs, run: Run) -> Gradients:
@@ -447,15 +446,17 @@ def summed(
 
 
 def _each(config: MemoryConfig, weights: Memory, p: Tensor, run: Run) -> Tensor:
-    queries = one(run(_fold(p.shape[1]), p))
-    return one(run(_unfold(p.shape[1]), one(run(config.structure.read_block(), queries, *weights))))
+    queries = one(run(_fold(p), p))
+    return one(run(_unfold(p), one(run(config.structure.read_block(), queries, *weights))))
 
 
-def _repeated(weights: Memory, size: int, run: Run) -> Memory:
+def _repeated(weights: Memory, tokens: Tensor, run: Run) -> Memory:
+    sizes = tokens.shape[:2]
+
     def wide(weight: Tensor) -> Tensor:
-        return weight.unsqueeze(1).expand(weight.shape[0], size, *weight.shape[1:]).flatten(0, 1)
+        return weight.unsqueeze(1).expand(*sizes, *weight.shape[1:]).flatten(0, 1)
 
-    return per_weight(run, linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, (-1, size)).sum(1)), weights)
+    return per_weight(run, linear_block("chunk.repeat", wide, lambda g: g.unflatten(0, sizes).sum(1)), weights)
 
 
 def predict_block(graph: Graph) -> Block:
@@ -495,12 +496,14 @@ def _gradients(graph: Graph, bias: Bias) -> Block:
     return Block("chunk.gradients", forward, vjp if loss.hand_written else None)
 
 
-def _fold(size: int) -> Block:
-    return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, (-1, size)))
+def _fold(tokens: Tensor) -> Block:
+    sizes = tokens.shape[:2]  # both of them: of no tokens neither follows from the other
+    return linear_block("chunk.fold", lambda x: x.flatten(0, 1), lambda g: g.unflatten(0, sizes))
 
 
-def _unfold(size: int) -> Block:
-    return linear_block("chunk.unfold", lambda x: x.unflatten(0, (-1, size)), lambda g: g.flatten(0, 1))
+def _unfold(tokens: Tensor) -> Block:
+    sizes = tokens.shape[:2]
+    return linear_block("chunk.unfold", lambda x: x.unflatten(0, sizes), lambda g: g.flatten(0, 1))
 
 
 def _spread_vjp(d: Tensor, h: Tensor, g: Tensor) -> Tensors:
