@@ -33,6 +33,7 @@ from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one, steady
+from hecate.tape.bridge import compiled_alone
 
 EngineName = str
 
@@ -51,7 +52,7 @@ class Engine(ABC):
     transposes: ClassVar[bool] = False  # whether it reads memories that learn keys from values
     anchors: ClassVar[bool] = False  # whether it forgets towards the start
     bounds: ClassVar[bool] = False  # whether it normalises steps by what writes do to one another
-    traceable: ClassVar[bool] = True  # whether torch.compile and torch.func can look through it
+    traceable: ClassVar[bool] = True  # whether torch can look through it; else it is an operator under torch.compile
     takes: ClassVar[tuple[str, ...]] = ()  # which of the gates erase, write, retain_value and floor it knows
     registry: ClassVar[dict[str, Engine]] = {}
     reason: ClassVar[str] = ""  # why it costs what it costs, where that is the same for all calls
@@ -98,7 +99,9 @@ class Engine(ABC):
 
     def unable(self, plan: Plan) -> str | None:
         """Reason why it cannot run calls of a plan, for whatever reason; None if it can."""
-        if plan.traced and not self.traceable:  # first: what it asks of a config may not be traced either
+        if (
+            plan.traced and not self.traceable and not compiled_alone()
+        ):  # first: what it asks of a config may not be traced either
             return TRACED
         config, known = plan.config, plan.config.refusals
         if torch.compiler.is_compiling():  # which cannot trace what remembers

@@ -11,7 +11,7 @@ from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler,
 from pydantic_core import CoreSchema
 
 from hecate.algorithm import GD, AlgorithmKind
-from hecate.bias import L2, BiasKind, Dot
+from hecate.bias import L2, Bias, BiasKind, Dot
 from hecate.checks import Count, Depth, Taps
 from hecate.errors import ConfigError, not_known, shorten
 from hecate.formula import MIXES, activation_nodes
@@ -28,6 +28,7 @@ from hecate.variant import Config, Conflicts, briefly
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer_options")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
 
+_OF_KERNELS = {*MemoryRule.model_fields, "chunk", "commit", "read", "decay_order", "step", "state_dtype"}
 Named = str | Mapping[str, Any]
 """A variant by its kind or as a mapping, or a config by the name of a rule: what is validated into one."""
 
@@ -129,6 +130,7 @@ class MemoryConfig(Config):
     __slots__ = (
         *("_direct", "_single", "accumulated_retain", "blocks", "by_key", "cascade", "codes", "counting", "forms"),
         *("frozen_gradients", "launches", "plans", "programs", "refusals", "remembered_keys", "rule"),
+        "text",
     )
     # Of each config: no fields, and read without a call. `rule` has the four knobs, `counting` is the memory of the sum
     # normaliser: bias dot, to be written with the value 1. `codes` is the memory in which a readout learns codes by
@@ -137,7 +139,8 @@ class MemoryConfig(Config):
     # raw or each key has its own (`by_key`) [RULE-STEP-D3]; of an unfinished chunk tokens carry on `remembered_keys`,
     # with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at which they are taken;
     # `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and `programs` of single
-    # tokens are kept by the looks of their tensors; no copy has them.
+    # tokens are kept by the looks of their tensors; no copy has them. `text` is what kernels read, in JSON, which a
+    # compiler cannot make.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
     by_key: ClassVar[bool]
@@ -152,6 +155,7 @@ class MemoryConfig(Config):
     remembered_keys: ClassVar[int]
     refusals: ClassVar[dict[Any, str | None]]
     rule: ClassVar[MemoryRule]
+    text: ClassVar[str]
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for what is found of calls."""
@@ -167,6 +171,8 @@ class MemoryConfig(Config):
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
             self._keep_what_chunks_are()
+            if isinstance(self.bias, Bias):
+                object.__setattr__(self, "text", self.model_dump_json(include=_OF_KERNELS, warnings=False))
             cascade = self.structure.cascade()
             both: list[dict[str, Any]] = [
                 {**fields, "structure": Matrix(), "bias": bias} for bias in (cascade, self.bias)

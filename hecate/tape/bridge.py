@@ -250,6 +250,12 @@ def is_traced(*tensors: Tensor | None) -> bool:
     return False
 
 
+def compiled_alone() -> bool:
+    """True if torch.compile traces a program for this process: no export, and nothing that torch.func transforms."""
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiling and not torch._C._are_functorch_transforms_active()
+
+
 def is_recorded(tensors: Values) -> bool:
     """True if autograd records operations on these tensors."""
     if torch.is_grad_enabled():

@@ -419,18 +419,6 @@ def test_transforms_take_another_engine():
     assert flops.get_total_flops() > 0
 
 
-@pytest.mark.spec("ENG-NUM-D3")
-def test_compile_takes_another_engine():
-    torch._dynamo.reset()
-    case = case_of(config_of(), batch=1, length=33)
-
-    def step(*leaves: Tensor) -> Tensor:
-        return case.with_leaves(list(leaves)).scan()[0]
-
-    y = torch.compile(step, backend="aot_eager", fullgraph=True)(*case.leaves)
-    close(y, case.scan(engine="sequential")[0], 1e-11)
-
-
 @pytest.mark.spec("ENG-NUM-D4")
 def test_auto():
     delta, huber = MemoryConfig(), MemoryConfig(bias="huber")

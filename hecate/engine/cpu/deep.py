@@ -28,7 +28,6 @@ from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
 from hecate.rule import MemoryConfig
-from hecate.rule.rule import acts_of
 from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
@@ -88,15 +87,22 @@ class CompiledLayers(TokenEngine):
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels."""
-        config = call.config
-        kernel = ByHand(
-            "engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), by_loop(config, carry)
-        )
+        if call.traced:
+            from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
+
+            return scanned(call.config, True, tokens, carry, initial)
+        kernel = kernel_of(call.config, carry)
         # One flat row for the block: what the backward returns is in this order, too.
         inputs = (*carry.memory, *carry.slots, *initial, *tokens)
         y, *states = several(run(kernel.block(), *inputs, label="tokens"))
         count = len(carry.memory)
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
+
+
+def kernel_of(config: MemoryConfig, like: Any) -> ByHand:
+    """The kernels of (*memory, *slots, *initial, *tokens), as their operator calls them; like: a carry like theirs."""
+    plain = partial(_by_loop, config, like)
+    return ByHand("engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), plain)
 
 
 def _unwalked(structure: Structure) -> str | None:
@@ -112,7 +118,8 @@ def _unwalked(structure: Structure) -> str | None:
     acts = {op.act for op in ops if isinstance(op, Act)}
     if len(acts) > 1:
         return "several activations, of which its kernels know one"
-    for act in acts - acts_of(structure):  # the others are asked with the config
+    own = [*vars(structure).values()]  # which are asked with the config; this way a compiler can trace it
+    for act in [act for act in acts if not any(act is item for item in own)]:
         if isinstance(reason := activation_nodes(act), str):
             return f"an activation {act.kind!r}, which has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
@@ -120,19 +127,15 @@ def _unwalked(structure: Structure) -> str | None:
     return None
 
 
-def by_loop(config: MemoryConfig, like: Carry) -> Any:
-    """The kernels' function of (*memory, *slots, *initial, *tokens), in plain torch."""
+def _by_loop(config: MemoryConfig, like: Carry, *inputs: Tensor | None) -> Tensors:
+    """The kernels' function, in plain torch."""
     count = len(like.memory)
     states = count + len(like.slots)
-
-    def plain(*inputs: Tensor | None) -> Tensors:
-        given = several(inputs[: states + count])
-        own = like._replace(memory=given[:count], slots=given[count:states])
-        rest = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
-        y, new = in_folds(sequential, config, rest, own, given[states:], run=execute)
-        return y, *new.memory, *new.slots
-
-    return plain
+    given = several(inputs[: states + count])
+    own = like._replace(memory=given[:count], slots=given[count:states])
+    rest = Tokens(*inputs[states + count :])  # type: ignore[arg-type]
+    y, new = in_folds(sequential, config, rest, own, given[states:], run=execute)
+    return y, *new.memory, *new.slots
 
 
 class Route:

@@ -12,6 +12,7 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import math
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ _LOG = logging.getLogger("hecate.engine")
 # Of the widest row that stays in registers, and of dot's tile of a wider one. Rows go in fours: with eight vectors each
 # they spill, and 128 numbers take 1.1 to 1.5 times as long as in cache.
 VECTORS = 4
+NUMBA = importlib.util.find_spec("numba") is not None
 SEGMENT = 64  # least number of tokens between kept states
 
 
@@ -92,7 +94,8 @@ def no_kernels(plan: Plan, module: str) -> str | None:
         return f"its kernels run on the CPU, the tensors are on {plan.device}"
     if plan.dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {plan.dtype}"
-    return f"it needs numba: {install_line('cpu')}" if load_kernels(module) is None else None
+    missing = not NUMBA if plan.traced else load_kernels(module) is None  # which a compiler cannot trace
+    return f"it needs numba: {install_line('cpu')}" if missing else None
 
 
 def _unlike(config: MemoryConfig) -> str | None:
@@ -156,15 +159,23 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     if carry.memory[0].dim() == 2:
         return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
+    if torch.compiler.is_compiling():
+        from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
+
+        return scanned(config, False, tokens, carry, initial)
+    return run_by_hand(kernel_of(config, tokens, carry), tokens, carry, initial, run=run)
+
+
+def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
+    """The kernels of (memory, *slots, initial, *tokens), as their operator calls them; like: a carry of that layout."""
     known = config.refusals
     if _unlike not in known:
         known[_unlike] = _unlike(config)
     plain = known[_unlike] is None and tokens.phi_w is None and tokens.retain_value is None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
-    kernel = ByHand(
-        "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, carry)(*x)
+    return ByHand(
+        "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, like)(*x)
     )
-    return run_by_hand(kernel, tokens, carry, initial, run=run)
 
 
 class Scan:

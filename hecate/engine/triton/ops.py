@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hecate.bias import Bias
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import LOOP, NARROW, interpreting, kernel_of, verdict
 from hecate.engine.triton.table import SEGMENT, chunks_of
 from hecate.rule import MemoryConfig
 from hecate.tape import ByHand, Tensors, is_recorded, one
+from hecate.variant import Variant
 
 
 def rule_of(config: MemoryConfig, exact: str | None, raw: bool) -> str:
@@ -47,12 +48,13 @@ def scanned(
 
 
 def config_of(rule: str) -> MemoryConfig:
-    """A config of such a text, in which a bias is a class by its name."""
-    return _config_of(rule, tuple(Bias.variants().values()))
+    """A config of such a text, in which variants are classes by their names."""
+    families = (family._registry.values() for family in Variant.__subclasses__() if "_registry" in vars(family))
+    return _config_of(rule, tuple(chain.from_iterable(families)))
 
 
 @lru_cache(256)
-def _config_of(rule: str, classes: tuple[type[Bias], ...]) -> MemoryConfig:
+def _config_of(rule: str, classes: tuple[type[Variant], ...]) -> MemoryConfig:
     return MemoryConfig.model_validate_json(rule)
 
 

@@ -1,0 +1,128 @@
+"""The kernels as operators of torch: one node under torch.compile, forward and backward, whatever the length.
+
+A compiler would unroll the token loop in their place. What it keeps of a graph it may keep on disk, so that a config
+goes in as text; the backward operator runs the forward pass again, whose record is no tensor. [ENG-NUM-D10]
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hecate.engine.tokens import Carry, Tokens
+from hecate.engine.triton.ops import config_of, recorded
+from hecate.rule import MemoryConfig
+from hecate.structure import Memory
+from hecate.tape import ByHand, Tensors
+
+
+class Facts(NamedTuple):
+    """What the operators are told beside tensors.
+
+    Fields:
+        config: its text.
+        layers: whether the kernels are those of memories made of linear layers.
+        memories: weights of a memory.
+        there: which inputs are; memories, slots, starts and tokens.
+    """
+
+    config: str
+    layers: bool
+    memories: int
+    there: list[bool]
+
+
+def scanned(config: MemoryConfig, layers: bool, tokens: Tokens, carry: Carry, initial: Memory) -> tuple[Tensor, Carry]:
+    """Outputs and the new state, by the operators."""
+    inputs, count = (*carry.memory, *carry.slots, *initial, *tokens), len(carry.memory)
+    there = [item is not None for item in inputs]
+    y, *states = kernel_scan(config.text, layers, count, there, [item for item in inputs if item is not None])
+    return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
+
+
+def _kernel(facts: Facts, tensors: Sequence[Tensor]) -> tuple[ByHand, Tensors]:
+    """The kernels and their inputs."""
+    from hecate.engine.cpu import deep, engine  # which import what calls these operators
+
+    rest = iter(tensors)
+    inputs: Any = tuple(next(rest) if has else None for has in facts.there)
+    config = config_of(facts.config)
+    if facts.layers:
+        return deep.kernel_of(config, None), inputs
+    return engine.kernel_of(config, Tokens(*inputs[-len(Tokens._fields) :]), None), inputs
+
+
+def _examples(facts: Facts, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What the outputs look like: y like v, memories and slots like those ahead of the start."""
+    starts = len(facts.there) - len(Tokens._fields) - facts.memories
+    return [tensors[starts + facts.memories + Tokens._fields.index("v")], *tensors[:starts]]
+
+
+@torch.library.custom_op("hecate::kernel_scan", mutates_args=())
+def kernel_scan(
+    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """y, memories and slots."""
+    kernel, inputs = _kernel(Facts(config, layers, memories, list(there)), tensors)
+    outputs: Any = kernel.forward(inputs, False)[0]
+    return _apart(outputs, tensors)
+
+
+@kernel_scan.register_fake
+def _(config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    examples = _examples(Facts(config, layers, memories, list(there)), tensors)
+    return [item.new_empty(item.shape) for item in examples]
+
+
+@torch.library.custom_op("hecate::kernel_scan_backward", mutates_args=())
+def kernel_scan_backward(
+    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """Cotangents of the tensors, empty for masks."""
+    kernel, inputs = _kernel(Facts(config, layers, memories, list(there)), tensors)
+    with recorded():
+        grads: Any = kernel.vjp(inputs, kernel.forward(inputs, True)[1], tuple(cotangents))
+    grads_of = []
+    for item, grad in zip(inputs, grads, strict=True):
+        if item is not None and not item.is_floating_point():
+            grads_of.append(item.new_empty(0))
+        elif item is not None:
+            grads_of.append(torch.zeros_like(item, memory_format=torch.contiguous_format) if grad is None else grad)
+    return _apart(grads_of, (*tensors, *cotangents))
+
+
+def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share nothing with inputs, as an operator's have to, and lie as their fakes say."""
+    storages = {item.untyped_storage().data_ptr() for item in inputs}
+    return [
+        item.clone(memory_format=torch.contiguous_format)
+        if item.untyped_storage().data_ptr() in storages
+        else item.contiguous()
+        for item in outputs
+    ]
+
+
+@kernel_scan_backward.register_fake
+def _(
+    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor], *_: Any
+) -> list[Tensor]:
+    return [item.new_empty(item.shape if item.is_floating_point() else (0,)) for item in tensors]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *ctx.facts, tensors = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    tensors, examples = ctx.saved_tensors, _examples(Facts(*ctx.facts), ctx.saved_tensors)
+    pairs = zip(cotangents, examples, strict=True)
+    grads = kernel_scan_backward(
+        *ctx.facts, list(tensors), [torch.zeros_like(item) if g is None else g for g, item in pairs]
+    )
+    return None, None, None, None, [g if x.is_floating_point() else None for g, x in zip(grads, tensors, strict=True)]
+
+
+kernel_scan.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,75 @@
+"""Kernels of the CPU as operators under torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hecate import MemoryConfig
+from hecate.engine.cpu import operator
+from tests.memories import DEEP, case_of, close, config_of, flat_state
+
+pytest.importorskip("numba")
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "rows": {"retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
+    "parts": {"bias": "huber", "retention": {"kind": "elastic_net"}, "key_norm": "l2"},
+    "coordinates": {"structure": "vector", "retention": "decay"},
+    "normaliser": {"bias": "dot", "feature_map": "elu", "normalizer": "sum"},
+    "layers": {"structure": DEEP, "retention": "decay", "algorithm": "momentum", "key_norm": "l2"},
+}
+
+
+@pytest.mark.spec("ENG-NUM-D10", "ENG-NUM-D3")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_node_whatever_the_length_with_the_numbers_of_the_token_loop(name: str) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    nodes = []
+    for length in (20, 45):
+        case = case_of(config_of(**CONFIGS[name]), width=3, length=length, masks=True)
+
+        def step(*leaves: Tensor, case: Any = case, **how: Any) -> tuple[Tensor, ...]:
+            y, state = case.with_leaves(list(leaves)).scan(**how)
+            return y, *(t for t in flat_state(state).values() if t.is_floating_point())
+
+        results = []
+        for run, how in (
+            (torch.compile(step, backend=counter, fullgraph=True, dynamic=False), {}),
+            (step, {"engine": "sequential"}),
+        ):
+            leaves = case.fresh().leaves
+            outputs = run(*leaves, **how)
+            grads = torch.autograd.grad([x.square().sum() for x in outputs], leaves, materialize_grads=True)
+            results.append((*outputs, *grads))
+        for mine, true in zip(*results, strict=True):
+            close(mine, true, 1e-10)
+        targets = [str(node.target) for node in counter.graphs[-1].graph.nodes]
+        assert targets.count("hecate.kernel_scan.default") == 1
+        nodes.append(len(targets))
+    assert nodes[0] == nodes[1]
+
+
+@pytest.mark.spec("ENG-NUM-D10")
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_keep_what_torch_asks_of_them(layers: bool, masked: bool) -> None:
+    source = torch.Generator().manual_seed(0)
+    config = MemoryConfig(**CONFIGS["layers" if layers else "rows"])
+    weights = list(config.structure.init(3, 2, heads=4, generator=source, dtype=torch.float64).values())
+    states = [*weights, *(weight / 2 for weight in weights), *weights]  # a slot each, and the start
+    drawn = [torch.randn(2, 5, 2, *width, generator=source) for width in ((3,), (3,), (2,), (), (), ())]
+    tokens = [*drawn[:3], *(gate.sigmoid() for gate in drawn[3:])]
+    masks = [torch.rand(2, 5, 2, generator=source) > 0.3 for _ in range(2)] if masked else []
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in (*states, *tokens, *masks)]
+    there = [True] * (len(states) + len(tokens)) + [masked] * 2 + [False] * 2
+    facts = (config.text, layers, len(weights), there)
+    found = torch.library.opcheck(operator.kernel_scan, (*facts, inputs))
+    cotangents = [torch.ones_like(x) for x in operator.kernel_scan(*facts, inputs)]
+    plain = [x.detach() for x in inputs]
+    back = torch.library.opcheck(operator.kernel_scan_backward, (*facts, plain, cotangents))
+    assert {*found.values(), *back.values()} == {"SUCCESS"}
