@@ -55,7 +55,7 @@ class Compiled(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs without a kernel."""
-        return _unlike(config) and refusal(config)
+        return None if _fits_registers(config) else refusal(config)
 
     def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, torch looking on, no numba."""
@@ -67,7 +67,7 @@ class Compiled(TokenEngine):
             return math.inf
         size = math.prod(plan.shape) * plan.dtype.itemsize
         general = plan.general not in ((), ("floor",))
-        if general or _unlike(plan.config):
+        if general or not _fits_registers(plan.config):
             whole = general or not plan.config.forms.apart
             large = size > LARGE // 2 if plan.config.bias.linear else whole and size > LARGE
         else:
@@ -96,22 +96,12 @@ def no_kernels(plan: Plan, module: str) -> str | None:
     return f"it needs numba: {install_line('cpu')}" if load_kernels(module) is None else None
 
 
-def _unlike(config: MemoryConfig) -> str | None:
-    """Reason why a config is not for the kernels of `registers` and `wide`: all that a row needs there stays in
-    registers, so they know fewer forms than `family`."""
-    rule = config.rule
-    if (reason := chunk_refusal(config)) is not None:
-        return reason
-    algorithm = config.forms.algorithm
-    if not rule.structure.linear:
-        return f"structure {rule.structure.kind!r} has no kernel"
-    if algorithm is None:
-        return f"algorithm {rule.algorithm.kind!r} has no kernel"
-    if algorithm.nesterov:
-        return "its kernels know momentum without nesterov"
-    if not (config.forms.target or config.forms.error):
-        return f"bias {rule.bias.kind!r} is neither dot nor l2"
-    return None if config.forms.plain else f"retention {rule.retention.kind!r} is no sum of what is kept and the step"
+def _fits_registers(config: MemoryConfig) -> bool:
+    """True of a config for the kernels of `registers` and `wide`: all that a row needs there stays in registers, so
+    they know fewer forms than `family`."""
+    forms = config.forms
+    plain = forms.algorithm is not None and not forms.algorithm.nesterov and forms.plain
+    return plain and (forms.target or forms.error) and config.structure.linear and chunk_refusal(config) is None
 
 
 @cache
@@ -158,9 +148,9 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
         return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
     known = config.refusals
-    if _unlike not in known:
-        known[_unlike] = _unlike(config)
-    plain = known[_unlike] is None and tokens.phi_w is None and tokens.retain_value is None
+    if _fits_registers not in known:
+        known[_fits_registers] = _fits_registers(config)
+    plain = known[_fits_registers] and tokens.phi_w is None and tokens.retain_value is None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
     kernel = ByHand(
         "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, carry)(*x)
