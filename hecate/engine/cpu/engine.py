@@ -147,7 +147,7 @@ def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
     if carry.memory[0].dim() == 2:
         return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
 
-    known = config.refusals
+    known: dict[Any, Any] = config.refusals
     if _fits_registers not in known:
         known[_fits_registers] = _fits_registers(config)
     plain = known[_fits_registers] and tokens.phi_w is None and tokens.retain_value is None
