@@ -52,6 +52,7 @@ from hecate.tape.ops import joined
 
 SEGMENT = 16  # blocks between checkpoints
 WAYS = ("auto", "sequential", "parallel")
+FAR = 1 << 48  # from any token's number: a move to the last level
 MOST_LEVELS = 48  # of which the oldest but one takes 2^46 tokens to fill; as numbers, places stay exact in float64
 
 
@@ -160,7 +161,7 @@ def _oldest(weight: Tensor, levels: int) -> Tensor:
 
 class Places(NamedTuple):
     """Numbers of tokens `[B, T]`: at which a token is read, which it has itself if it is written, and at which the
-    token before was read."""
+    token before was read; FAR where there was none, whose memory lies in the last level, as a move to it finds."""
 
     read: Tensor
     wrote: Tensor
@@ -175,7 +176,8 @@ def _places(call: Call, state: MemoryState | None, writes: int) -> tuple[Places,
         start = state.position.sum(1) // max(1, state.position.shape[1])
     earlier = written_before(start, inputs.write, inputs.reset, call.length)
     count = earlier + (1 if inputs.write is None else inputs.write)
-    read = (torch.cat([start.unsqueeze(1), count], 1) - 1).clamp(min=0) // writes
+    ahead = torch.where(start == 0, FAR, start - 1).unsqueeze(1)
+    read = torch.cat([ahead, (count - 1).clamp(min=0)], 1) // writes
     return Places(read[:, 1:], earlier // writes, read[:, :-1]), count[:, -1] if call.length else start.clone()
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hecate.engine import as_plain, log_linear_scan, memory_scan
+from hecate.engine import as_plain, log_linear, log_linear_scan, memory_scan
 from hecate.errors import ConfigError, NonFiniteError, ShapeError
 from hecate.rule import Gates, MemoryConfig
 from tests.reference import papers_2025 as reference
@@ -68,6 +68,22 @@ def masks_of(length, seed=3):
 
 def same(a, b, rtol=1e-11):
     assert torch.allclose(a, b, rtol=0.0, atol=rtol * float(b.abs().max().clamp(min=1))), (a - b).abs().max()
+
+
+@pytest.mark.parametrize("since", [0, 64, 3])
+def test_blocks_leave_out_the_levels_that_hold_nothing_when_they_begin(monkeypatch, since):
+    """From the first token on, or from a state at a border of blocks, the first seven of 64 tokens' own; else fewer."""
+    *drawn, scale = draw(length=since + 128, levels=9)
+    config, *tokens, gates = drawn
+    state, counts, count = None, [], log_linear._empty
+    if since:
+        head = [item[:, :since] for item in tokens]
+        early = Gates(*(None if gate is None else gate[:, :since] for gate in gates))
+        _, state = log_linear_scan(config, *head, early, scale=scale[:, :since])
+    monkeypatch.setattr(log_linear, "_empty", lambda entering: counts.append(count(entering)) or counts[-1])
+    late = Gates(*(None if gate is None else gate[:, since:] for gate in gates))
+    log_linear_scan(config, *(item[:, since:] for item in tokens), late, scale=scale[:, since:], state=state)
+    assert counts == [1 if since == 3 else 7]
 
 
 @pytest.mark.spec("ENG-TREE-D1")

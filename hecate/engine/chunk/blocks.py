@@ -131,14 +131,14 @@ class Dual:
                 q = source(values, node.source)
                 if row.seen is None:
                     values.append(torch.bmm(q, met[at].mT))
-                    records.append((None, None, []))
+                    records.append((None, None))
                     continue
                 # [N, C, C]: of a query with the inputs of all writes, weighed by what its state has of each.
                 scores = None if at in self.biases else torch.bmm(q, h[at].mT)
                 attend = row.seen if scores is None else scores * row.seen
-                z, answers = _answer(row, plus, q, met[at], slot, start[at] if start else None)
+                z = _answer(row, plus, q, met[at], slot, start[at] if start else None)
                 values.append(plus(z, attend, d[at], -1))
-                records.append((scores, attend, answers))
+                records.append((scores, attend))
             else:
                 values.append(node.op.forward(*(values[at] for at in node.sources)))
                 records.append(None)
@@ -194,29 +194,15 @@ class Dual:
         return flowing.filled(INPUT)
 
 
-# A layer. Gates `[N, C]` weigh its tokens, on whichever side is narrower: outputs are where `_wide` says so.
+# A layer. Gates `[N, C]` weigh the inputs of its tokens.
 
 
-def _wide(weight: Tensor) -> bool:
-    return weight.shape[-2] > weight.shape[-1]
-
-
-def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe, start: Maybe) -> tuple[Tensor, list[Tensor]]:
-    """z = a (q M^T) + s (q S^T), nobody else's, and with a start (1 - a) (q M0^T); and what its VJP wants of it."""
-    if _wide(memory):
-        gated = times(row.a, q)
-        z = torch.bmm(gated, memory.mT)
-        z = z if start is None else plus(z, q - gated, start.mT)
-        return z if slot is None else plus(z, times(row.s, q), slot.mT), []
-    # The gate goes to the outputs here, the narrower side.
-    answers = [torch.bmm(q, memory.mT), *([] if slot is None else [torch.bmm(q, slot.mT)])]
-    if start is not None:
-        base = torch.bmm(q, start.mT)
-        answers[0] = answers[0] - base
-        z = base + times(row.a, answers[0])
-    else:
-        z = answers[0] if row.a is None else times(row.a, answers[0])
-    return z if slot is None else torch.addcmul(z, row.s.unsqueeze(-1), answers[1]), answers
+def _answer(row: Row, plus: Plus, q: Tensor, memory: Tensor, slot: Maybe, start: Maybe) -> Tensor:
+    """z = a (q M^T) + s (q S^T), nobody else's, and with a start (1 - a) (q M0^T)."""
+    gated = times(row.a, q)
+    z = torch.bmm(gated, memory.mT)
+    z = z if start is None else plus(z, q - gated, start.mT)
+    return z if slot is None else plus(z, times(row.s, q), slot.mT)
 
 
 def _written(
@@ -225,7 +211,7 @@ def _written(
     """A weight and its slot after the chunk's last token."""
 
     def step(total: Tensor, into: Maybe, add: Plus = plus) -> Tensor:
-        return add(total, d.mT, times(into, h), -1) if _wide(total) else add(total, times(into, d).mT, h, -1)
+        return add(total, d.mT, times(into, h), -1)
 
     if start is not None:
         decayed = torch.lerp(start, memory, over(row.end, memory))
@@ -291,21 +277,16 @@ class _Back:
         self.met += [None] if self.separate else []
 
     def stepped(self, name: str, d: Tensor, h: Tensor, g: Tensor, gd: Maybe, gh: Maybe) -> tuple[Tensor, Tensor]:
-        """Cotangents of d and h from that of -(into d)^T h, added to those known."""
-        minus, wide = self.minus[name], _wide(g)
-        # The gate stood on the narrow side, so its cotangent is a sum over that.
-        narrow, other = (h, d) if wide else (d, h)
-        pulled = torch.bmm(other, g if wide else g.mT)
-        self.add(name, along(narrow, pulled))
-        known, summed = (gh, gd) if wide else (gd, gh)
-        known = times(minus, pulled) if known is None else torch.addcmul(known, minus.unsqueeze(-1), pulled)
-        narrow, g = times(minus, narrow), g.mT if wide else g
-        summed = torch.bmm(narrow, g) if summed is None else self.plus(summed, narrow, g)
-        return (summed, known) if wide else (known, summed)
+        """Cotangents of d and h from that of -d^T (into h), added to those known."""
+        minus, pulled = self.minus[name], torch.bmm(d, g)
+        self.add(name, along(h, pulled))
+        gh = times(minus, pulled) if gh is None else torch.addcmul(gh, minus.unsqueeze(-1), pulled)
+        gated = times(minus, h)
+        return torch.bmm(gated, g.mT) if gd is None else self.plus(gd, gated, g.mT), gh
 
     def read(
         self, at: int, g: Tensor, q: Tensor, met: Tensor, slot: Maybe, d: Tensor, h: Tensor, start: Maybe,
-        scores: Maybe, attend: Maybe, answers: list[Tensor],
+        scores: Maybe, attend: Maybe,
     ) -> Tensor:  # fmt: skip
         """The cotangent of a layer's queries from that of its answers z = a (q M^T) + s (q S^T) - attend d, and with a
         start (1 - a) (q M0^T)."""
@@ -325,30 +306,20 @@ class _Back:
             gate = getattr(self.row, name)
             if weight is None:
                 continue
-            if _wide(weight):
-                pulled, left, right = torch.bmm(g, weight), g, times(gate, q)
-                if base is not None:
-                    gq = torch.bmm(g, base)
-                    pulled = pulled - gq
-                    self.start[at] = self.plus(self.start[at], g.mT, q - right)
-                if gate is not None:
-                    self.add(name, along(pulled, q))
-                gq = times(gate, pulled) if gq is None else torch.addcmul(gq, gate.unsqueeze(-1), pulled)
-            else:
-                left, right = times(gate, g), q
-                if base is not None:
-                    rest = g - left
-                    gq = torch.bmm(rest, base)
-                    self.start[at] = self.plus(self.start[at], rest.mT, q)
-                if gate is not None:
-                    self.add(name, along(g, answers[name == "s"]))
-                gq = torch.bmm(left, weight) if gq is None else self.plus(gq, left, weight)
+            pulled, gated = torch.bmm(g, weight), times(gate, q)
+            if base is not None:
+                gq = torch.bmm(g, base)
+                pulled = pulled - gq
+                self.start[at] = self.plus(self.start[at], g.mT, q - gated)
+            if gate is not None:
+                self.add(name, along(pulled, q))
+            gq = times(gate, pulled) if gq is None else torch.addcmul(gq, gate.unsqueeze(-1), pulled)
             if name == "s":
-                self.slots[at] = self.plus(self.slots[at], left.mT, right)
+                self.slots[at] = self.plus(self.slots[at], g.mT, gated)
             elif self.separate:
-                self.met[at] = torch.bmm(left.mT, right)
+                self.met[at] = torch.bmm(g.mT, gated)
             else:
-                self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], left.mT, right)
+                self.memory[at] = (_apart if fresh else self.plus)(self.memory[at], g.mT, gated)
         return self.plus(gq, gattend, h, -1)  # of the constant nobody asks
 
 

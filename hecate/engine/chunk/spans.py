@@ -19,9 +19,7 @@ from torch import Tensor
 from hecate.engine.coefficients import coefficients, running_products
 from hecate.engine.tokens import NUMBERS, UNBIND, VECTORS, Tokens, cut, expand_to, linear_block
 from hecate.rule import MemoryConfig
-from hecate.tape import Block, Run, Tensors, can_inspect, checkpoint
-
-KEPT = 2**24  # bytes of coefficients that are kept for the backward pass
+from hecate.tape import Block, Run, Tensors, can_inspect
 
 
 class Span(NamedTuple):
@@ -81,15 +79,11 @@ def kept_rows(config: MemoryConfig, retain: Tensor, sizes: list[int], run: Run) 
 def _of_steps(
     name: str, formula: Callable[..., Tensors], tensors: Tensors, sizes: list[int], run: Run
 ) -> list[Tensors]:
-    """Results of a formula on the gates of every step `[N, c, C, ...]`; steps of equal size share one call. Where they
-    are small they are made once, for the backward pass too."""
-    small = (first := tensors[0]) is not None and first.numel() * max(sizes) * first.element_size() <= KEPT
+    """Results of a formula on the gates of every step `[N, c, C, ...]`; steps of equal size share one call."""
     groups = [list(equal) for _, equal in groupby(sizes)]
     rows: list[Tensors] = []
     for group, part in zip(groups, cut(tensors, [sum(group) for group in groups], run), strict=True):
         block = Block(name, partial(_by_step, formula, group[0]))
-        if small:
-            block = checkpoint(name, lambda run, *gates, inner=block: run(inner, *gates), keep=True)
         columns: list[Tensors] = []
         for out in run(block, *part, label="coefficients"):
             columns.append((None,) * len(group) if out is None else run(UNBIND, out, label="coefficients"))

@@ -90,7 +90,7 @@ class CompiledLayers(TokenEngine):
         if call.traced:
             from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
 
-            return scanned(call.config, True, tokens, carry, initial)
+            return scanned(call.config, tokens, carry, initial, run=run, layers=True)
         kernel = kernel_of(call.config, carry)
         # One flat row for the block: what the backward returns is in this order, too.
         inputs = (*carry.memory, *carry.slots, *initial, *tokens)

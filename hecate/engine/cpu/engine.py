@@ -58,7 +58,7 @@ class Compiled(TokenEngine):
 
     def refuses(self, config: MemoryConfig) -> str | None:
         """Refuses configs without a kernel."""
-        return _unlike(config) and refusal(config)
+        return None if _fits_registers(config) else refusal(config)
 
     def unfit(self, plan: Plan) -> str | None:
         """Another device, another dtype, no numba."""
@@ -70,7 +70,7 @@ class Compiled(TokenEngine):
             return math.inf
         size = math.prod(plan.shape) * plan.dtype.itemsize
         general = plan.general not in ((), ("floor",))
-        if general or _unlike(plan.config):
+        if general or not _fits_registers(plan.config):
             whole = general or not plan.config.forms.apart
             large = size > LARGE // 2 if plan.config.bias.linear else whole and size > LARGE
         else:
@@ -85,7 +85,14 @@ class Compiled(TokenEngine):
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels."""
-        return compiled(call.config, tokens, carry, initial, run=run)
+        config, scan = call.config, _compiled
+        if torch.compiler.is_compiling():
+            from hecate.engine.cpu.operator import scanned as scan  # torch takes its time to register operators
+        if carry.memory[0].dim() == 2:
+            return in_folds(partial(by_coordinate, scan), config, tokens, carry, initial, run=run)
+        if torch.compiler.is_compiling():
+            return scan(config, tokens, carry, initial, run=run)
+        return run_by_hand(kernel_of(config, tokens, carry), tokens, carry, initial, run=run)
 
 
 def no_kernels(plan: Plan, module: str) -> str | None:
@@ -98,22 +105,12 @@ def no_kernels(plan: Plan, module: str) -> str | None:
     return f"it needs numba: {install_line('cpu')}" if missing else None
 
 
-def _unlike(config: MemoryConfig) -> str | None:
-    """Reason why a config is not for the kernels of `registers` and `wide`: all that a row needs there stays in
-    registers, so they know fewer forms than `family`."""
-    rule = config.rule
-    if (reason := chunk_refusal(config)) is not None:
-        return reason
-    algorithm = config.forms.algorithm
-    if not rule.structure.linear:
-        return f"structure {rule.structure.kind!r} has no kernel"
-    if algorithm is None:
-        return f"algorithm {rule.algorithm.kind!r} has no kernel"
-    if algorithm.nesterov:
-        return "its kernels know momentum without nesterov"
-    if not (config.forms.target or config.forms.error):
-        return f"bias {rule.bias.kind!r} is neither dot nor l2"
-    return None if config.forms.plain else f"retention {rule.retention.kind!r} is no sum of what is kept and the step"
+def _fits_registers(config: MemoryConfig) -> bool:
+    """True of a config for the kernels of `registers` and `wide`: all that a row needs there stays in registers, so
+    they know fewer forms than `family`."""
+    forms = config.forms
+    plain = forms.algorithm is not None and not forms.algorithm.nesterov and forms.plain
+    return plain and (forms.target or forms.error) and config.structure.linear and chunk_refusal(config) is None
 
 
 @cache
@@ -154,24 +151,16 @@ def _tell() -> Any:
     return listener
 
 
-def compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
-    """Runs a sequence in the kernels: outputs shaped like the values and the final carry."""
-    if carry.memory[0].dim() == 2:
-        return in_folds(partial(by_coordinate, compiled), config, tokens, carry, initial, run=run)
-
-    if torch.compiler.is_compiling():
-        from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
-
-        return scanned(config, False, tokens, carry, initial)
+def _compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
     return run_by_hand(kernel_of(config, tokens, carry), tokens, carry, initial, run=run)
 
 
 def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
     """The kernels of (memory, *slots, initial, *tokens), as their operator calls them; like: a carry of that layout."""
-    known = config.refusals
-    if _unlike not in known:
-        known[_unlike] = _unlike(config)
-    plain = known[_unlike] is None and tokens.phi_w is None and tokens.retain_value is None
+    known: dict[Any, Any] = config.refusals
+    if _fits_registers not in known:
+        known[_fits_registers] = _fits_registers(config)
+    plain = known[_fits_registers] and tokens.phi_w is None and tokens.retain_value is None
     there, back = (_scan, _scan_vjp) if plain else (walked, walked_vjp)
     return ByHand(
         "engine.compiled", partial(there, config), partial(back, config), lambda *x: by_torch(config, like)(*x)

@@ -14,7 +14,7 @@ from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.ops import config_of, recorded
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
-from hecate.tape import ByHand, Tensors
+from hecate.tape import ByHand, Run, Tensors
 
 
 class Facts(NamedTuple):
@@ -33,7 +33,9 @@ class Facts(NamedTuple):
     there: list[bool]
 
 
-def scanned(config: MemoryConfig, layers: bool, tokens: Tokens, carry: Carry, initial: Memory) -> tuple[Tensor, Carry]:
+def scanned(
+    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, layers: bool = False
+) -> tuple[Tensor, Carry]:
     """Outputs and the new state, by the operators."""
     inputs, count = (*carry.memory, *carry.slots, *initial, *tokens), len(carry.memory)
     there = [item is not None for item in inputs]

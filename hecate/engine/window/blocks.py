@@ -89,9 +89,9 @@ class Settings(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`places` `[1 or N, n W]`: the row of every write, its token's own first; `live` `[N, n, W]`: the write's weight,
-    0 where there is no such token; `context` `[1 or N, c, c + n]`: which rows are the context afterwards, as ones in
-    zeros; `filled` `[N, c]`: the context's marks then."""
+    """`places` `[N, n W]`: the row of every write, its token's own first; `live` `[N, n, W]`: the write's weight, 0
+    where there is no such token; `context` `[N, c, c + n]`: which rows are the context afterwards, as ones in zeros;
+    `filled` `[N, c]`: the context's marks then."""
 
     places: Tensor
     live: Tensor
@@ -100,15 +100,11 @@ class Rows(NamedTuple):
 
     def picked(self, x: Tensor) -> Tensor:
         """`[N, c + n, *]` -> `[N, n W, *]`: the row of every write."""
-        if len(self.places) == 1:
-            return x.index_select(1, self.places[0])
         return x.gather(1, self.places.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def summed(self, x: Tensor, count: int) -> Tensor:
         """`[N, n W, V]` -> `[N, count, V]`: writes added up on their rows."""
         total = x.new_zeros(len(x), count, x.shape[-1])
-        if len(self.places) == 1:
-            return total.index_add(1, self.places[0], x)
         return total.scatter_add(1, self.places.unsqueeze(-1).expand_as(x), x)
 
 
@@ -119,34 +115,25 @@ def rows_of(settings: Settings, filled: Tensor, count: int, write: Tensor | None
     weights = constants(tuple(settings.form.weights), filled.dtype, device)
     ages = torch.arange(len(weights), device=device)
     if write is None:
-        tokens = torch.arange(count, device=device).unsqueeze(0) + context
-        index = (tokens.unsqueeze(-1) - ages).clamp(min=0)
-        last = torch.arange(count, count + context, device=device).unsqueeze(0)
-    else:
-        ordinal = write.cumsum(1)
-        written = torch.argsort((~write).to(torch.int8), dim=1, stable=True) + context
-        old_rows = torch.arange(context, device=device).expand(len(write), context)
-        order = torch.cat((old_rows, written), 1)
-        at = (ordinal.unsqueeze(-1) - 1 + context - ages).clamp(min=0)
-        index = order.gather(1, at.flatten(1)).view_as(at)
-        last = order.gather(1, ordinal[:, -1:] + torch.arange(context, device=device))
+        write = filled.new_ones(len(filled), count, dtype=torch.bool)
+    ordinal = write.cumsum(1)
+    written = torch.argsort((~write).to(torch.int8), dim=1, stable=True) + context
+    old_rows = torch.arange(context, device=device).expand(len(write), context)
+    order = torch.cat((old_rows, written), 1)
+    at = (ordinal.unsqueeze(-1) - 1 + context - ages).clamp(min=0)
+    index = order.gather(1, at.flatten(1)).view_as(at)
+    last = order.gather(1, ordinal[:, -1:] + torch.arange(context, device=device))
     marks = torch.cat((filled, filled.new_ones(len(filled), count)), 1)
-    live = _at(marks, index.flatten(1)).unflatten(1, (count, -1)) * weights
+    live = marks.gather(1, index.flatten(1)).view_as(index) * write.unsqueeze(-1) * weights
     selection = (last.unsqueeze(-1) == torch.arange(context + count, device=device)).to(filled.dtype)
-    still = _at(marks, last)
+    still = marks.gather(1, last)
     if reset is not None:
         document = reset.cumsum(1)
         segment = torch.cat((document.new_zeros(len(filled), context), document), 1)
-        live = live * (_at(segment, index.flatten(1)).view_as(live) == document.unsqueeze(-1))
-        same = _at(segment, last) == document[:, -1:]
+        live = live * (segment.gather(1, index.flatten(1)).view_as(live) == document.unsqueeze(-1))
+        same = segment.gather(1, last) == document[:, -1:]
         still, selection = still * same, selection * same.unsqueeze(-1)
-    if write is not None:
-        live = live * write.unsqueeze(-1)
     return Rows(index.flatten(1), live, selection, still)
-
-
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(1, index.expand(len(x), -1))
 
 
 class Kernels(NamedTuple):
@@ -212,8 +199,8 @@ def left_behind(rows: Rows, lengths: Tensor | None, values: Tensor | None, v: Te
     """The context's keys, as combinations of the rows' features, and its values after a block."""
     if values is None:
         return None, None
-    context = rows.context.expand(len(v), -1, -1)
-    return context if lengths is None else context * lengths.mT, context @ torch.cat((values, v), 1)
+    keys = rows.context if lengths is None else rows.context * lengths.mT
+    return keys, rows.context @ torch.cat((values, v), 1)
 
 
 def linear_block(
@@ -346,7 +333,7 @@ def mixed(
         return x.unsqueeze(-1)
 
     hit = windows(kernels.pairs)
-    index = rows.places.view(-1, count, 1, ages).expand(len(target), -1, ages, -1)
+    index = rows.places.view(-1, count, 1, ages).expand(-1, -1, ages, -1)
     keep, carried = (neutral(gate, write).unsqueeze(-1).unsqueeze(-1) for gate in (retain, momentum))
     if not settings.config.retention.uses_retain:
         keep = torch.ones_like(keep)
@@ -374,7 +361,7 @@ class _Loop:
         self.decayed = settings.config.decay_order == "before_gradient" and not self.frozen
         self.live = rows.live.unsqueeze(2).unbind(1)
         hot = torch.nn.functional.one_hot(rows.places.view(-1, count, rows.live.shape[-1]), length)
-        self.hot = hot.to(rows.live.dtype).expand(len(rows.live), -1, -1, -1).unbind(1)
+        self.hot = hot.to(rows.live.dtype).unbind(1)
         self.reset = None if reset is None else reset.view(*reset.shape, 1, 1).unbind(1)
 
     def run(self, operands: _Operands, record: Any = None) -> tuple[Tensors, list[_State]]:
