@@ -90,19 +90,19 @@ class CompiledLayers(TokenEngine):
         if call.traced:
             from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
 
-            return scanned(call.config, tokens, carry, initial, run=run, layers=True)
-        kernel = kernel_of(call.config, carry)
+            return scanned(self.name, call.config, tokens, carry, initial, run=run)
+        kernel = self.kernel(call.config, carry)
         # One flat row for the block: what the backward returns is in this order, too.
         inputs = (*carry.memory, *carry.slots, *initial, *tokens)
         y, *states = several(run(kernel.block(), *inputs, label="tokens"))
         count = len(carry.memory)
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
-
-def kernel_of(config: MemoryConfig, like: Any) -> ByHand:
-    """The kernels of (*memory, *slots, *initial, *tokens), as their operator calls them; like: a carry like theirs."""
-    plain = partial(_by_loop, config, like)
-    return ByHand("engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), plain)
+    def kernel(self, config: MemoryConfig, like: Any) -> ByHand:
+        """The kernels of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch in their
+        place, which their operator has no need of."""
+        plain = partial(_by_loop, config, like)
+        return ByHand("engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), plain)
 
 
 def _unwalked(structure: Structure) -> str | None:

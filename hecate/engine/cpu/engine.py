@@ -85,14 +85,20 @@ class Compiled(TokenEngine):
 
     def scan(self, call: Call, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run) -> tuple[Tensor, Carry]:
         """In the kernels."""
-        config, scan = call.config, _compiled
+        scan: Any = _compiled
         if torch.compiler.is_compiling():
-            from hecate.engine.cpu.operator import scanned as scan  # torch takes its time to register operators
+            from hecate.engine.cpu.operator import scanned  # torch takes its time to register operators
+
+            scan = partial(scanned, self.name)
+        elif carry.memory[0].dim() == 3:
+            return run_by_hand(kernel_of(call.config, tokens, carry), tokens, carry, initial, run=run)
         if carry.memory[0].dim() == 2:
-            return in_folds(partial(by_coordinate, scan), config, tokens, carry, initial, run=run)
-        if torch.compiler.is_compiling():
-            return scan(config, tokens, carry, initial, run=run)
-        return run_by_hand(kernel_of(config, tokens, carry), tokens, carry, initial, run=run)
+            scan = partial(in_folds, partial(by_coordinate, scan))
+        return scan(call.config, tokens, carry, initial, run=run)
+
+    def kernel(self, config: MemoryConfig, inputs: Tensors) -> ByHand:
+        """The kernels that these inputs are for, as their operator calls them."""
+        return kernel_of(config, Tokens(*inputs[-len(Tokens._fields) :]), None)  # type: ignore[arg-type]
 
 
 def no_kernels(plan: Plan, module: str) -> str | None:
@@ -156,7 +162,7 @@ def _compiled(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memor
 
 
 def kernel_of(config: MemoryConfig, tokens: Tokens, like: Any) -> ByHand:
-    """The kernels of (memory, *slots, initial, *tokens), as their operator calls them; like: a carry of that layout."""
+    """The kernels of (memory, *slots, initial, *tokens); like: a carry of that layout, for plain torch instead."""
     known: dict[Any, Any] = config.refusals
     if _fits_registers not in known:
         known[_fits_registers] = _fits_registers(config)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hecate.engine.engine import Engine
 from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.ops import config_of, recorded
 from hecate.rule import MemoryConfig
@@ -18,72 +19,67 @@ from hecate.tape import ByHand, Run, Tensors
 
 
 class Facts(NamedTuple):
-    """What the operators are told beside tensors.
+    """The operators' arguments beside tensors.
 
     Fields:
+        engine: whose kernels they are.
         config: its text.
-        layers: whether the kernels are those of memories made of linear layers.
         memories: weights of a memory.
         there: which inputs are; memories, slots, starts and tokens.
     """
 
+    engine: str
     config: str
-    layers: bool
     memories: int
     there: list[bool]
 
 
 def scanned(
-    config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run, layers: bool = False
+    engine: str, config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory, *, run: Run
 ) -> tuple[Tensor, Carry]:
     """Outputs and the new state, by the operators."""
     inputs, count = (*carry.memory, *carry.slots, *initial, *tokens), len(carry.memory)
     there = [item is not None for item in inputs]
-    y, *states = kernel_scan(config.text, layers, count, there, [item for item in inputs if item is not None])
+    y, *states = kernel_scan(engine, config.text, count, there, [item for item in inputs if item is not None])
     return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
 
 def _kernel(facts: Facts, tensors: Sequence[Tensor]) -> tuple[ByHand, Tensors]:
     """The kernels and their inputs."""
-    from hecate.engine.cpu import deep, engine  # which import what calls these operators
-
-    rest = iter(tensors)
-    inputs: Any = tuple(next(rest) if has else None for has in facts.there)
-    config = config_of(facts.config)
-    if facts.layers:
-        return deep.kernel_of(config, None), inputs
-    return engine.kernel_of(config, Tokens(*inputs[-len(Tokens._fields) :]), None), inputs
+    rest, engine = iter(tensors), Engine.registry[facts.engine]
+    inputs = tuple(next(rest) if has else None for has in facts.there)
+    return engine.kernel(config_of(facts.config), inputs), inputs  # type: ignore[attr-defined]
 
 
 def _examples(facts: Facts, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What the outputs look like: y like v, memories and slots like those ahead of the start."""
+    """Tensors that the outputs are like: y like v, memories and slots like those ahead of the start."""
     starts = len(facts.there) - len(Tokens._fields) - facts.memories
     return [tensors[starts + facts.memories + Tokens._fields.index("v")], *tensors[:starts]]
 
 
 @torch.library.custom_op("hecate::kernel_scan", mutates_args=())
 def kernel_scan(
-    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]
+    engine: str, config: str, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]
 ) -> list[Tensor]:
     """y, memories and slots."""
-    kernel, inputs = _kernel(Facts(config, layers, memories, list(there)), tensors)
+    kernel, inputs = _kernel(Facts(engine, config, memories, list(there)), tensors)
     outputs: Any = kernel.forward(inputs, False)[0]
     return _apart(outputs, tensors)
 
 
 @kernel_scan.register_fake
-def _(config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
-    examples = _examples(Facts(config, layers, memories, list(there)), tensors)
+def _(engine: str, config: str, memories: int, there: Sequence[bool], tensors: Sequence[Tensor]) -> list[Tensor]:
+    examples = _examples(Facts(engine, config, memories, list(there)), tensors)
     return [item.new_empty(item.shape) for item in examples]
 
 
 @torch.library.custom_op("hecate::kernel_scan_backward", mutates_args=())
 def kernel_scan_backward(
-    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor],
+    engine: str, config: str, memories: int, there: Sequence[bool], tensors: Sequence[Tensor],
     cotangents: Sequence[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     """Cotangents of the tensors, empty for masks."""
-    kernel, inputs = _kernel(Facts(config, layers, memories, list(there)), tensors)
+    kernel, inputs = _kernel(Facts(engine, config, memories, list(there)), tensors)
     with recorded():
         grads: Any = kernel.vjp(inputs, kernel.forward(inputs, True)[1], tuple(cotangents))
     grads_of = []
@@ -108,7 +104,7 @@ def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 @kernel_scan_backward.register_fake
 def _(
-    config: str, layers: bool, memories: int, there: Sequence[bool], tensors: Sequence[Tensor], *_: Any
+    engine: str, config: str, memories: int, there: Sequence[bool], tensors: Sequence[Tensor], *_: Any
 ) -> list[Tensor]:
     return [item.new_empty(item.shape if item.is_floating_point() else (0,)) for item in tensors]
 
