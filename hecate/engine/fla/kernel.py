@@ -164,7 +164,7 @@ def distrust(
     """Reason why a kernel is not trusted: what it computes beside the parallel engine."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
-    inputs, cotangents = trial(dtype, device, shape, channelwise=channelwise)
+    inputs, cotangents = trial(dtype, device, shape, flags=("channels",) * channelwise)
     carry = Carry((), (), (), (), (), (), torch.zeros(2, device=device))
     kernel = by_kernel(config, carry, dtype)
 

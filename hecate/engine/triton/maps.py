@@ -20,25 +20,16 @@ def over(size):
 
 
 @triton.jit
-def size_of(x, NORM: tl.constexpr):
-    """(rows over their largest number, its size, the length ("l2") or sum of such rows), 1 of a row of zeros.
-
-    Squares leave float32's range long before the rows do."""
+def sized(x, NORM: tl.constexpr):
+    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
     most = tl.max(tl.abs(x), 1)
-    x = x * over(most)[:, None]
+    x = x * over(most)[:, None]  # squares leave float32's range long before the rows do
     if NORM == "l2":
         size = tl.sqrt(tl.sum(x * x, 1))
     else:
         size = tl.sum(x, 1)
     size = tl.where(size > 0, size, 1.0)
-    return x, tl.where(most > 0, tl.maximum(most, LEAST), 1.0), size
-
-
-@triton.jit
-def sized(x, NORM: tl.constexpr):
-    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
-    x, most, size = size_of(x, NORM)
-    return x * (1.0 / size)[:, None], size * most
+    return x * (1.0 / size)[:, None], size * tl.where(most > 0, tl.maximum(most, LEAST), 1.0)
 
 
 @triton.jit
