@@ -80,7 +80,7 @@ class Form:
         # instructions of the card make.
         full = {"DT": tl.float32, "EXACT": "tf32x3", "FINE": "tf32x3"}
         self.wide: dict[str, Any] = {} if narrow else full
-        self.walk: dict[str, Any] = {} if narrow or self.bias.apart else {name: full[name] for name in ("DT", "EXACT")}
+        self.walk: dict[str, Any] = {} if self.bias.apart else self.wide
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream

@@ -29,7 +29,8 @@ def sized(x, NORM: tl.constexpr):
     else:
         size = tl.sum(x, 1)
     size = tl.where(size > 0, size, 1.0)
-    return x * (1.0 / size)[:, None], size * tl.where(most > 0, tl.maximum(most, LEAST), 1.0)
+    most = tl.where(most > 0, tl.maximum(most, LEAST), 1.0)
+    return x * (1.0 / size)[:, None], size * most
 
 
 @triton.jit

@@ -32,21 +32,16 @@ class Walks(NamedTuple):
     stages: int
 
 
-# (oldest architecture, widest keys, momentum, operands in bfloat16): warps of `factors`, tile and warps of walks, tile
-# of rows. By the compiler's registers, and for keys of 128 in bfloat16 by an H200: `factors` takes .44 ms of 4 warps
-# and .77 of 8, tiles of 32 values cost walks a tenth to a fifth, `gates` a seventh of 4 warps.
+# (oldest architecture, widest keys, operands in bfloat16): warps of `factors`, walks, walks beside a momentum, tile of
+# rows. By the compiler's registers, and for keys of 128 in bfloat16 by an H200: `factors` takes .44 ms of 4 warps and
+# .77 of 8, tiles of 32 values cost walks a tenth to a fifth, `gates` a seventh of 4 warps.
 WALKS = {
-    (90, 128, False, True): (4, 64, 4, 64),
-    (90, 128, True, True): (4, 64, 8, 64),
-    (90, 64, False, False): (4, 64, 4, 32),
-    (90, 128, False, False): (4, 32, 4, 32),
-    (90, 128, True, False): (4, 32, 4, 32),
-    (90, 256, False, False): (8, 16, 8, 32),
-    (90, 256, True, False): (8, 16, 8, 32),
-    (0, 128, False, True): (8, 32, 4, 32),
-    (0, 128, True, True): (8, 32, 8, 32),
-    (0, 256, False, False): (4, 16, 4, 16),
-    (0, 256, True, False): (4, 16, 8, 16),
+    (90, 128, True): (4, Launch(64, 4), Launch(64, 8), 64),
+    (90, 64, False): (4, Launch(64, 4), Launch(32, 4), 32),
+    (90, 128, False): (4, Launch(32, 4), Launch(32, 4), 32),
+    (90, 256, False): (8, Launch(16, 8), Launch(16, 8), 32),
+    (0, 128, True): (8, Launch(32, 4), Launch(32, 8), 32),
+    (0, 256, False): (4, Launch(16, 4), Launch(16, 8), 16),
 }
 
 
@@ -54,8 +49,9 @@ def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, 
     """The launches of the walks on a card; whole: a row of values is one tile; least: of the sides of what a product
     takes from memory."""
     oldest = max(known for known, *_ in WALKS if known <= card)
-    widest = min(most for known, most, *of in WALKS if (known, *of) == (oldest, momentum, narrow) and width <= most)
-    ahead, tile, warps, rows = WALKS[oldest, widest, momentum, narrow]
+    widest = min(most for known, most, of in WALKS if (known, of) == (oldest, narrow) and width <= most)
+    ahead, alone, beside, rows = WALKS[oldest, widest, narrow]
+    tile, warps = beside if momentum else alone
     if not narrow and least == ROUND:
         tile = min(tile, ROUND // 2)  # rows of chunks of 16 tokens are short: fewer than 64 go to other instructions
     padded = max(FEWEST, 1 << (height - 1).bit_length())
@@ -77,14 +73,9 @@ def chunks_of(width: int, exact: str, *, linear: bool) -> Chunks:
     """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear; what rows follow
     one another for, or needs more digits, goes by blocks."""
     narrow = exact == "bf16" and linear and width <= 128
-    segment = kept_every(width, exact)
+    # Tokens of a program of the backward pass: as many as a card has room for beside such keys.
+    segment = SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
     return Chunks(segment if narrow else BLOCK, segment, narrow)
-
-
-def kept_every(width: int, exact: str) -> int:
-    """Tokens between kept states, which are those of a program of the backward pass: as many as a card has room for
-    beside keys of a width in a precision."""
-    return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
 
 
 class Documents(NamedTuple):
