@@ -20,16 +20,24 @@ def over(size):
 
 
 @triton.jit
-def sized(x, NORM: tl.constexpr):
-    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
+def size_of(x, NORM: tl.constexpr):
+    """(rows over their largest number, its size, the length ("l2") or sum of such rows), 1 of a row of zeros.
+
+    Squares leave float32's range long before the rows do."""
     most = tl.max(tl.abs(x), 1)
-    x = x * over(most)[:, None]  # squares leave float32's range long before the rows do
+    x = x * over(most)[:, None]
     if NORM == "l2":
         size = tl.sqrt(tl.sum(x * x, 1))
     else:
         size = tl.sum(x, 1)
     size = tl.where(size > 0, size, 1.0)
-    most = tl.where(most > 0, tl.maximum(most, LEAST), 1.0)
+    return x, tl.where(most > 0, tl.maximum(most, LEAST), 1.0), size
+
+
+@triton.jit
+def sized(x, NORM: tl.constexpr):
+    """Rows over their length ("l2") or sum, and these; a zero row stays zero."""
+    x, most, size = size_of(x, NORM)
     return x * (1.0 / size)[:, None], size * most
 
 
