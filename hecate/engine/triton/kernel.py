@@ -54,21 +54,16 @@ def _launch(name: str) -> Any:
     return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
 
 
-def _norm(narrow: bool) -> ByHand:
-    """Rows at unit length, in float32 or in the dtype that they have."""
-
-    def plain(x: Tensor | None) -> Tensors:
-        rows = one((x,))
-        unit = one(execute(L2_NORM, rows if rows.dtype == torch.float64 else rows.float()))
-        return (unit.to(rows.dtype) if narrow else unit,)
-
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        return _launch("normed")(inputs, one(inputs).dtype if narrow else torch.float32)
-
-    return ByHand("l2_norm", forward, lambda *record: _launch("normed_vjp")(*record), plain)
+def _unit(x: Tensor | None) -> Tensors:
+    rows = one((x,))
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    return (one(execute(L2_NORM, wide)).to(rows.dtype),)
 
 
-NORM, NARROW_NORM = _norm(False), _norm(True)
+# Rows at unit length, in the dtype that they have.
+NORM = ByHand(
+    "l2_norm", lambda inputs, keeps: _launch("normed")(inputs), lambda *record: _launch("normed_vjp")(*record), _unit
+)
 
 
 def kernel_of(
@@ -130,7 +125,7 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
             return distrust(config, flags, dtype, device, shape)
     if TOKEN in flags:
         return distrust_token(config, flags, dtype, device, shape)
-    if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
+    if L2 in flags and (reason := distrust_norm(torch.float32, device, shape)) is not None:
         return reason
     borders, part = BORDERS if PACKED in flags else None, SEGMENT * (PARTED in flags)
     kernel = kernel_of(config, exact, raw=not loops, borders=borders, part=part)
@@ -221,15 +216,15 @@ def _stable(config: MemoryConfig, width: int) -> float:
 
 @cache
 @torch.inference_mode(False)
-def distrust_norm(norm: ByHand, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
-    """Reason why a norm of keys is not trusted: what it computes beside float64."""
+def distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    """Reason why the norm of keys is not trusted: what it computes beside float64."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)
     keys = keys.to(dtype)
     return difference(
-        partial(both_ways, norm, (keys,), [g]),
-        partial(both_by_torch, norm, (keys.double(),), [g.double()]),
+        partial(both_ways, NORM, (keys,), [g]),
+        partial(both_by_torch, NORM, (keys.double(),), [g.double()]),
         names=("keys at unit length", "their cotangents"), bound=PARITY[dtype], against="float64",
         dtype=dtype, shape=shape,
     )  # fmt: skip

@@ -407,10 +407,10 @@ def phi_of(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
     return *form, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
 
-def normed(inputs: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """Rows of `[B, T, H, D]` at unit length in a dtype, and the record for `normed_vjp`."""
+def normed(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """Rows of `[B, T, H, D]` at unit length in their dtype, and the record for `normed_vjp`."""
     x, where = _rows(inputs)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     unit[(triton.cdiv(sizes.numel(), ROWS),)](x, y, sizes, sizes.numel(), *where, **_tile(x))
     return (y,), (sizes,)
