@@ -121,11 +121,11 @@ class Given:
         self.slot = one(inputs[1:2]).contiguous() if states > 1 else None
         self.restarts = reset is not None
         self.restart = one((inputs[states],)).contiguous() if self.restarts else self.memory
-        both = write, reset if borders is None else None
-        masks = [m if m is None or len(shape) == 2 else by_head(m, self.heads) for m in both]
+        masks = write, reset if borders is None else None
+        by_heads = [m if m is None or len(shape) == 2 else by_head(m, self.heads) for m in masks]
         gates = retain if config.retention.uses_retain else None, momentum if states > 1 else None
-        own = (q, k, kw, v, lr, *gates, *masks, value)
-        self.given = [None if x is None else x.contiguous() for x in own]
+        tensors = (q, k, kw, v, lr, *gates, *by_heads, value)
+        self.given = [None if x is None else x.contiguous() for x in tensors]
         v = self.given[3]  # in place of what is not there
         self.arguments: list[Any] = [
             v if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given
@@ -224,9 +224,9 @@ class Scan(Form, Given):
     def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
         """The last states of all parts from their first ones."""
         v, last = self.arguments[3], torch.empty_like(memory)
-        both = last, torch.empty_like(memory) if self.slots else last
-        self.scanned(walk, memory, slot, v, v, memory, slot, *both, PART="ends", KEEPS=False, V=memory.shape[1], **more)
-        return both
+        pair = last, torch.empty_like(memory) if self.slots else last
+        self.scanned(walk, memory, slot, v, v, memory, slot, *pair, PART="ends", KEEPS=False, V=memory.shape[1], **more)
+        return pair
 
     def moves(self, walk: tuple[Any, ...], none: Tensor) -> Tensor:
         """Matrices from the states that enter each part to those it hands on, `[rows, parts, heads, n P, n P]` of n
@@ -235,11 +235,11 @@ class Scan(Form, Given):
             none = none.new_zeros(len(none), self.width, self.width)
         whole = none.clone()
         whole.diagonal(dim1=1, dim2=2).fill_(1.0)
-        found = self.ends(walk, whole, none, HOLLOW=True)
+        first = self.ends(walk, whole, none, HOLLOW=True)
         if not self.slots:
-            return found[0]
-        both = found, self.ends(walk, none, whole, HOLLOW=True)
-        return torch.cat([torch.cat(each, -1) for each in both], -2)
+            return first[0]
+        second = self.ends(walk, none, whole, HOLLOW=True)
+        return torch.cat([torch.cat(first, -1), torch.cat(second, -1)], -2)
 
     def by_part(self, states: Sequence[Tensor]) -> Tensor:
         """States side by side in float64, part by part: `[parts, rows x heads, V, n P]`."""
@@ -376,7 +376,7 @@ class Scan(Form, Given):
             q, k, v, write, spans, us, es, gy, *across, pairs, overs, *numbers, **sizes,
         )  # fmt: skip
         self.launch(
-            channel_borders, launch._replace(warps=8), (places * -(-self.width // tile), 1, 1),
+            channel_borders, launch, (places * -(-self.width // tile), 1, 1),
             q, k, kw, v, lr, retain, write, reset, spans, self.restart, us, es, kept, gy, kept_G, *across, overs, sums,
             fresh, ends, *numbers, **sizes,
         )  # fmt: skip
