@@ -222,21 +222,25 @@ def gates(
     oz = tl.where(fin, tl.load(end + 3), 0.0)
     ahead, ha, hs, hz, ls = own, oa, os, oz, os
     # Reads ahead of the write see each product without the token's own gates.
-    aq, sq, zq = seen_at(sums, 0, total, at, inside)
     if EARLY_READ:
-        ahead, ha, hs, hz = tl.where(strict, gK, 0.0), aq, sq, zq
+        ahead = tl.where(strict, gK, 0.0)
+        ha, hs, hz = seen_at(sums, 0, total, at, inside)
     else:
         own += tl.where(i[:, None] >= i[None, :], gK, 0.0)
-        oa, os, oz = oa + aq, os + sq, oz + zq
+        ga, gs, gz = seen_at(sums, 0, total, at, inside)
+        oa, os, oz = oa + ga, os + gs, oz + gz
     if MOVES:
         gF = tl.where(strict, gF, 0.0)
-        af, sf, zf = seen_at(sums, 3, total, at, inside)
         if DECAYED:
-            oa, ls, oz = oa + af, sf, oz + zf
+            ga, ls, gz = seen_at(sums, 3, total, at, inside)
+            oa, oz = oa + ga, oz + gz
         elif EARLY_READ:
-            ahead, ha, hs, hz = ahead + gF, ha + af, hs + sf, hz + zf
+            ahead += gF
+            ga, gs, gz = seen_at(sums, 3, total, at, inside)
+            ha, hs, hz = ha + ga, hs + gs, hz + gz
         else:
-            ahead, ha, hs, hz = gF, af, sf, zf
+            ahead = gF
+            ha, hs, hz = seen_at(sums, 3, total, at, inside)
     if MOMENTUM:
         Rw = tl.where(w[None, :], R, 0.0)
         gP = in_halves(tl.trans(Rw), own, DT, EXACT)
