@@ -138,9 +138,8 @@ def test_every_card_and_width_has_launches() -> None:
             walks = table.walked(card, 200, width, **sizes)
             assert not walks.apart or chunks.narrow
             small = table.walked(card, 20, width, **sizes)
-            assert min(small.tokens.tile, small.gates.tile) >= least
-            assert not chunks.narrow or min(small.scan.tile, small.pull.tile) >= least
-            assert (walks.scan.tile == 256) == (not linear)
+            assert small.rows.tile >= least and (not chunks.narrow or small.walk.tile >= least)
+            assert (walks.walk.tile == 256) == (not linear)
 
 
 def test_the_loop_costs_more_than_blocks() -> None:

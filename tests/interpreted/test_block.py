@@ -468,7 +468,7 @@ def test_kernels_of_features_and_documents_pass_their_own_gate(phi: Any, norm: s
 
 def test_a_norm_that_is_wrong_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     own = launch.normed
-    monkeypatch.setattr(launch, "normed", lambda inputs, dtype: own((inputs[0] + 1e-3,), dtype))
+    monkeypatch.setattr(launch, "normed", lambda inputs: own((inputs[0] + 1e-3,)))
     reason = distrust(MemoryConfig(), ("l2",), torch.float32, "cpu", (8, 8))
     assert reason is not None and "keys at unit length" in reason
 

@@ -28,7 +28,7 @@ def test_keys_come_to_unit_length_in_their_own_dtype(dtype: torch.dtype, monkeyp
 
     monkeypatch.setattr(fla, "load_kernel", lambda _: stand_in)
     monkeypatch.setattr(type(FLA), "unfit", lambda *call: None)
-    monkeypatch.setattr(launch, "normed", lambda x, dtype: launched.append(dtype) or own(x, dtype))
+    monkeypatch.setattr(launch, "normed", lambda inputs: launched.append(inputs[0].dtype) or own(inputs))
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 6, 2, 8, generator=source, dtype=torch.float64) for _ in range(3))
     k = k.transpose(1, 2).contiguous().transpose(1, 2)  # heads ahead of tokens

@@ -97,15 +97,15 @@ def arguments(momentum: bool, masked: bool, grad: bool, loop: bool = False) -> t
         return drawn.requires_grad_(grad)
 
     config = MemoryConfig(retention="decay", algorithm="momentum" if momentum else "gd")
-    states = [draw(2, 6, 8), draw(2, 6, 8) if momentum else None, draw(2, 6, 8)]
-    tokens = [draw(1, 20, 2, 8), draw(1, 20, 2, 8), draw(1, 20, 2, 6)]
+    states = [draw(3, 6, 8), draw(3, 6, 8) if momentum else None, draw(3, 6, 8)]
+    tokens = [draw(1, 20, 3, 8), draw(1, 20, 3, 8), draw(1, 20, 3, 6)]
     gates = [
-        torch.rand(1, 20, 2, generator=source, dtype=torch.float32).mul(0.1).requires_grad_(grad) for _ in range(3)
+        torch.rand(1, 20, 3, generator=source, dtype=torch.float32).mul(0.1).requires_grad_(grad) for _ in range(3)
     ]
-    masks = [torch.arange(20)[None, :, None].expand(1, 20, 2) % 7 == at for at in (1, 2)] if masked else [None, None]
+    masks = [torch.arange(20)[None, :, None].expand(1, 20, 3) % 7 == at for at in (1, 2)] if masked else [None, None]
     beside, exact = [None, None], None if loop else "tf32x3"
     if loop:
-        gates[1], beside = draw(1, 20, 2, 8).sigmoid(), [draw(1, 20, 2, 8), draw(1, 20, 2, 6).sigmoid()]
+        gates[1], beside = draw(1, 20, 3, 8).sigmoid(), [draw(1, 20, 3, 8), draw(1, 20, 3, 6).sigmoid()]
         gates[1], beside[1] = (item.detach().requires_grad_(grad) for item in (gates[1], beside[1]))
     return ops.rule_of(config, exact, raw=False), exact, grad, *states, *tokens, *gates, *masks, *beside
 

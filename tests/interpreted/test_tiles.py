@@ -94,7 +94,7 @@ def applied(x, y, to, N: tl.constexpr, OF: tl.constexpr):
 def over(x, to, N: tl.constexpr, W: tl.constexpr, OF: tl.constexpr):
     at = tl.arange(0, N)[:, None] * W + tl.arange(0, W)[None, :]
     inside = (tl.arange(0, W) < W - 3)[None, :]
-    tl.store(to + at, OF(inside, tl.load(x + at)) + tl.zeros([N, W], tl.float32))
+    tl.store(to + at, OF(1, inside, tl.load(x + at)) + tl.zeros([N, W], tl.float32))
 
 
 def of_names(text: str) -> Any:

@@ -29,7 +29,7 @@ from hecate.engine.call import TRACED, Call, Plan
 from hecate.engine.engine import TokenEngine
 from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
 from hecate.engine.tokens import Carry, Tokens, by_head, cast, run_by_hand
-from hecate.engine.triton.kernel import NARROW_NORM, interpreting
+from hecate.engine.triton.kernel import NORM, interpreting
 from hecate.retention import Decay, NoRetention
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
@@ -37,7 +37,7 @@ from hecate.tape import Run, Tensors, execute, one
 
 __all__ = ["Fla"]
 
-_UNIT = NARROW_NORM.block()
+_UNIT = NORM.block()
 
 
 class Fla(TokenEngine):

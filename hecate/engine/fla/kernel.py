@@ -17,7 +17,7 @@ from hecate.engine.engine import chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.parallel import by_torch
 from hecate.engine.tokens import Carry, Tokens
-from hecate.engine.triton.kernel import NARROW_NORM, NO_CARD, distrust_norm
+from hecate.engine.triton.kernel import NO_CARD, distrust_norm
 from hecate.engine.triton.parity import both_by_torch, both_ways, difference, trial
 from hecate.errors import install_line
 from hecate.rule import MemoryConfig
@@ -152,7 +152,7 @@ def verdict(
     kernel = known_kernel(config, channelwise)
     if load_kernel(kernel) is None:
         return f"it needs {kernel.module}.{kernel.function}: {install_line('gpu')}"
-    reason = distrust_norm(NARROW_NORM, dtype, device, shape) if config.key_norm == "l2" else None
+    reason = distrust_norm(dtype, device, shape) if config.key_norm == "l2" else None
     return reason or distrust(config.model_copy(update={"key_norm": "none"}), channelwise, dtype, device, shape)
 
 
@@ -164,7 +164,7 @@ def distrust(
     """Reason why a kernel is not trusted: what it computes beside the parallel engine."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
-    inputs, cotangents = trial(dtype, device, shape, channelwise=channelwise)
+    inputs, cotangents = trial(dtype, device, shape, flags=("channels",) * channelwise)
     carry = Carry((), (), (), (), (), (), torch.zeros(2, device=device))
     kernel = by_kernel(config, carry, dtype)
 

@@ -9,31 +9,9 @@ them `gates` makes the cotangents of retain and momentum. No number is added to 
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import (
-    between,
-    decays,
-    gates_at,
-    in_halves,
-    rows_at,
-    segment_of,
-    times,
-    views,
-    writes_at,
-)
-from hecate.engine.triton.factors import keys_of, rows
+from hecate.engine.triton.block import between, decays, gates_at, in_halves, rows, segment_of, times, views, writes_at
+from hecate.engine.triton.factors import keys_of
 from hecate.engine.triton.maps import COUNTS, PLAIN, featured, featured_back
-
-
-@triton.jit
-def values_at(gy, us, es, v, at, inside, w, o, V, MOVES: tl.constexpr):
-    """(g, u, e) of a tile of values; u is -v and e unused where no prediction is asked for."""
-    g = rows_at(gy, at, inside, o, V)
-    if MOVES:
-        u, err = rows_at(us, at, inside, o, V), -rows_at(es, at, inside, o, V)
-    else:
-        u = -rows_at(v, at, w, o, V)
-        err = u
-    return g, u, err
 
 
 @triton.jit
@@ -43,16 +21,26 @@ def writes_of(us, v, at, inside, w, o, V, MOVES: tl.constexpr):
 
 
 @triton.jit
-def state_at(kept, cells, whole):
-    """A kept state."""
-    return tl.load(kept + cells, mask=whole, other=0.0).to(tl.float32)
+def cells_of(jv, op, V, P, BV: tl.constexpr):
+    """Values of a tile, its cells `[V, P]` as a state lies, and which there are."""
+    ov = jv + tl.arange(0, BV)
+    return ov, ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
+
+
+@triton.jit
+def met(to, by, x, state, rows, weights, DT: tl.constexpr, EXACT: tl.constexpr):
+    """Adds to cotangents of rows that meet a state by weights, and to those of the weights, by those x of what they
+    make."""
+    x = in_halves(x, state, DT, EXACT)
+    by += tl.sum(x * rows, 1)
+    return to + weights[:, None] * x, by
 
 
 @triton.jit
 def queries_back(gq, g, q, at, inside, op, P: tl.constexpr, PHI: tl.constexpr):
     """Stores the cotangents of queries by those of their features."""
     there = inside[:, None] & (op < P)[None, :]
-    g = featured_back(g * PHI[3], rows_at(q, at, inside, op, P), there, PHI)
+    g = featured_back(g * PHI[3], rows(q, at, inside, op, P, PLAIN).to(tl.float32), there, PHI)
     tl.store(gq + at[:, None] * P + op[None, :], g, mask=there)
 
 
@@ -63,10 +51,10 @@ def keys_back(
     """Stores the cotangents of keys, of written keys and of lr, by gbt of lr times written keys and gpt of keys."""
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     l = tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
-    own, cells = rows_at(k, at, w, op, P), w[:, None] & (op < P)[None, :]
+    own, cells = rows(k, at, w, op, P, PLAIN).to(tl.float32), w[:, None] & (op < P)[None, :]
     written, _ = featured(own, cells, PHI)
     if APART:
-        written = rows_at(kw, at, w, op, P)
+        written = rows(kw, at, w, op, P, PLAIN).to(tl.float32)
     gbt, gpt = tl.where(w[:, None], gbt, 0.0), tl.where(w[:, None], gpt, 0.0)
     tl.store(glr + at, tl.sum(gbt * written, 1), mask=inside)
     if APART:
@@ -97,15 +85,13 @@ def tokens(
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     MOVES: tl.constexpr, RETAIN: tl.constexpr, MOMENTUM: tl.constexpr, MASK: tl.constexpr, RESET: tl.constexpr,
     APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr,
-    FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr, OF: tl.constexpr,
+    FINE: tl.constexpr, MAP: tl.constexpr, SIZE: tl.constexpr, PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
-    """One program for each segment of C tokens of a memory: cotangents of its rows, of queries, of keys or of "both"
-    (OF), and what its gates are asked for. One kind of rows comes after the other, so that few are held at once.
+    """One program for each segment of C tokens of a memory: cotangents of its rows, and what its gates are asked for.
+    One kind of rows comes after the other, so that few are held at once.
 
     sums `[8, B, T, H]`: of aq, sq, zq; af, sf, zf; K and P at the segment's end. ends `[segments, N, 4]`: of a, s, e, z
     there."""
-    ASKS: tl.constexpr = OF != "keys"
-    WRITES: tl.constexpr = OF != "queries"
     SIGN: tl.constexpr = -1.0 if MOVES else 1.0  # u is -v where no prediction is asked for
     EARLY: tl.constexpr = EARLY_READ or (MOVES and not DECAYED)
     i, op = tl.arange(0, C), tl.arange(0, BP)
@@ -128,91 +114,71 @@ def tokens(
     gA, gL = gA * Kq, gL * F
     asked, own, written, of_q, of_k, step = keys_of(q, k, kw, lr, at, inside, w, op, P, APART, MAP, SIZE)
     sum, end = sums + at, ends + place * 4
-    if ASKS:
-        gqt = in_halves(gA * step[None, :], written, DT, EXACT)
-        gaq, gsq, gzq, ga, gs, ge, gz = a * 0, a * 0, a * 0, 0.0, 0.0, 0.0, 0.0
+    gqt = in_halves(gA * step[None, :], written, DT, EXACT)
+    gaq, gsq, gzq, ga, gs, ge, gz = a * 0, a * 0, a * 0, 0.0, 0.0, 0.0, 0.0
+    for jv in range(0, V, BV):
+        ov, cell, whole = cells_of(jv, op, V, P, BV)
+        state, g = place * V * P + cell, rows(gy, at, inside, ov, V, PLAIN)
+        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
+        gqt, gaq = met(gqt, gaq, g, M, asked, aq, DT, EXACT)
+        ga += tl.sum(G.to(tl.float32) * M)
+        if again:
+            Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
+            gqt, gzq = met(gqt, gzq, g, Z, asked, zq, DT, EXACT)
+            gz += tl.sum(G * Z)
+        if MOMENTUM:
+            S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
+            gqt, gsq = met(gqt, gsq, g, S, asked, sq, DT, EXACT)
+            gs += tl.sum(G.to(tl.float32) * S)
+            ge += tl.sum(Y.to(tl.float32) * S)
+    tl.store(sum, gaq * of_q, mask=inside)
+    tl.store(sum + total, gsq * of_q, mask=inside)
+    tl.store(sum + 2 * total, gzq * of_q, mask=inside)
+    tl.store(end, ga)
+    tl.store(end + 1, gs)
+    tl.store(end + 2, ge)
+    tl.store(end + 3, gz)
+    queries_back(gq, gqt, q, at, inside, op, P, PHI)
+    # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
+    gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
+    if MOVES:
+        gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
+    gbt, gk_end, gp_end = tl.trans(gbt), a * 0, a * 0
+    for jv in range(0, V, BV):
+        ov, cell, whole = cells_of(jv, op, V, P, BV)
+        state, u = place * V * P + cell, writes_of(us, v, at, inside, w, ov, V, MOVES)
+        G = tl.load(kept_G + state, mask=whole, other=0.0)
+        gbt, gk_end = met(gbt, gk_end, u, G, written, k_end * SIGN, DT, EXACT)
+        if MOMENTUM:
+            Y = tl.load(kept_Y + state, mask=whole, other=0.0)
+            gbt, gp_end = met(gbt, gp_end, u, Y, written, p_end * SIGN, DT, EXACT)
+    tl.store(sum + 6 * total, gk_end * (SIGN * step), mask=inside)
+    tl.store(sum + 7 * total, gp_end * (SIGN * step), mask=inside)
+    # Keys that predict have L and the first states, as queries have A and these.
+    gpt = gbt * 0.0
+    if MOVES:
+        gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
         for jv in range(0, V, BV):
-            ov = jv + tl.arange(0, BV)
-            cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]  # [V, P], as it lies
-            state = place * V * P + cell
-            g = rows(gy, at, inside, ov, V, PLAIN)
-            M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
-            x = in_halves(g, M, DT, EXACT)
-            gaq += tl.sum(x * asked, 1)
-            # A query meets M weighed by its token's aq: x is its cotangent, x . q that of aq.
-            gqt += aq[:, None] * x
-            ga += tl.sum(G.to(tl.float32) * M)
+            ov, cell, whole = cells_of(jv, op, V, P, BV)
+            state, err = place * V * P + cell, -rows(es, at, inside, ov, V, PLAIN)
+            gpt, gaf = met(gpt, gaf, err, tl.load(kept + state, mask=whole, other=0.0), own, af, DT, EXACT)
             if again:
                 Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
-                x = in_halves(g, Z, DT, EXACT)
-                gzq += tl.sum(x * asked, 1)
-                gqt += zq[:, None] * x
-                gz += tl.sum(G * Z)
+                gpt, gzf = met(gpt, gzf, err, Z, own, zf, DT, EXACT)
             if MOMENTUM:
-                S, Y = tl.load(kept_S + state, mask=whole, other=0.0), tl.load(kept_Y + state, mask=whole, other=0.0)
-                x = in_halves(g, S, DT, EXACT)
-                gsq += tl.sum(x * asked, 1)
-                gqt += sq[:, None] * x
-                gs += tl.sum(G.to(tl.float32) * S)
-                ge += tl.sum(Y.to(tl.float32) * S)
-        tl.store(sum, gaq * of_q, mask=inside)
-        tl.store(sum + total, gsq * of_q, mask=inside)
-        tl.store(sum + 2 * total, gzq * of_q, mask=inside)
-        tl.store(end, ga)
-        tl.store(end + 1, gs)
-        tl.store(end + 2, ge)
-        tl.store(end + 3, gz)
-        queries_back(gq, gqt, q, at, inside, op, P, PHI)
-    if WRITES:
-        # Turned, pairs meet rows that lie turned: a turned accumulator is no sound operand under every Triton.
-        gbt = in_halves(tl.trans(asked), gA * of_q[:, None], DT, EXACT)
-        if MOVES:
-            gbt += in_halves(tl.trans(own), gL * of_k[:, None], DT, EXACT)
-        gbt, gk_end, gp_end = tl.trans(gbt), a * 0, a * 0
-        for jv in range(0, V, BV):
-            ov = jv + tl.arange(0, BV)
-            cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-            state = place * V * P + cell
-            u = writes_of(us, v, at, inside, w, ov, V, MOVES)
-            x = in_halves(u, tl.load(kept_G + state, mask=whole, other=0.0), DT, EXACT) * SIGN
-            gk_end += tl.sum(x * written, 1)
-            gbt += k_end[:, None] * x
-            if MOMENTUM:
-                x = in_halves(u, tl.load(kept_Y + state, mask=whole, other=0.0), DT, EXACT) * SIGN
-                gp_end += tl.sum(x * written, 1)
-                gbt += p_end[:, None] * x
-        tl.store(sum + 6 * total, gk_end * step, mask=inside)
-        tl.store(sum + 7 * total, gp_end * step, mask=inside)
-        # Keys that predict have L and the first states, as queries have A and these.
-        gpt = gbt * 0.0
-        if MOVES:
-            gpt, gaf, gsf, gzf = in_halves(gL * step[None, :], written, DT, EXACT), a * 0, a * 0, a * 0
-            for jv in range(0, V, BV):
-                ov = jv + tl.arange(0, BV)
-                cell, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-                state = place * V * P + cell
-                err = -rows(es, at, inside, ov, V, PLAIN)
-                x = in_halves(err, tl.load(kept + state, mask=whole, other=0.0), DT, EXACT)
-                gaf += tl.sum(x * own, 1)
-                gpt += af[:, None] * x
-                if again:
-                    x = in_halves(err, tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0), DT, EXACT)
-                    gzf += tl.sum(x * own, 1)
-                    gpt += zf[:, None] * x
-                if MOMENTUM:
-                    x = in_halves(err, tl.load(kept_S + state, mask=whole, other=0.0), DT, EXACT)
-                    gsf += tl.sum(x * own, 1)
-                    gpt += sf[:, None] * x
-            tl.store(sum + 3 * total, gaf * of_k, mask=inside)
-            tl.store(sum + 4 * total, gsf * of_k, mask=inside)
-            tl.store(sum + 5 * total, gzf * of_k, mask=inside)
-        keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
+                gpt, gsf = met(gpt, gsf, err, tl.load(kept_S + state, mask=whole, other=0.0), own, sf, DT, EXACT)
+        tl.store(sum + 3 * total, gaf * of_k, mask=inside)
+        tl.store(sum + 4 * total, gsf * of_k, mask=inside)
+        tl.store(sum + 5 * total, gzf * of_k, mask=inside)
+    keys_back(gk, gw, glr, gbt, gpt, k, kw, lr, at, inside, w, op, P, APART, PHI)
 
 
 @triton.jit
-def number_at(sums, row, total, at, inside):
-    """A row of the sums of `tokens`."""
-    return tl.load(sums + row * total + at, mask=inside, other=0.0)
+def seen_at(sums, row, total, at, inside):
+    """Three rows of the sums of `tokens`: of what a view has of M, S and Z."""
+    of = sums + row * total + at
+    M, S = tl.load(of, mask=inside, other=0.0), tl.load(of + total, mask=inside, other=0.0)
+    return M, S, tl.load(of + 2 * total, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -251,33 +217,30 @@ def gates(
     # Of what is seen after the write, at the segment's end too; as retain leaves it (left); and ahead of it (ahead).
     strict, fin, at_end = i[:, None] > i[None, :], i == C - 1, (i == C - 1)[:, None]
     end = ends + place * 4
-    own = tl.where(at_end, number_at(sums, 6, total, at, inside)[None, :], 0.0)
+    own = tl.where(at_end, tl.load(sums + 6 * total + at, mask=inside, other=0.0)[None, :], 0.0)
     oa, os = tl.where(fin, tl.load(end), 0.0), tl.where(fin, tl.load(end + 1), 0.0)
     oz = tl.where(fin, tl.load(end + 3), 0.0)
     ahead, ha, hs, hz, ls = own, oa, os, oz, os
     # Reads ahead of the write see each product without the token's own gates.
     if EARLY_READ:
-        ahead, ha = tl.where(strict, gK, 0.0), number_at(sums, 0, total, at, inside)
-        hs, hz = number_at(sums, 1, total, at, inside), number_at(sums, 2, total, at, inside)
+        ahead = tl.where(strict, gK, 0.0)
+        ha, hs, hz = seen_at(sums, 0, total, at, inside)
     else:
         own += tl.where(i[:, None] >= i[None, :], gK, 0.0)
-        oa += number_at(sums, 0, total, at, inside)
-        os += number_at(sums, 1, total, at, inside)
-        oz += number_at(sums, 2, total, at, inside)
+        ga, gs, gz = seen_at(sums, 0, total, at, inside)
+        oa, os, oz = oa + ga, os + gs, oz + gz
     if MOVES:
         gF = tl.where(strict, gF, 0.0)
         if DECAYED:
-            oa += number_at(sums, 3, total, at, inside)
-            oz += number_at(sums, 5, total, at, inside)
-            ls = number_at(sums, 4, total, at, inside)
+            ga, ls, gz = seen_at(sums, 3, total, at, inside)
+            oa, oz = oa + ga, oz + gz
         elif EARLY_READ:
             ahead += gF
-            ha += number_at(sums, 3, total, at, inside)
-            hs += number_at(sums, 4, total, at, inside)
-            hz += number_at(sums, 5, total, at, inside)
+            ga, gs, gz = seen_at(sums, 3, total, at, inside)
+            ha, hs, hz = ha + ga, hs + gs, hz + gz
         else:
-            ahead, ha = gF, number_at(sums, 3, total, at, inside)
-            hs, hz = number_at(sums, 4, total, at, inside), number_at(sums, 5, total, at, inside)
+            ahead = gF
+            ha, hs, hz = seen_at(sums, 3, total, at, inside)
     if MOMENTUM:
         Rw = tl.where(w[None, :], R, 0.0)
         gP = in_halves(tl.trans(Rw), own, DT, EXACT)
@@ -290,19 +253,12 @@ def gates(
             Bw = tl.where(w[None, :], B, 0.0)
             gP += in_halves(tl.trans(Bw), ahead, DT, EXACT)
             gE += tl.sum(Bw * hs[:, None], 0)
-        gP += tl.where(at_end, number_at(sums, 7, total, at, inside)[None, :], 0.0)
+        gP += tl.where(at_end, tl.load(sums + 7 * total + at, mask=inside, other=0.0)[None, :], 0.0)
         _, _, _, now = gates_at(retain, momentum, write, reset, at, inside, False, True, MASK, RESET)
         _, b, _, m = gates_at(retain, momentum, write, reset, at - H, inside & (i > 0), False, True, MASK, RESET)
         m = m * (1 - b)
-        x = (1 - born) * pulled(
-            Pm,
-            between(m, now * (1 - born), i, inside),
-            tl.where(i[:, None] >= i[None, :], gP, 0.0),
-            gE,
-            tl.cumprod(m, 0),
-            DT,
-            EXACT,
-        )
+        left, gP = between(m, now * (1 - born), i, inside), tl.where(i[:, None] >= i[None, :], gP, 0.0)
+        x = (1 - born) * pulled(Pm, left, gP, gE, tl.cumprod(m, 0), DT, EXACT)
         tl.store(gm + at, tl.where(w, x, 0.0), mask=inside)
     if RETAIN:
         _, b, m, _ = gates_at(retain, momentum, write, reset, at - H, inside & (i > 0), True, False, MASK, RESET)

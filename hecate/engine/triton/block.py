@@ -23,12 +23,6 @@ from hecate.engine.triton.maps import featured
 
 
 @triton.jit
-def product(x, y, EXACT: tl.constexpr):
-    """A product of matrices: EXACT is "tf32" or "tf32x3"."""
-    return tl.dot(x, y, input_precision=EXACT)
-
-
-@triton.jit
 def narrowed(x, DT: tl.constexpr):
     """An operand of products of matrices."""
     return x.to(DT)
@@ -36,7 +30,7 @@ def narrowed(x, DT: tl.constexpr):
 
 @triton.jit
 def times(x, y, DT: tl.constexpr, EXACT: tl.constexpr):
-    """A product of matrices of a dtype, summed in float32."""
+    """A product of matrices of a dtype, summed in float32; EXACT is "tf32" or "tf32x3"."""
     return tl.dot(narrowed(x, DT), narrowed(y, DT), input_precision=EXACT)
 
 
@@ -121,10 +115,13 @@ def end_of(x, i, C: tl.constexpr):
 
 
 @triton.jit
-def rows_at(x, at, inside, o, width):
-    """Rows `[C, width]` of a tensor `[B, T, H, width]`, 0 where there is none."""
-    there = inside[:, None] & (o < width)[None, :]
-    return tl.load(x + at[:, None] * width + o[None, :], mask=there, other=0.0).to(tl.float32)
+def rows(x, at, there, o, width, MAP: tl.constexpr):
+    """Rows `[C, width]` as they lie, or as MAP makes them, 0 where there is none."""
+    cells = there[:, None] & (o < width)[None, :]
+    found = tl.load(x + at[:, None] * width + o[None, :], mask=cells, other=0.0)
+    if MAP[0] != "same" or MAP[2] != "none":
+        found, _ = featured(found.to(tl.float32), cells, MAP)
+    return found
 
 
 @triton.jit
@@ -242,18 +239,6 @@ def views(
             F, sf, zf = seen(B, early, w, born, r, Pm, e, True, MOMENTUM, DT, EXACT)
             af = early
     return K, s, z, Kq, aq, sq, zq, F, af, sf, zf
-
-
-@triton.jit
-def keys_at(q, k, kw, lr, at, inside, w, o, P: tl.constexpr, APART: tl.constexpr, PHI: tl.constexpr):
-    """(queries, keys, lr times the keys that are written through) of the tokens of a tile, as PHI makes them."""
-    qt, _ = featured(rows_at(q, at, inside, o, P), inside[:, None] & (o < P)[None, :], PHI)
-    pt, _ = featured(rows_at(k, at, w, o, P), w[:, None] & (o < P)[None, :], PHI)
-    qt = qt * PHI[3]
-    bt = pt
-    if APART:
-        bt = rows_at(kw, at, w, o, P)
-    return qt, pt, bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit

@@ -13,22 +13,20 @@ a gate of 0 has its own cotangent. [ENG-TRITON-D2]
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.back import keys_back, queries_back, state_at, values_at
+from hecate.engine.triton.back import cells_of, keys_back, pairs_of, queries_back, writes_of
 from hecate.engine.triton.block import (
     channels_at,
     gates_at,
-    keys_at,
     narrowed,
     origin_of,
-    product,
     row_of,
-    rows_at,
+    rows,
     segment_of,
     times,
     writes_at,
 )
 from hecate.engine.triton.factors import at_level, inverse, put
-from hecate.engine.triton.maps import COUNTS, featured, sized
+from hecate.engine.triton.maps import COUNTS, PLAIN, featured
 
 
 @triton.jit
@@ -46,7 +44,12 @@ def chunk_at(
     """(w, born, queries, keys, lr times written keys, retain) of a chunk's tokens, and what the tokens before and after
     each leave."""
     w, born, _, _ = gates_at(retain, retain, write, reset, at, inside, False, False, MASK, RESET)
-    qt, pt, bt = keys_at(q, k, kw, lr, at, inside, w, op, P, APART, PHI)
+    qt = rows(q, at, inside, op, P, PHI).to(tl.float32) * PHI[3]
+    pt = rows(k, at, w, op, P, PHI).to(tl.float32)
+    bt = pt
+    if APART:
+        bt = rows(kw, at, w, op, P, PLAIN).to(tl.float32)
+    bt = bt * tl.load(lr + at, mask=w, other=0.0).to(tl.float32)[:, None]
     before = left_at(retain, write, reset, at - H, inside & (i > 0), op, P, MASK, RESET)
     after = left_at(retain, write, reset, at + H, behind & (i < C - 1), op, P, MASK, RESET)
     return w, born, qt, pt, bt, channels_at(retain, at, w, op, P), before, after
@@ -76,12 +79,12 @@ def running(x, i, h: tl.constexpr, BACK: tl.constexpr, C: tl.constexpr, BP: tl.c
 
 
 @triton.jit
-def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr, NORM: tl.constexpr):
+def sizes(x, at, inside, o, P: tl.constexpr, PHI: tl.constexpr):
     """The sizes of the features of rows, `[C, 1]`."""
     found = inside.to(tl.float32) * 0.0 + 1.0
-    if NORM != "none":
-        rows, _ = featured(rows_at(x, at, inside, o, P), inside[:, None] & (o < P)[None, :], PHI)
-        _, found = sized(rows, NORM)
+    if PHI[2] != "none":
+        y, there = rows(x, at, inside, o, P, PLAIN).to(tl.float32), inside[:, None] & (o < P)[None, :]
+        _, found = featured(y, there, PHI)
     return found[:, None]
 
 
@@ -115,13 +118,13 @@ def channel_factors(
     q, k, kw, lr, retain, write, reset, spans, lower, attend, kq, kp, ke, zq, zp, ends, T, H, N,
     P: tl.constexpr, BP: tl.constexpr, C: tl.constexpr, SEG: tl.constexpr, LOG: tl.constexpr, FORM: tl.constexpr,
     MASK: tl.constexpr, RESET: tl.constexpr, APART: tl.constexpr, DECAYED: tl.constexpr, EARLY_READ: tl.constexpr,
-    DT: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, HALVES: tl.constexpr, BARE: tl.constexpr,
-    NORM: tl.constexpr, DOCS: tl.constexpr,
+    DT: tl.constexpr, EXACT: tl.constexpr, FINE: tl.constexpr, HALVES: tl.constexpr, PHI: tl.constexpr,
+    BARE: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """`factors` where retain is one of each phi channel. The product of retain between two tokens is parted at the one
     border of dyadic pieces that lies between them, so that pairs are log2 C products of matrices, without a quotient.
 
-    BARE and NORM are a map and the norm that follows it. kq, kp, ke `[B, T, H, P]`: queries and keys as the chunk's
+    BARE is the map of PHI without its norm. kq, kp, ke `[B, T, H, P]`: queries and keys as the chunk's
     first memory sees them, what is written as its end sees it; zq, zp those of a new start; ends `[chunks, 2, P]`: what
     is left of both at the end."""
     MOVES: tl.constexpr = FORM != "target"
@@ -129,8 +132,8 @@ def channel_factors(
     TILE: tl.constexpr = BP if BP < 32 else 32
     i, whole = tl.arange(0, C), tl.arange(0, BP)
     at, inside, behind, place = segment_of(spans, T, H, N, C, SEG, DOCS)
-    of_q = sizes(q, at, inside, whole, P, BARE, NORM)
-    of_k = sizes(k, at, writes_at(write, at, inside, MASK), whole, P, BARE, NORM)
+    of_q = sizes(q, at, inside, whole, P, PHI)
+    of_k = sizes(k, at, writes_at(write, at, inside, MASK), whole, P, PHI)
     A, L = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     for jp in range(0, P, TILE):
         op = jp + tl.arange(0, TILE)
@@ -149,10 +152,10 @@ def channel_factors(
         to, on, left = here * 0.0 + 1.0, here * 0.0 + 1.0, here
         for n in tl.static_range(0, LOG):
             written = tl.trans(bt * on)
-            A += at_level(product(asked * to, written, FINE), i, 1 << n)
+            A += at_level(tl.dot(asked * to, written, input_precision=FINE), i, 1 << n)
             if MOVES:
                 # A level has the pairs of second halves with first halves of the same piece of 2 h.
-                L += at_level(product(told * to, written, FINE), i, 1 << n)
+                L += at_level(tl.dot(told * to, written, input_precision=FINE), i, 1 << n)
             to, on, left, _ = doubled(to, on, left, i, 1 << n, C, TILE)
         tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
         tl.store(kq + tile, (asked * to).to(kq.dtype.element_ty), mask=there)
@@ -170,18 +173,6 @@ def channel_factors(
     put(attend, place, i, A, C, HALVES)
     if MOVES:
         put(lower, place, i, L, C, HALVES)
-
-
-@triton.jit
-def in_parts(x, y, DT: tl.constexpr, EXACT: tl.constexpr, X: tl.constexpr, Y: tl.constexpr):
-    """A product of matrices of a dtype, summed in float32, of what each of these (X, Y) is in two halves."""
-    near, close = narrowed(x, DT), narrowed(y, DT)
-    found = tl.dot(near, close, input_precision=EXACT)
-    if X:
-        found = tl.dot(narrowed(x - near.to(tl.float32), DT), close, found, input_precision=EXACT)
-    if Y:
-        found = tl.dot(near, narrowed(y - close.to(tl.float32), DT), found, input_precision=EXACT)
-    return found
 
 
 @triton.jit
@@ -229,7 +220,7 @@ def channel_pairs(
     q, k, v, write, spans, us, es, gy, reads, tells, pairs, overs, T, H, N, total,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr,
     MOVES: tl.constexpr, MASK: tl.constexpr, DT: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr,
-    BARE: tl.constexpr, NORM: tl.constexpr, DOCS: tl.constexpr,
+    PHI: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One program for each segment of C tokens: cotangents of its pairs of reads and of predictions (reads, tells), and
     of those within pieces of 2^PIECE in float32, `[2, segments, N, C, 2^PIECE]`; overs `[2, B, T, H]`: one over the
@@ -238,19 +229,11 @@ def channel_pairs(
     i, op = tl.arange(0, C), tl.arange(0, BP)
     at, inside, _, place = segment_of(spans, T, H, N, C, C, DOCS)
     w = writes_at(write, at, inside, MASK)
-    tl.store(overs + at[:, None], 1 / sizes(q, at, inside, op, P, BARE, NORM), mask=inside[:, None])
-    tl.store(overs + total + at[:, None], 1 / sizes(k, at, w, op, P, BARE, NORM), mask=inside[:, None])
-    gA, gL = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
-    for jv in range(0, V, BV):
-        # [C, V] in tiles of values: a pair's cotangent is a sum over all of them.
-        g, u, err = values_at(gy, us, es, v, at, inside, w, jv + tl.arange(0, BV), V, MOVES)
-        gA -= in_parts(g, tl.trans(u), DT, EXACT, False, HALVES)
-        if MOVES:
-            gL -= in_parts(err, tl.trans(u), DT, EXACT, HALVES, HALVES)
-    pair, near = (
-        pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL,
-        i[:, None] // SMALL == i[None, :] // SMALL,
-    )
+    tl.store(overs + at[:, None], 1 / sizes(q, at, inside, op, P, PHI), mask=inside[:, None])
+    tl.store(overs + total + at[:, None], 1 / sizes(k, at, w, op, P, PHI), mask=inside[:, None])
+    gA, gL = pairs_of(gy, us, es, v, at, inside, w, i, V, BV, C, MOVES, DT, EXACT)
+    pair = pairs + (place * C + i[:, None]) * SMALL + i[None, :] % SMALL
+    near = i[:, None] // SMALL == i[None, :] // SMALL
     put(reads, place, i, gA, C, HALVES)
     tl.store(pair, gA, mask=near)
     if MOVES:
@@ -306,21 +289,23 @@ def channel_borders(
     xq, xp, xb = tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32), tl.zeros([C, TILE], tl.float32)
     zq, zp, g_end, j = xq, xp, tl.sum(xq, 0), tl.sum(xq, 0)
     for jv in range(0, V, BV):
-        ov = jv + tl.arange(0, BV)
-        cells, whole = ov[:, None] * P + op[None, :], (ov < V)[:, None] & (op < P)[None, :]
-        M, G = state_at(kept, place * V * P + cells, whole), state_at(kept_G, place * V * P + cells, whole)
-        g, u, err = values_at(gy, us, es, v, at, inside, w, ov, V, MOVES)
+        ov, cell, whole = cells_of(jv, op, V, P, BV)
+        state, g, err = place * V * P + cell, rows(gy, at, inside, ov, V, PLAIN), rows(es, at, inside, ov, V, PLAIN)
+        M, G = tl.load(kept + state, mask=whole, other=0.0), tl.load(kept_G + state, mask=whole, other=0.0)
         xq += times(g, M, DT, EXACT)
-        xb -= times(u, G, DT, EXACT)
-        g_end += tl.sum(G * M, 0)
+        D = writes_of(us, v, at, inside, w, ov, V, MOVES)  # u, or -u
+        xb += times(-D if MOVES else D, G, DT, EXACT)
+        g_end += tl.sum(G.to(tl.float32) * M, 0)
         if MOVES:
             xp += times(err, M, DT, EXACT)
         if RESET:
-            Z = tl.load(Z0 + place % N * V * P + cells, mask=whole, other=0.0)
+            Z = tl.load(Z0 + place % N * V * P + cell, mask=whole, other=0.0)
             zq += times(g, Z, DT, EXACT)
             j += tl.sum(G * Z, 0)
             if MOVES:
                 zp += times(err, Z, DT, EXACT)
+    if MOVES:  # es has -e; negated here and not in the loop, which leaves fewer numbers outside registers
+        xp, zp = -xp, -zp
     w, born, qt, pt, bt, rt, before, after = chunk_at(
         q, k, kw, lr, retain, write, reset, at, inside, behind, H, i, op, P, C, MASK, RESET, APART, BARE
     )
@@ -343,19 +328,19 @@ def channel_borders(
             xq, xp, xb, g_whole, reads, tells, place, asked, keyed, bt, tos[n - PIECE], ons[n - PIECE],
             others[n - PIECE], i, 1 << n, C, TILE, MOVES, DT, EXACT, HALVES
         )  # fmt: skip
-    rows = (place * 0 + total) * P
+    apart = (place * 0 + total) * P
     tile, there = at[:, None] * P + op[None, :], inside[:, None] & (op < P)[None, :]
     tl.store(sums + tile, xq, mask=there)
     if MOVES:
-        tl.store(sums + rows + tile, xp, mask=there)
-    tl.store(sums + 2 * rows + tile, xb, mask=there)
+        tl.store(sums + apart + tile, xp, mask=there)
+    tl.store(sums + 2 * apart + tile, xb, mask=there)
     last = ends + (place * (C // SMALL) + i[:, None] // SMALL) * P + op[None, :]
     tl.store(last, g_whole, mask=(i % SMALL == 0)[:, None] & (op < P)[None, :])
     if RESET:
         zq, zp, by_start = starts_back(rt, born, qt, pt, zq, zp, j[None, :], i, C, DECAYED, EARLY_READ)
         tl.store(fresh + tile, zq, mask=there)
-        tl.store(fresh + rows + tile, zp, mask=there)
-        tl.store(fresh + 2 * rows + tile, by_start, mask=there)
+        tl.store(fresh + apart + tile, zp, mask=there)
+        tl.store(fresh + 2 * apart + tile, by_start, mask=there)
 
 
 @triton.jit

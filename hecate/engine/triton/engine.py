@@ -46,7 +46,7 @@ from hecate.engine.triton.kernel import (
     precision_of,
     verdict,
 )
-from hecate.engine.triton.short import Short
+from hecate.engine.triton.short import Short, is_short
 from hecate.engine.triton.table import SEGMENT
 from hecate.errors import install_line
 from hecate.retention import Decay, NoRetention
@@ -144,16 +144,9 @@ class Triton(TokenEngine):
             return found
         found = super().outputs(call, run)
         if run is execute and call.plan.short is None and not call.traced:
-            call.plan.short = self._short(call)
+            q, k, *_ = call.inputs
+            call.plan.short = _raw(call) and is_short(call) and Short(call, _exact(call, q, k), _part(call))
         return found
-
-    @staticmethod
-    def _short(call: Call) -> Any:
-        if not _raw(call) or call.plan.looks is not False:
-            return False
-        inputs = call.inputs
-        narrow = inputs.q.dtype == inputs.k.dtype == call.values
-        return Short.of(call, precision_of(call.config, call.values, narrow=narrow), _part(call)) or False
 
     def run(self, call: Call, run: Run = execute) -> Tensors:
         """From what is given where kernels make features of it, narrow numbers as narrow as they are; else as all
@@ -175,14 +168,18 @@ class Triton(TokenEngine):
     def _scan(
         call: Call, tokens: Tokens, carry: Carry, initial: Memory, run: Run, *, raw: bool
     ) -> tuple[Tensor, Carry]:
-        narrow = raw and tokens.phi_k.dtype == tokens.phi_q.dtype == call.values
-        exact = None if _loops(call) else precision_of(call.config, call.values, narrow=narrow)
+        exact = None if _loops(call) else _exact(call, tokens.phi_q, tokens.phi_k, raw=raw)
         if call.traced:
             from hecate.engine.triton.ops import scanned  # torch takes its time to register operators
 
             return scanned(call.config, exact, raw, tokens, carry, initial[0])
-        kernel = kernel_of(call.config, carry, exact, raw=raw, borders=_borders(call), part=_part(call))
+        kernel = kernel_of(call.config, exact, raw=raw, borders=_borders(call), part=_part(call))
         return run_by_hand(kernel, tokens, carry, initial, run=run)
+
+
+def _exact(call: Call, q: Tensor, k: Tensor, *, raw: bool = True) -> str:
+    """The precision of block kernels that read such queries and keys."""
+    return precision_of(call.config, call.values, narrow=raw and q.dtype == k.dtype == call.values)
 
 
 def raw_token(config: MemoryConfig) -> bool:

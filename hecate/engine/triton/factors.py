@@ -13,18 +13,8 @@ bfloat16 go to the tensor cores as they lie. [ENG-TRITON-D10]
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import decays, end_of, narrowed, segment_of, times, views
-from hecate.engine.triton.maps import COUNTS, PLAIN, featured, over, sized
-
-
-@triton.jit
-def rows(x, at, there, o, width, MAP: tl.constexpr):
-    """Rows `[C, width]` as they lie, or as MAP makes them, 0 where there is none."""
-    cells = there[:, None] & (o < width)[None, :]
-    found = tl.load(x + at[:, None] * width + o[None, :], mask=cells, other=0.0)
-    if MAP[0] != "same" or MAP[2] != "none":
-        found, _ = featured(found.to(tl.float32), cells, MAP)
-    return found
+from hecate.engine.triton.block import decays, end_of, narrowed, rows, segment_of, times, views
+from hecate.engine.triton.maps import COUNTS, PLAIN, over, sized
 
 
 @triton.jit

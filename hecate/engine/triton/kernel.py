@@ -54,28 +54,21 @@ def _launch(name: str) -> Any:
     return getattr(importlib.import_module("hecate.engine.triton.launch"), name)
 
 
-def _norm(narrow: bool) -> ByHand:
-    """Rows at unit length, in float32 or in the dtype that they have."""
-
-    def plain(x: Tensor | None) -> Tensors:
-        rows = one((x,))
-        unit = one(execute(L2_NORM, rows if rows.dtype == torch.float64 else rows.float()))
-        return (unit.to(rows.dtype) if narrow else unit,)
-
-    def forward(inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
-        made: tuple[Tensors, Tensors] = _launch("normed")(inputs, one(inputs).dtype if narrow else torch.float32)
-        return made
-
-    return ByHand("l2_norm", forward, lambda *record: _launch("normed_vjp")(*record), plain)
+def _unit(x: Tensor | None) -> Tensors:
+    rows = one((x,))
+    wide = rows if rows.dtype == torch.float64 else rows.float()
+    return (one(execute(L2_NORM, wide)).to(rows.dtype),)
 
 
-NORM, NARROW_NORM = _norm(False), _norm(True)
+# Rows at unit length, in the dtype that they have.
+NORM = ByHand(
+    "l2_norm", lambda inputs, keeps: _launch("normed")(inputs), lambda *record: _launch("normed_vjp")(*record), _unit
+)
 
 
 def kernel_of(
-    config: MemoryConfig, carry: Carry, exact: str | None, *, raw: bool, borders: tuple[int, ...] | None = None,
-    part: int = 0,
-) -> ByHand:  # fmt: skip
+    config: MemoryConfig, exact: str | None, *, raw: bool, borders: tuple[int, ...] | None = None, part: int = 0
+) -> ByHand:
     """The block kernels in a precision, or with None the loop kernels; raw: those that make features themselves;
     borders: of documents packed into one row, whose starts are all that reset tells; part: tokens of the parts of a row
     that blocks walk side by side, or 0."""
@@ -91,14 +84,17 @@ def kernel_of(
         return call(inputs).backward(record, cotangents)
 
     def plain(*inputs: Tensor | None) -> Tensors:
-        dtype, values = carry.memory[0].dtype, one((inputs[len(carry.slots) + 4],))
-        wide = [x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs]
+        memory, at = one(inputs[:1]), 2 + len(config.algorithm.slots)
+        wide = [x.to(memory.dtype) if x is not None and x.is_floating_point() else x for x in inputs]
+        keys, queries, _, lr = several(tuple(wide[at : at + 4]))
         if raw:
-            at = len(carry.slots) + 2
-            keys, queries = several(tuple(wide[at : at + 2]))
             wide[at : at + 2] = featured(config, keys, queries, run=execute)
-        y, *states = by_torch(config, carry)(*wide)
-        return one((y,)).to(values.dtype), *states
+        # Gates that the rule does not take, which kernels do without.
+        wide[at + 4 : at + 6] = [torch.ones_like(lr) if gate is None else gate for gate in wide[at + 4 : at + 6]]
+        position = torch.zeros(len(memory), dtype=torch.int64, device=memory.device)
+        like = Carry((memory,), several(tuple(wide[1 : at - 1])), (), (), (), (), position)
+        y, *states = by_torch(config, like)(*wide)
+        return one((y,)).to(one((inputs[at + 2],)).dtype), *states
 
     return ByHand("engine.triton", forward, vjp, plain)
 
@@ -123,34 +119,18 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
     links may be ill-conditioned, may be as far from it as eight times plain torch in float32, on numbers that let it
     stay finite."""
     loops = LOOP in flags
-    slots, exact = len(config.algorithm.slots), None
-    if not loops:
-        exact = precision_of(config, dtype, narrow=NARROW in flags)
-
-    def kernel(numbers: Tensors) -> ByHand:
-        states = tuple(item for item in numbers[: 1 + slots] if item is not None)
-        carry = Carry(states[:1], states[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=device))
-        borders = BORDERS if PACKED in flags else None
-        return kernel_of(config, carry, exact, raw=not loops, borders=borders, part=SEGMENT * (PARTED in flags))
-
+    slots, exact = len(config.algorithm.slots), None if loops else precision_of(config, dtype, narrow=NARROW in flags)
     if torch.is_autocast_enabled(device):  # a verdict is for every caller
         with torch.autocast(device, enabled=False):
             return distrust(config, flags, dtype, device, shape)
     if TOKEN in flags:
         return distrust_token(config, flags, dtype, device, shape)
-    if L2 in flags and (reason := distrust_norm(NORM, dtype, device, shape)) is not None:
+    if L2 in flags and (reason := distrust_norm(torch.float32, device, shape)) is not None:
         return reason
+    borders, part = BORDERS if PACKED in flags else None, SEGMENT * (PARTED in flags)
+    kernel = kernel_of(config, exact, raw=not loops, borders=borders, part=part)
     for scale in SCALES if loops else (_stable(config, shape[1]), *SCALES):
-        inputs, cotangents = trial(
-            dtype,
-            device,
-            shape,
-            channelwise="channels" in flags,
-            slots=slots,
-            flags=flags,
-            scale=scale,
-            adverse=not loops,
-        )
+        inputs, cotangents = trial(dtype, device, shape, slots=slots, flags=flags, scale=scale, adverse=not loops)
         if PACKED in flags:
             reset = one((inputs[slots + 9],))
             reset.zero_()[:, list(BORDERS[:-1])] = True
@@ -158,14 +138,14 @@ def distrust(config: MemoryConfig, flags: Flags, dtype: torch.dtype, device: str
             tokens = (x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs[slots + 2 :])
             inputs = (*inputs[: slots + 2], *tokens)
         wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in inputs)
-        right = both_by_torch(kernel(wide), wide, [item.double() for item in cotangents])
+        right = both_by_torch(kernel, wide, [item.double() for item in cotangents])
         if all(item is None or bool(item.isfinite().all()) for item in right):
             break
     return difference(
-        partial(both_ways, kernel(inputs), inputs, cotangents), lambda: right,
+        partial(both_ways, kernel, inputs, cotangents), lambda: right,
         slots=slots, bound=PARITY[torch.float32 if loops else dtype], against="the token loop in float64", dtype=dtype,
         shape=shape,
-        plain=partial(both_by_torch, kernel(inputs), inputs, cotangents) if loops else None, times=8.0,
+        plain=partial(both_by_torch, kernel, inputs, cotangents) if loops else None, times=8.0,
     )  # fmt: skip
 
 
@@ -177,9 +157,7 @@ def distrust_token(
     dtype."""
     slots = len(config.algorithm.slots)
     for scale in (min(scale, _stable(config, shape[1])) for scale in SCALES):
-        inputs, _ = trial(
-            dtype, device, shape, channelwise="channels" in flags, slots=slots, flags=flags, scale=scale
-        )  # fmt: skip
+        inputs, _ = trial(dtype, device, shape, slots=slots, flags=flags, scale=scale)
         states, tokens = several(inputs[: 1 + slots]), list(inputs[slots + 2 :])
         if config.key_norm != "none":  # or nothing would tell keys of unit length from such that came there
             tokens[0] = one((tokens[0],)) * one((tokens[1],)).norm(dim=-1, keepdim=True)
@@ -211,20 +189,18 @@ def _tokens_by_torch(config: MemoryConfig, dtype: torch.dtype, states: Tensors, 
     names = (*Inputs._fields[:6], *Inputs._fields[9:12])
     inputs = Inputs(**dict(zip(names, given, strict=True)))  # type: ignore[arg-type]
     first = several(tuple(x.to(dtype) for x in several(states)))
-    carry = Carry(first[:1], first[1:], (), (), (), (), torch.zeros(2, dtype=torch.int64, device=first[0].device))
     tokens = to_tokens(config, inputs, {"learned": {}, "frozen": {}}, dtype, execute)
-    return several(by_torch(config, carry)(*first, first[0], *tokens))
+    return several(kernel_of(config, None, raw=False).plain(*first, first[0], *tokens))
 
 
 def _token_by_token(config: MemoryConfig, states: Tensors, given: Tensors, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The same by the kernel of one token, y in a dtype."""
     held = [x.unsqueeze(0).clone() for x in several(states)]
     outputs = torch.empty_like(one(given[2:3]), dtype=dtype)
-    y, launch = outputs[:, 0].clone(), None
-    for at in range(outputs.shape[1]):
-        token = [None if x is None else x[:, at] for x in given]
-        if launch is None:
-            launch = importlib.import_module("hecate.engine.triton.loops").OneToken(config, True, held, token, y)
+    y = outputs[:, 0].clone()
+    tokens = [[None if x is None else x[:, at] for x in given] for at in range(outputs.shape[1])]
+    launch = importlib.import_module("hecate.engine.triton.loops").OneToken(config, True, held, tokens[0], y)
+    for at, token in enumerate(tokens):
         launch([y if x is None else x for x in token])
         outputs[:, at] = y
     return outputs, *(x.squeeze(0) for x in held)
@@ -240,15 +216,15 @@ def _stable(config: MemoryConfig, width: int) -> float:
 
 @cache
 @torch.inference_mode(False)
-def distrust_norm(norm: ByHand, dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
-    """Reason why a norm of keys is not trusted: what it computes beside float64."""
+def distrust_norm(dtype: torch.dtype, device: str, shape: tuple[int, ...]) -> str | None:
+    """Reason why the norm of keys is not trusted: what it computes beside float64."""
     if device == "cuda" and not torch.cuda.is_available():
         return NO_CARD
     keys, g = torch.randn(2, 1, TRIAL, 2, shape[1], generator=torch.Generator().manual_seed(0)).to(device)
     keys = keys.to(dtype)
     return difference(
-        partial(both_ways, norm, (keys,), [g]),
-        partial(both_by_torch, norm, (keys.double(),), [g.double()]),
+        partial(both_ways, NORM, (keys,), [g]),
+        partial(both_by_torch, NORM, (keys.double(),), [g.double()]),
         names=("keys at unit length", "their cotangents"), bound=PARITY[dtype], against="float64",
         dtype=dtype, shape=shape,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -43,13 +42,12 @@ class Form:
         states = 1 + len(config.algorithm.slots)
         given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
         memory = one(inputs[:1])
-        self.heads, self.length = given.lr.shape[2] if given.lr.dim() == 3 else 1, given.v.shape[1]
-        self.count, self.height, self.width = memory.shape
+        self.length, (self.count, self.height, self.width) = given.v.shape[1], memory.shape
         self.parts, self.part, self.row = -(-self.length // part) if part else 0, part, self.length
         if part:  # documents of one long row
             count = len(given.v)
             self.count, self.length = self.count // count, count * self.length
-        self.slots, self.decays, self.folded = states > 1, config.retention.uses_retain, given.lr.dim() == 2
+        self.slots, self.decays = states > 1, config.retention.uses_retain
         self.channels = self.decays and given.retain.dim() > given.lr.dim()
         self.bias = tiles_of(config.bias, turned=True)
         linear, card = self.bias.error or not self.bias.moves, card_of(memory.device)
@@ -71,21 +69,18 @@ class Form:
             "APART": given.phi_w is not None,
             "DECAYED": config.decay_order == "before_gradient", "EARLY_READ": config.read == "before",
             "CHANNELS": self.channels, "DOCS": docs or part > 0, "PARTS": part > 0, "HOLLOW": False,
-            "PSI": self.bias.psi, "PULL": self.bias.pull,
+            "STAGES": self.walks.stages, "PSI": self.bias.psi, "PULL": self.bias.pull,
             "EXACT": "tf32x3" if exact == "tf32x3" else "tf32", "FINE": "tf32" if lie else "tf32x3",
             "HALVES": narrow,
             "DT": tl.float32 if exact == "tf32x3" or interpreting() else tl.bfloat16,
             "PHI": phi, "MAP": (*phi[:2], "none" if lie else phi[2], phi[3]), "SIZE": phi[2] if lie else "none",
-            "BARE": (*phi[:2], "none", phi[3]), "NORM": phi[2],
+            "BARE": (*phi[:2], "none", phi[3]),
         }  # fmt: skip
         # Chunks of 16 tokens are short rows, too: their products are of fewer than 64 rows, or of float32, which other
         # instructions of the card make.
         full = {"DT": tl.float32, "EXACT": "tf32x3", "FINE": "tf32x3"}
         self.wide: dict[str, Any] = {} if narrow else full
-        self.walk: dict[str, Any] = {} if narrow or self.bias.apart else {name: full[name] for name in ("DT", "EXACT")}
-        if not narrow and self.bias.apart and exact != "tf32x3":
-            forth, back = (own._replace(tile=min(own.tile, ROUND // 2)) for own in (self.walks.scan, self.walks.pull))
-            self.walks = self.walks._replace(scan=forth, pull=back)
+        self.walk: dict[str, Any] = {} if self.bias.apart else self.wide
         self.interpreted = interpreting()
         self.kernels: dict[Any, tuple[Any, list[Any]]] = {}
         self.tables: dict[int, Documents] = {}  # of parts, by stream
@@ -105,34 +100,49 @@ class Form:
 
     def told(self, kernel: Any, launch: Launch, **more: Any) -> dict[str, Any]:
         """The options of a kernel, and those flags that it asks for."""
-        flags = self.flags | {"BV": launch.tile, "STAGES": launch.stages} | more
+        flags = self.flags | {"BV": launch.tile} | more
         own = {"num_warps": launch.warps, "num_stages": 1}
         return own | {name: flags[name] for name in kernel.arg_names if name in flags}
 
 
-class Scan(Form):
-    """The inputs of one call, with all that its form has: states `[N, V, P]` (slot None without momentum) and tokens,
-    `[B, T, H, *]` as they lie; `[N, T, *]` are those of one head."""
+class Given:
+    """The inputs of one call as kernels take them: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T,
+    H, *]` as they lie; `[N, T, *]` are those of one head."""
+
+    def __init__(self, config: MemoryConfig, borders: tuple[int, ...] | None, inputs: Tensors) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; borders: of the documents that reset
+        tells of, which then are walked side by side. given: q, k, kw, v, lr, retain, momentum, write, reset and
+        retain_value."""
+        states = 1 + len(config.algorithm.slots)
+        k, q, v, lr, retain, momentum, write, reset, kw, value = inputs[states + 1 :]
+        shape = one((lr,)).shape
+        self.heads = shape[2] if len(shape) == 3 else 1
+        self.memory = one(inputs[:1]).contiguous()
+        self.slot = one(inputs[1:2]).contiguous() if states > 1 else None
+        self.restarts = reset is not None
+        self.restart = one((inputs[states],)).contiguous() if self.restarts else self.memory
+        masks = write, reset if borders is None else None
+        by_heads = [m if m is None or len(shape) == 2 else by_head(m, self.heads) for m in masks]
+        gates = retain if config.retention.uses_retain else None, momentum if states > 1 else None
+        tensors = (q, k, kw, v, lr, *gates, *by_heads, value)
+        self.given = [None if x is None else x.contiguous() for x in tensors]
+        v = self.given[3]  # in place of what is not there
+        self.arguments: list[Any] = [
+            v if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given
+        ]
+
+
+class Scan(Form, Given):
+    """The inputs of one call of the block kernels, with all that its form has."""
 
     def __init__(
         self, config: MemoryConfig, exact: str, raw: bool, borders: tuple[int, ...] | None, part: int, inputs: Tensors
     ) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat; raw: keys and queries are no features
-        yet; borders: of the documents that reset tells of, which then are walked side by side; part: tokens of the
-        parts in which each row is walked side by side, or 0."""
+        """As for `Given`; raw: keys and queries are no features yet; part: tokens of the parts in which each row is
+        walked side by side, or 0."""
         vars(self).update(vars(Form.of(config, exact, raw, borders is not None, part, inputs)))
-        states = 1 + self.slots
-        k, q, v, lr, retain, momentum, write, reset, kw, _ = inputs[states + 1 :]
-        self.memory = one(inputs[:1]).contiguous()
-        self.slot = one(inputs[1:2]).contiguous() if self.slots else None
-        self.restart = None if reset is None else one((inputs[states],)).contiguous()
-        masks = [None if m is None else m if self.folded else by_head(m, self.heads) for m in (write, reset)]
-        if borders is not None:
-            masks[1] = None
-        own = (q, k, kw, v, lr, retain if self.decays else None, momentum if self.slots else None, *masks)
-        self.given = [None if x is None else x.contiguous() for x in own]
-        self.arguments, self.documents = self._arguments(), self._documents(borders)
-        self.where = self._where()
+        Given.__init__(self, config, borders, inputs)
+        self.documents, self.where = self._documents(borders), self._where()
 
     def _documents(self, borders: tuple[int, ...] | None) -> Documents:
         if not self.part:
@@ -171,22 +181,13 @@ class Scan(Form):
         if isinstance(made, CompiledKernel):
             self.kernels[at] = made, [told[name] for name in kernel.arg_names[len(given) :]]
 
-    def _arguments(self) -> list[Tensor]:
-        """q, k, kw, v, lr, retain, momentum, write, reset; v in place of what is not there."""
-        return [self.given[3] if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given]  # type: ignore[misc]
-
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Room for numbers."""
         return self.memory.new_empty(shape, dtype=dtype)
 
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The shape of the states at every segment's start."""
-        return self.documents.segments, self.count, self.height, self.width
-
     def factors(self) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
         """Rows as walks read them; pairs of tokens and numbers of all chunks; and flags that go with such rows."""
-        q, k, kw, _, *gates, write, reset = self.arguments
+        q, k, kw, _, *gates, write, reset, _ = self.arguments
         size = self.chunks.size
         places = self.documents.segments * (self.chunks.segment // size) * self.count
         pairs = [self.new(places, 1 + self.chunks.narrow, size, size, dtype=self.dtype) for _ in range(2)]
@@ -204,22 +205,28 @@ class Scan(Form):
             channel_factors, self.walks.factors._replace(warps=8), (places, 1, 1),
             q, k, kw, *gates[:2], write, reset, self.documents.spans, *pairs, *made, ends, *lengths, **self.wide,
         )  # fmt: skip
-        return made, [*pairs, ends, ends], {"APART": True, "MAP": ("same", 0.0, "none", 1.0)}
+        return made, [*pairs, ends, ends], {"APART": True, "MAP": SAME}
 
-    def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> list[Tensor]:
-        """The last states of all parts from their first ones."""
+    def scanned(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, *to: Tensor, PART: str, **more: Any) -> None:
+        """Launches a part of `scan` from first states: to y, u, kept states and last ones."""
         rows, found, flags = walk
-        v, write, height = self.arguments[3], self.arguments[7], memory.shape[1]
-        last = [torch.empty_like(memory)] * (1 if self.slots else 2)
-        last += [torch.empty_like(memory)] * (2 - len(last))
-        grid = self.documents.programs * self.count, -(-height // self.walks.scan.tile), 1
+        v, write, documents = self.arguments[3], self.arguments[7], self.documents
+        table, programs = documents.docs, documents.programs
+        if PART == "outputs":  # of all chunks at once
+            table, programs = documents.spans, documents.segments
+        grid = programs * self.count, -(-more.get("V", self.height) // self.walks.walk.tile), 1
         self.launch(
-            scan, self.walks.scan, grid,
-            *rows, v, write, self.documents.docs, *found, memory, slot, memory, v, v, memory, slot, *last,
-            self.length, self.heads, self.count, self.bias.cu,
-            PART="ends", KEEPS=False, **flags, **self.walk, **({"V": height} | more),
+            scan, self.walks.walk, grid,
+            *rows, v, write, table, *found, memory, slot, self.restart, *to, self.length, self.heads, self.count,
+            self.bias.cu, PART=PART, **flags, **self.walk, **more,
         )  # fmt: skip
-        return last
+
+    def ends(self, walk: tuple[Any, ...], memory: Tensor, slot: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        """The last states of all parts from their first ones."""
+        v, last = self.arguments[3], torch.empty_like(memory)
+        pair = last, torch.empty_like(memory) if self.slots else last
+        self.scanned(walk, memory, slot, v, v, memory, slot, *pair, PART="ends", KEEPS=False, V=memory.shape[1], **more)
+        return pair
 
     def moves(self, walk: tuple[Any, ...], none: Tensor) -> Tensor:
         """Matrices from the states that enter each part to those it hands on, `[rows, parts, heads, n P, n P]` of n
@@ -228,21 +235,16 @@ class Scan(Form):
             none = none.new_zeros(len(none), self.width, self.width)
         whole = none.clone()
         whole.diagonal(dim1=1, dim2=2).fill_(1.0)
-        found = self.ends(walk, whole, none, HOLLOW=True)[: 1 + self.slots]
-        if self.slots:
-            found = [torch.cat(found, -1), torch.cat(self.ends(walk, none, whole, HOLLOW=True), -1)]
-            found = [torch.cat(found, -2)]
-        return found[0]
+        first = self.ends(walk, whole, none, HOLLOW=True)
+        if not self.slots:
+            return first[0]
+        second = self.ends(walk, none, whole, HOLLOW=True)
+        return torch.cat([torch.cat(first, -1), torch.cat(second, -1)], -2)
 
-    def by_part(self, states: Sequence[Tensor], parts: int) -> Tensor:
+    def by_part(self, states: Sequence[Tensor]) -> Tensor:
         """States side by side in float64, part by part: `[parts, rows x heads, V, n P]`."""
-        first, height = states[0], states[0].shape[1]
-        wide = self.width * len(states) if len(states) > 1 else first.shape[2]
-        made = first.new_empty(parts, len(first) // (parts * self.count), self.count, height, wide, dtype=torch.float64)
-        for at, item in enumerate(states):
-            own = made if len(states) == 1 else made.narrow(-1, at * self.width, self.width)
-            own.copy_(item.view(-1, parts, self.count, *item.shape[1:]).transpose(0, 1))
-        return made.flatten(1, 2)
+        whole = beside(states).unflatten(0, (-1, self.parts, self.count)).transpose(0, 1)
+        return whole.to(torch.float64, memory_format=torch.contiguous_format).flatten(1, 2)
 
     def entered(
         self, states: Sequence[Tensor], local: Sequence[Tensor], moves: Tensor, *, back: bool
@@ -250,17 +252,15 @@ class Scan(Form):
         """The memory and slot that enter each part: `states` enter the first of a row, and a part hands on what it
         makes by itself (local) and, by its moves, of what entered; or, back, cotangents from the last to the first, by
         the moves transposed. In float64, which neither autocast nor TF32 rounds."""
-        count = 1 + self.slots
-        made, moved = self.by_part(local[:count], self.parts).unbind(0), self.by_part([moves], self.parts).unbind(0)
-        found = torch.empty(self.parts, *made[0].shape, dtype=torch.float64, device=moves.device)
-        entering = found.unbind(0)
+        made, moved = self.by_part(local[: 1 + self.slots]).unbind(0), self.by_part([moves]).unbind(0)
         order = range(self.parts)[::-1] if back else range(self.parts)
-        entering[order[0]].copy_(states[0] if count == 1 else torch.cat([*states], -1))
-        for part, behind in pairwise(order):
+        entering = [beside(states).double()]
+        for part in order[:-1]:
             by = moved[part].mT if back else moved[part]
-            torch.baddbmm(made[part], entering[part], by, out=entering[behind])
-        rows = found.unflatten(1, (-1, self.count)).transpose(0, 1).flatten(0, 2)
-        whole = [item.to(states[0].dtype, memory_format=torch.contiguous_format) for item in rows.split(self.width, -1)]
+            entering.append(torch.baddbmm(made[part], entering[-1], by))
+        each = [item.unflatten(0, (-1, self.count)) for item in (entering[::-1] if back else entering)]
+        parts = torch.stack(each, 1).flatten(0, 2).split(self.width, -1)
+        whole = [item.to(states[0].dtype, memory_format=torch.contiguous_format) for item in parts]
         return whole[0], whole[-1]
 
     def last_of(self, states: Sequence[Tensor], part: int) -> list[Tensor]:
@@ -275,8 +275,7 @@ class Scan(Form):
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
-        v, write, documents = self.arguments[3], self.arguments[7], self.documents
-        rows, found, flags = walk = self.factors()
+        v, walk = self.arguments[3], self.factors()
         memory, slot = self.memory, self.memory if self.slot is None else self.slot
         moves: Tensors = ()
         if self.parts:
@@ -286,19 +285,12 @@ class Scan(Form):
             moves = (move,)
         y, last = torch.empty_like(v), torch.empty_like(memory)
         last_slot = last if self.slot is None else torch.empty_like(slot)
-        apart = self.walks.apart
         us = self.new(*v.shape) if keeps and self.bias.moves else v
-        states = self.new(*self.kept, dtype=self.dtype) if keeps or apart else memory
+        shape = self.documents.segments, self.count, self.height, self.width
+        states = self.new(*shape, dtype=self.dtype) if keeps or self.walks.apart else memory
         slots = states if self.slot is None or states is memory else torch.empty_like(states)
-        restart = memory if self.restart is None else self.restart
-        tiles, grids = -(-self.height // self.walks.scan.tile), (documents.programs, documents.segments)
-        parts = ("states", "outputs") if apart else ("all",)
-        for part, table, programs in zip(parts, (documents.docs, documents.spans), grids):  # noqa: B905
-            self.launch(
-                scan, self.walks.scan, (programs * self.count, tiles, 1),
-                *rows, v, write, table, *found, memory, slot, restart, y, us, states, slots, last, last_slot,
-                self.length, self.heads, self.count, self.bias.cu, PART=part, KEEPS=keeps, **flags, **self.walk,
-            )  # fmt: skip
+        for part in ("states", "outputs") if self.walks.apart else ("all",):
+            self.scanned(walk, memory, slot, y, us, states, slots, last, last_slot, PART=part, KEEPS=keeps)
         if self.parts:
             last, last_slot = self.last_of((last, last_slot), -1)
         finals = (last,) if self.slot is None else (last, last_slot)
@@ -314,7 +306,7 @@ class Scan(Form):
         """Cotangents of memory, slots, initial memory and the tokens."""
         preds, kept, kept_S, *moved = record = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
-        q, k, kw, v, lr, *_, write, _ = self.arguments
+        q, k, kw, v, lr, _, _, write, *_ = self.arguments
         if gy.dtype != v.dtype or any(item.data_ptr() % ALIGNED for item in (gy, *finals, *record)):
             self.where = None
         g1, y1 = finals[0], finals[-1]
@@ -330,7 +322,7 @@ class Scan(Form):
 
         def pulled(g1: Tensor, y1: Tensor) -> None:
             self.launch(
-                pull, self.walks.pull, (len(g0), -(-self.height // self.walks.pull.tile), 1),
+                pull, self.walks.walk, (len(g0), -(-self.height // self.walks.walk.tile), 1),
                 *rows, v, write, self.documents.docs, *weights, preds, gy, g1, y1, us, es, gv, kept_G, kept_Y, g0, y0,
                 gz, *numbers, self.bias.cu, self.bias.cg, **flags, **self.walk,
             )  # fmt: skip
@@ -345,59 +337,58 @@ class Scan(Form):
         found = [None if x is None else torch.empty_like(x) for x in self.given[5:7]]
         grid, to_w = (self.documents.segments * self.count, 1, 1), gk if gw is None else gw
         spans, segment = self.documents.spans, self.chunks.segment
-        restart = self.memory if self.restart is None else self.restart
         g0, y0, gz, gv = *self.met(g0, y0, gz), gv.to(v.dtype)
         own = (g0,) if self.slot is None else (g0, y0)
-        grads = (*own, None if self.restart is None else gz, gk, gq, gv, glr, *found, None, None, gw, None)
+        grads = (*own, gz if self.restarts else None, gk, gq, gv, glr, *found, None, None, gw, None)
         if self.channels:
-            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]), restart)
+            self.channelled((us, es, kept, gy, kept_G), (gq, gk, to_w, glr, found[0]))
             return grads
         sums, ends = self.new(8, lr.numel()), self.new(self.documents.segments, self.count, 4)
         counts = (*numbers, self.count, lr.numel())
-        for of in ("queries", "keys") if self.walks.split else ("both",):
-            self.launch(
-                tokens, self.walks.tokens, grid,
-                *self.arguments, spans, restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
-                ends, *counts, OF=of, C=segment,
-            )  # fmt: skip
+        self.launch(
+            tokens, self.walks.rows, grid,
+            *self.arguments[:9], spans, self.restart, us, es, kept, kept_S, gy, kept_G, kept_Y, gq, gk, to_w, glr, sums,
+            ends, *counts, C=segment,
+        )  # fmt: skip
         if self.decays or self.slots:
             to = [v if x is None else x for x in found]
             self.launch(
-                gates, self.walks.gates, grid,
-                *self.arguments, spans, us, es, gy, sums, ends, *to, *counts, C=segment,
+                gates, self.walks.rows, grid,
+                *self.arguments[:9], spans, us, es, gy, sums, ends, *to, *counts, C=segment,
             )  # fmt: skip
         return grads
 
-    def channelled(self, record: Tensors, cotangents: Tensors, restart: Tensor) -> None:
+    def channelled(self, record: Tensors, cotangents: Tensors) -> None:
         """Fills the cotangents of queries, keys, written keys, lr and retain of each channel, by what `pull` left."""
-        q, k, kw, v, lr, retain, _, write, reset = self.arguments
+        q, k, kw, v, lr, retain, _, write, reset, _ = self.arguments
         us, es, kept, gy, kept_G = record
-        segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.tokens
+        segment, places, launch = self.chunks.segment, self.documents.segments * self.count, self.walks.rows
         pieces, tile = segment // BLOCK, min(ROUND if self.chunks.narrow else CHANNELS, self.flags["BP"])
         sums, overs = self.new(3, *k.shape), self.new(2, lr.numel())
         fresh = self.new(3, *k.shape) if self.flags["RESET"] else sums
         across = [self.new(places, 1 + self.chunks.narrow, segment, segment, dtype=self.dtype) for _ in range(2)]
         pairs, ends = self.new(2, places, segment, BLOCK), self.new(places, pieces, self.width)
         spans, numbers = self.documents.spans, (self.length, self.heads, self.count, lr.numel())
-        sizes = self.wide | {
-            "C": segment,
-            "LOG": segment.bit_length() - 1,
-            "PIECE": BLOCK.bit_length() - 1,
-            "TILE": tile,
-        }
+        logs = {"LOG": segment.bit_length() - 1, "PIECE": BLOCK.bit_length() - 1}
+        sizes = {"C": segment, "TILE": tile, **logs, **self.wide}
         self.launch(
             channel_pairs, launch, (places, 1, 1),
             q, k, v, write, spans, us, es, gy, *across, pairs, overs, *numbers, **sizes,
         )  # fmt: skip
         self.launch(
-            channel_borders, launch._replace(warps=8), (places * -(-self.width // tile), 1, 1),
-            q, k, kw, v, lr, retain, write, reset, spans, restart, us, es, kept, gy, kept_G, *across, overs, sums,
+            channel_borders, launch, (places * -(-self.width // tile), 1, 1),
+            q, k, kw, v, lr, retain, write, reset, spans, self.restart, us, es, kept, gy, kept_G, *across, overs, sums,
             fresh, ends, *numbers, **sizes,
         )  # fmt: skip
         self.launch(
             channel_tokens, launch._replace(warps=max(1, self.flags["BP"] // 32)), (places * pieces, 1, 1),
             q, k, kw, lr, retain, write, reset, spans, pairs, sums, fresh, overs, ends, *cotangents, *numbers, C=BLOCK,
         )  # fmt: skip
+
+
+def beside(states: Sequence[Tensor]) -> Tensor:
+    """States side by side."""
+    return states[0] if len(states) == 1 else torch.cat([*states], -1)
 
 
 def stream_of(device: torch.device) -> int | None:
@@ -416,10 +407,10 @@ def phi_of(config: MemoryConfig, width: int) -> tuple[str, float, str, float]:
     return *form, config.key_norm, width**-0.5 if config.query_scale == "key_dim" else 1.0
 
 
-def normed(inputs: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """Rows of `[B, T, H, D]` at unit length in a dtype, and the record for `normed_vjp`."""
+def normed(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """Rows of `[B, T, H, D]` at unit length in their dtype, and the record for `normed_vjp`."""
     x, where = _rows(inputs)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     unit[(triton.cdiv(sizes.numel(), ROWS),)](x, y, sizes, sizes.numel(), *where, **_tile(x))
     return (y,), (sizes,)

@@ -66,7 +66,7 @@ def written(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def forward(
-    q, k, kw, v, lr, retain, value, momentum, write, reset, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
+    q, k, kw, v, lr, retain, momentum, write, reset, value, docs, M0, S0, Z0, y, kept, kept_S, M1, S1, T, H, SEG,
     cu, e, cs, cl,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, MOVES: tl.constexpr,
     STEP: tl.constexpr, LINK: tl.constexpr, DUAL: tl.constexpr, ALGORITHM: tl.constexpr,
@@ -184,8 +184,8 @@ def one_token(
 
 @triton.jit(do_not_specialize_on_alignment=COUNTS)
 def backward(
-    q, k, kw, v, lr, retain, value, momentum, write, reset, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
-    gq, gk, gw, gv, glr, gr, gvalue, gm, G0, Y0, GZ, T, H, SEG, cu, cg, e, cs, cs_back, cl, cl_back,
+    q, k, kw, v, lr, retain, momentum, write, reset, value, docs, Z0, kept, kept_S, gy, G1, Y1, states, states_S,
+    gq, gk, gw, gv, glr, gr, gm, gvalue, G0, Y0, GZ, T, H, SEG, cu, cg, e, cs, cs_back, cl, cl_back,
     P: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, PSI: tl.constexpr, PULL: tl.constexpr,
     MOVES: tl.constexpr, STEP: tl.constexpr, STEP_BACK: tl.constexpr, LINK: tl.constexpr, LINK_BACK: tl.constexpr,
     DUAL: tl.constexpr, ALGORITHM: tl.constexpr, RETAIN: tl.constexpr, VALUE: tl.constexpr, MASK: tl.constexpr,

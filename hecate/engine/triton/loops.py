@@ -9,8 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from hecate.engine.tokens import Tokens, by_head
-from hecate.engine.triton.launch import SAME, phi_of
+from hecate.engine.triton.launch import SAME, Given, phi_of
 from hecate.engine.triton.loop import backward, forward, one_token
 from hecate.engine.triton.table import SEGMENT, Documents
 from hecate.engine.triton.tiles import Steps, Tiles, steps_of, tiles_of
@@ -60,41 +59,26 @@ def rounded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-class Loop:
-    """The inputs of one call: states `[N, V, P]` (slot None without momentum) and tokens, `[B, T, H, *]` as they lie;
-    `[N, T, *]` are those of one head."""
+def gate_of(retain: Tensor | None, axes: int) -> str:
+    """Of a token: "none", "one" number, or "channels" of one each, which take an axis more."""
+    return "none" if retain is None else "channels" if retain.dim() > axes else "one"
+
+
+class Loop(Given):
+    """The inputs of one call of the loop kernels."""
 
     def __init__(self, config: MemoryConfig, borders: tuple[int, ...] | None, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat; borders: of the documents that reset
-        tells of, which then are walked side by side."""
-        states = 1 + len(config.algorithm.slots)
-        memory, *slots = several(inputs[:states])
-        given = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        self.heads = given.lr.shape[2] if given.lr.dim() == 3 else 1
-        self.memory, self.slot = memory.contiguous(), slots[0].contiguous() if slots else None
-        self.restart = None if given.reset is None else one((inputs[states],)).contiguous()
-        retain = given.retain if config.retention.uses_retain else None
-        channels = retain is not None and retain.dim() > given.lr.dim()
-        self.formulas = formulas(config, single=not channels and given.retain_value is None)
-        self.length, (self.count, self.height, self.width) = given.v.shape[1], memory.shape
-        masks = [None if m is None else by_head(m, self.heads) if given.lr.dim() == 3 else m for m in given[6:8]]
-        momentum = given.momentum if slots else None
-        own = (given.phi_q, given.phi_k, given.phi_w, given.v, given.lr, retain, given.retain_value, momentum)
-        if borders is not None:
-            masks[1] = None
-        self.given = [None if x is None else x.detach().contiguous() for x in (*own, *masks)]
+        super().__init__(config, borders, inputs)
+        _, _, kw, v, lr, retain, _, write, reset, value = self.given
+        gate, self.length = gate_of(retain, one((lr,)).dim()), one((v,)).shape[1]
+        self.formulas = formulas(config, single=gate != "channels" and value is None)
+        self.count, self.height, self.width = self.memory.shape
         self.documents = Documents.of(borders, self.length, SEGMENT, self.memory)
         self.flags: dict[str, Any] = {
-            "P": self.width, "V": self.height, "BP": rounded(self.width), **self.formulas.flags,
-            "RETAIN": "none" if retain is None else "channels" if channels else "one",
-            "VALUE": given.retain_value is not None, "MASK": masks[0] is not None, "RESET": masks[1] is not None,
-            "APART": given.phi_w is not None, "DOCS": borders is not None,
+            "P": self.width, "V": self.height, "BP": rounded(self.width), **self.formulas.flags, "RETAIN": gate,
+            "VALUE": value is not None, "MASK": write is not None, "RESET": reset is not None,
+            "APART": kw is not None, "DOCS": borders is not None,
         }  # fmt: skip
-
-    @property
-    def arguments(self) -> list[Tensor]:
-        """q, k, kw, v, lr, retain, value, momentum, write, reset; v in place of what is not there."""
-        return [self.given[3] if x is None else x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.given]  # type: ignore[misc]
 
     def forward(self, keeps: bool) -> tuple[Tensors, Tensors]:
         """Outputs and final states; and the record for `backward` if asked for."""
@@ -108,7 +92,7 @@ class Loop:
         tile = min(rounded(self.height), TILE) if self.formulas.apart else rounded(self.height)
         forward[(self.documents.programs * self.count, -(-self.height // tile))](
             *self.arguments, self.documents.docs, memory, memory if slot is None else slot,
-            memory if self.restart is None else self.restart, y, states, slots, last, last_slot, self.length,
+            self.restart, y, states, slots, last, last_slot, self.length,
             self.heads, SEGMENT, self.formulas.bias.cu, self.formulas.erase, steps.numbers[0], steps.numbers[2],
             BV=tile, KEEPS=keeps, num_warps=warps(tile, self.flags["BP"]), **self.flags,
         )  # fmt: skip
@@ -120,24 +104,24 @@ class Loop:
         kept, kept_S = several(record)
         gy, *finals = (item.contiguous() for item in cotangents)
         g1, y1 = finals[0], finals[-1]
-        g0, y0 = self.documents.each(g1), self.documents.each(y1)
+        g0, y0 = (g1.new_empty(self.documents.programs * self.count, *g1.shape[1:]) for _ in range(2))
         gz = torch.zeros_like(g0) if self.flags["RESET"] else g0
         scratch = self.memory.new_empty(len(g0), SEGMENT, self.height, self.width)
         scratch_S = scratch if self.slot is None else torch.empty_like(scratch)
-        new = torch.empty_like if self.given[8] is None else torch.zeros_like  # masked: left as they are
-        grads = [None if x is None else new(x) for x in self.given[:8]]
+        new = torch.empty_like if self.given[7] is None else torch.zeros_like  # masked: left as they are
+        grads = [None if x is None else new(x) for x in (*self.given[:7], self.given[9])]
         to = [gy if x is None else x for x in grads]  # what is not there is not written
         tile, bias, steps = rounded(self.height), self.formulas.bias, self.formulas.steps
         backward[(len(g0),)](
-            *self.arguments, self.documents.docs, g0 if self.restart is None else self.restart, kept, kept_S, gy, g1,
+            *self.arguments, self.documents.docs, self.restart, kept, kept_S, gy, g1,
             y1, scratch, scratch_S, *to, g0, y0, gz, self.length, self.heads, SEGMENT, bias.cu, bias.cg,
             self.formulas.erase, *steps.numbers, BV=tile, num_warps=warps(tile, self.flags["BP"]), PULL=bias.pull,
             STEP_BACK=steps.step_back, LINK_BACK=steps.link_back, **self.flags,
         )  # fmt: skip
         g0, y0, gz = self.documents.met(g0, y0, gz)
         own = (g0,) if self.slot is None else (g0, y0)
-        q, k, w, v, lr, retain, value, momentum = grads
-        return (*own, None if self.restart is None else gz, k, q, v, lr, retain, momentum, None, None, w, value)
+        q, k, w, v, lr, retain, momentum, value = grads
+        return (*own, gz if self.restarts else None, k, q, v, lr, retain, momentum, None, None, w, value)
 
 
 class OneToken:
@@ -149,8 +133,8 @@ class OneToken:
         """given: q, k, v, lr, retain, momentum, erase, write and retain_value, None where there is none; raw: q and k
         are no features yet; memory and slots `[B, H, V, P]` and y `[B, H, V]` are contiguous."""
         (*_, retain, _, erase, write, value), (height, width) = given, states[0].shape[-2:]
-        channels = retain is not None and retain.dim() == 3
-        made = formulas(config, single=not channels and value is None)
+        gate = gate_of(retain, 2)
+        made = formulas(config, single=gate != "channels" and value is None)
         tile = min(rounded(height), ONE_TILE) if made.apart else rounded(height)
         self.grid = len(y) * -(-height // tile), y.shape[1], 1
         places: list[int] = []
@@ -160,8 +144,7 @@ class OneToken:
         self.rest = (states[0], states[-1], y, *places, *numbers)
         own: dict[str, Any] = {
             "P": width, "V": height, "BP": rounded(width), "BV": tile,
-            "PHI": phi_of(config, width) if raw else SAME, **made.flags,
-            "RETAIN": "none" if retain is None else "channels" if channels else "one",
+            "PHI": phi_of(config, width) if raw else SAME, **made.flags, "RETAIN": gate,
             "VALUE": value is not None, "KEYS": erase is not None and write is not None,
         }  # fmt: skip
         self.flags = {name: own[name] for name in one_token.arg_names if name in own}

@@ -62,8 +62,6 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
     """The kernels, their inputs as `Scan` and `Loop` take them, and whether they are trusted."""
     config, (memory, slot, initial, *tokens) = config_of(rule), inputs
     weights, values, retain, given = one((memory,)), one((tokens[2],)), tokens[4], [] if slot is None else [slot]
-    zeros = torch.zeros(2, dtype=torch.int64, device=weights.device)
-    carry = Carry((weights,), tuple(given), (), (), (), (), zeros)
     there = {
         "write": tokens[6] is not None, "reset": tokens[7] is not None, "phi_w": tokens[8] is not None,
         "retain_value": tokens[9] is not None, "channels": retain is not None and retain.dim() == values.dim(),
@@ -76,7 +74,7 @@ def _kernel(rule: str, exact: str | None, inputs: Sequence[Tensor | None]) -> tu
         find_spec("triton") is not None
         and verdict(config, flags, dtype, values.device.type, tuple(weights.shape[1:])) is None
     )
-    return kernel_of(config, carry, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
+    return kernel_of(config, exact, raw=exact is not None), (memory, *given, initial, *tokens), trusted
 
 
 def _record_shapes(

@@ -42,20 +42,20 @@ def trial(
     device: str,
     shape: tuple[int, ...],
     *,
-    channelwise: bool = False,
     slots: int = 0,
     flags: Sequence[str] = (),
     scale: float = 1.0,
     adverse: bool = False,
 ) -> tuple[Tensors, tuple[Tensor, ...]]:
     """Inputs of a kernel (memory, *slots, initial, *tokens), one sequence of two heads in numbers of a dtype, and
-    cotangents. One head forgets little and the other much; flags name the fields of `Tokens` that may be left out.
+    cotangents. One head forgets little and the other much; flags name the fields of `Tokens` that may be left out, and
+    "channels" of retain.
     scale is that of states, values, learning rates and momenta: small ones let no rule diverge. Random keys hide an
     inverse that loses digits: adverse ones come in runs, of nearly equal and of equal ones at lr 1 and retain 1, with
     gates of 0 among them; where rows are "parted", one head keeps nearly all of a state from part to part."""
     height, width = shape
     lead = (1, TRIAL, 2)
-    generator = torch.Generator().manual_seed(0)
+    generator, channelwise = torch.Generator().manual_seed(0), "channels" in flags
 
     def draw(*size: int) -> Tensor:
         drawn = torch.randn(*size, generator=generator, dtype=torch.float32, device="cpu")

@@ -19,8 +19,7 @@ moves those below, and back, what is settled of its cotangent those above. [ENG-
 import triton
 import triton.language as tl
 
-from hecate.engine.triton.block import first_state, in_halves, narrowed, segment_of, sequence_of, writes_at
-from hecate.engine.triton.factors import rows
+from hecate.engine.triton.block import first_state, in_halves, narrowed, rows, segment_of, sequence_of, writes_at
 from hecate.engine.triton.maps import COUNTS, PLAIN
 
 
@@ -157,9 +156,7 @@ def scan(
     for step in tl.range(0, tl.cdiv(length, C), num_stages=STAGES):
         place = (slot * R + step) * beside + own
         if PART != "outputs":
-            if STATES and R == 1:
-                keep(kept, kept_S, place * V * P, cell, M, S, whole, MOMENTUM)
-            elif STATES:
+            if STATES:
                 if step % R == 0:
                     keep(kept, kept_S, ((slot + step // R) * beside + own) * V * P, cell, M, S, whole, MOMENTUM)
             placed, there = first + (step * C + i) * H, step * C + i < length
@@ -248,12 +245,9 @@ def pull(
     for back in tl.range(0, chunks, num_stages=STAGES):
         step = chunks - 1 - back
         place = (slot * R + step) * beside + own
-        if R == 1:
-            keep(kept_G, kept_Y, place * V * P, cell, G, Y, whole, MOMENTUM)
-        else:
-            # The cotangent after a segment's last chunk; the sequence may end within one.
-            if step % R == R - 1 or back == 0:
-                keep(kept_G, kept_Y, ((slot + step // R) * beside + own) * V * P, cell, G, Y, whole, MOMENTUM)
+        # The cotangent after a segment's last chunk; the sequence may end within one.
+        if step % R == R - 1 or back == 0:
+            keep(kept_G, kept_Y, ((slot + step // R) * beside + own) * V * P, cell, G, Y, whole, MOMENTUM)
         at, inside = first + (step * C + i) * H, step * C + i < length
         w = writes_at(write, at, inside, MASK)
         qt, kt = rows(q, at, inside, op, P, MAP), rows(k, at, w, op, P, MAP)
@@ -281,11 +275,8 @@ def pull(
         if FORM == "error":
             E = by_pairs(tl.zeros([BV, C], tl.float32), X, lower, place, i, False, C, DT, EXACT, HALVES, True)
         elif FORM == "rows":
-            pred, vt = (
-                tl.load(preds + side, mask=cells, other=0.0),
-                tl.trans(rows(v, at, w, ov, V, PLAIN)).to(tl.float32),
-            )
-            E, gvt = X * 0.0, X * 0.0
+            pred, vt = tl.load(preds + side, mask=cells, other=0.0), tl.trans(rows(v, at, w, ov, V, PLAIN))
+            vt, E, gvt = vt.to(tl.float32), X * 0.0, X * 0.0
             for settled in range(C):
                 j = C - 1 - settled
                 here, token = (i == j)[None, :], step * C + j

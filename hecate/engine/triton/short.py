@@ -12,13 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hecate.engine.arguments import Named
 from hecate.engine.call import Call, Inputs
-from hecate.engine.tokens import Carry, Tokens
 from hecate.engine.triton.kernel import kernel_of
 from hecate.rule import Gates, MemoryState
-from hecate.tape import Tensors, several
+from hecate.tape import Tensors
 
 FIELDS = len(Inputs._fields)  # of a call's tensors, ahead of its states
+
+
+def is_short(call: Call) -> bool:
+    """True if no more is to be done for calls that look like one than to launch block kernels."""
+    plan, config = call.plan, call.config
+    if plan.looks is not False or plan.by_tensors or plan.masked or plan.general:
+        return False
+    if plan.starts or plan.wide or plan.anchored or plan.first > FIELDS or config.structure.drawn:
+        return False
+    if config.forms.dampens or config.forms.per_head or config.on_nonfinite == "skip":
+        return False
+    # Of the others some are to be cast.
+    return all(item.dtype == plan.dtype or item.itemsize < plan.dtype.itemsize for item in call.inputs[:6])
 
 
 class Short:
@@ -26,35 +39,17 @@ class Short:
 
     def __init__(self, call: Call, exact: str, part: int) -> None:
         """Of a call that went the whole way; in a precision, in parts of so many tokens or, with 0, whole."""
-        config, self.dtype, self.exact, self.part = call.config, call.plan.dtype, exact, part
-        self.config, self.slots = config, len(call.plan.kinds[1])
-        ((self.name, self.shape),) = call.plan.kinds[0].items()
-        self.uses = True, config.retention.uses_retain, self.slots > 0
-        hand = kernel_of(config, call.memories[0][1], exact, raw=True, part=part)
-        self.run = hand._replace(plain=self.plain).block().forward
-
-    @classmethod
-    def of(cls, call: Call, exact: str, part: int) -> Short | None:
-        """The short way of calls that look like one; None where more is to be done than to launch kernels."""
-        plan, config = call.plan, call.config
-        if plan.looks is not False or plan.by_tensors or plan.masked or plan.general:
-            return None
-        if plan.starts or plan.wide or plan.anchored or plan.first > FIELDS or config.structure.drawn:
-            return None
-        if config.forms.dampens or config.forms.per_head or config.on_nonfinite == "skip":
-            return None
-        numbers = call.inputs[:6]
-        if any(item.dtype != plan.dtype and item.itemsize >= plan.dtype.itemsize for item in numbers):
-            return None  # to be cast
-        return cls(call, exact, part)
+        config, self.plan, self.slots = call.config, call.plan, len(call.plan.kinds[1])
+        self.uses, self.defaults = (True, config.retention.uses_retain, self.slots > 0), config.forms.defaults
+        self.run = kernel_of(config, exact, raw=True, part=part).block().forward
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None, initial: Any
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: MemoryState | None, initial: Named | None
     ) -> Tensors:
         """Outputs, and the new state's tensors in the order of `Carry`."""
-        states, position = self.states(k, state, initial)
+        *states, position = self.states(k, state, initial)
         given: list[Any] = []
-        for gate, used, default in zip(gates, self.uses, self.config.forms.defaults):  # noqa: B905
+        for gate, used, default in zip(gates, self.uses, self.defaults):  # noqa: B905
             if used and not isinstance(gate, Tensor):
                 number = default if gate is None else float(gate)
                 wide = torch.promote_types(k.dtype, torch.float32)
@@ -63,30 +58,12 @@ class Short:
         inputs: Tensors = (*states, states[0], k, q, v, *given, None, None, None, None)
         return *self.run(*inputs)[0], position
 
-    def states(self, k: Tensor, state: MemoryState | None, initial: Any) -> tuple[list[Tensor], Tensor]:
+    def states(self, k: Tensor, state: MemoryState | None, initial: Named | None) -> list[Tensor]:
         """The memory and its slot `[N, V, P]`, in the order of `Carry`, and its position."""
         if state is not None:
-            held = [*state.memory.values(), *state.slots.values()]
-            return [item.flatten(0, 1).to(self.dtype) for item in held], state.position.flatten()
-        batch, _, heads, _ = k.shape
-        count, found = batch * heads, []
+            return self.plan.flattened(state)
         if initial is not None:
-            weight = initial[self.name].to(self.dtype)
-            weight = weight if weight.dim() > 3 else weight.expand(batch, *weight.shape)
-            found.append(weight.flatten(0, 1))
-        empty = 1 + self.slots - len(found)
-        if empty:
-            place: dict[str, Any] = {"dtype": self.dtype, "device": k.device}
-            found += torch.zeros(empty, count, *self.shape, **place).unbind(0)
-        return found, torch.zeros(count, dtype=torch.int64, device=k.device)
-
-    def plain(self, *inputs: Tensor | None) -> Tensors:
-        """The same as the kernels in plain torch, with the gates that they do not read."""
-        memory, *slots = several(inputs[: 1 + self.slots])
-        tokens = Tokens(*inputs[2 + self.slots :])  # type: ignore[arg-type]
-        neutral = torch.ones_like(tokens.lr)
-        tokens = tokens._replace(**{name: neutral for name in ("retain", "momentum") if getattr(tokens, name) is None})
-        position = torch.zeros(len(memory), dtype=torch.int64, device=memory.device)
-        carry = Carry((memory,), tuple(slots), (), (), (), (), position)
-        own = kernel_of(self.config, carry, self.exact, raw=True, part=self.part)
-        return own.plain(*inputs[: 2 + self.slots], *tokens)
+            return self.plan.fresh(self.plan.weights(initial, k), k)
+        count = k.shape[0] * k.shape[2]
+        zeros = torch.zeros(1 + self.slots, count, *self.plan.shape, dtype=self.plan.dtype, device=k.device)
+        return [*zeros.unbind(0), torch.zeros(count, dtype=torch.int64, device=k.device)]

@@ -9,98 +9,55 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEWEST, ROUND = (
-    16,
-    64,
-)  # numbers of a side of what products take: at least, and of bfloat16, whose rows are 128 bytes then
+FEWEST, ROUND = 16, 64  # of a side of what products take: at least, and of bfloat16, whose rows are 128 bytes then
 BLOCK, SEGMENT = 16, 64  # tokens of a chunk at least and at most, the latter between kept states
 CHANNELS = 16  # of a program of `channel_borders`, which leaves room for a second one beside it
 
 
 class Launch(NamedTuple):
-    """Values of a tile, warps of a program, and the loads that it has under way at once."""
+    """Values of a tile, and warps of a program."""
 
     tile: int
     warps: int
-    stages: int
 
 
 class Walks(NamedTuple):
-    """Of the kernels; apart: whether outputs of `scan` have a launch of their own, of all chunks at once; split:
-    whether `tokens` takes queries and keys in two launches."""
+    """Of `factors`, of the walks `scan` and `pull`, and of the kernels of rows behind them; apart: whether outputs of
+    `scan` have a launch of their own, of all chunks at once; stages: the loads that a walk has under way at once."""
 
     factors: Launch
-    scan: Launch
-    pull: Launch
-    tokens: Launch
-    gates: Launch
+    walk: Launch
+    rows: Launch
     apart: bool
-    split: bool
+    stages: int
 
 
-# (oldest architecture, widest keys, momentum, operands in bfloat16). By the compiler's registers, and for keys of 128
-# in bfloat16 by an H200: `factors` takes .44 ms of 4 warps and .77 of 8, tiles of 32 values cost walks a tenth to a
-# fifth, `gates` a seventh of 4 warps.
+# (oldest architecture, widest keys, operands in bfloat16): warps of `factors`, walks, walks beside a momentum, tile of
+# rows. By the compiler's registers, and for keys of 128 in bfloat16 by an H200: `factors` takes .44 ms of 4 warps and
+# .77 of 8, tiles of 32 values cost walks a tenth to a fifth, `gates` a seventh of 4 warps.
 WALKS = {
-    (90, 64, False, True): Walks(
-        Launch(0, 4, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False, False
-    ),
-    (90, 64, True, True): Walks(
-        Launch(0, 4, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True, False
-    ),
-    (90, 128, False, True): Walks(
-        Launch(0, 4, 1), Launch(64, 4, 2), Launch(64, 4, 2), Launch(64, 8, 1), Launch(64, 8, 1), False, False
-    ),
-    (90, 128, True, True): Walks(
-        Launch(0, 4, 1), Launch(64, 8, 2), Launch(64, 8, 2), Launch(64, 8, 1), Launch(64, 8, 1), True, False
-    ),
-    (90, 64, False, False): Walks(
-        Launch(0, 4, 1), Launch(64, 4, 1), Launch(64, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (90, 64, True, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (90, 128, False, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (90, 128, True, False): Walks(
-        Launch(0, 4, 1), Launch(32, 4, 1), Launch(32, 4, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (90, 256, False, False): Walks(
-        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (90, 256, True, False): Walks(
-        Launch(0, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (0, 128, False, True): Walks(
-        Launch(0, 8, 1), Launch(32, 4, 2), Launch(32, 4, 2), Launch(32, 8, 1), Launch(32, 8, 1), False, False
-    ),
-    (0, 128, True, True): Walks(
-        Launch(0, 8, 1), Launch(32, 8, 2), Launch(32, 8, 2), Launch(32, 8, 1), Launch(32, 8, 1), True, False
-    ),
-    (0, 256, False, False): Walks(
-        Launch(0, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), False, False
-    ),
-    (0, 256, True, False): Walks(
-        Launch(0, 4, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), Launch(16, 8, 1), False, False
-    ),
+    (90, 128, True): (4, Launch(64, 4), Launch(64, 8), 64),
+    (90, 64, False): (4, Launch(64, 4), Launch(32, 4), 32),
+    (90, 128, False): (4, Launch(32, 4), Launch(32, 4), 32),
+    (90, 256, False): (8, Launch(16, 8), Launch(16, 8), 32),
+    (0, 128, True): (8, Launch(32, 4), Launch(32, 8), 32),
+    (0, 256, False): (4, Launch(16, 4), Launch(16, 8), 16),
 }
 
 
 def walked(card: int, height: int, width: int, *, momentum: bool, narrow: bool, whole: bool, least: int) -> Walks:
     """The launches of the walks on a card; whole: a row of values is one tile; least: of the sides of what a product
     takes from memory."""
-    oldest = max(least for least, *_ in WALKS if least <= card)
-    widest = min(most for least, most, _, of in WALKS if (least, of) == (oldest, narrow) and width <= most)
-    ahead, *walks, apart, split = WALKS[oldest, widest, momentum, narrow]
+    oldest = max(known for known, *_ in WALKS if known <= card)
+    widest = min(most for known, most, of in WALKS if (known, of) == (oldest, narrow) and width <= most)
+    ahead, alone, beside, rows = WALKS[oldest, widest, narrow]
+    tile, warps = beside if momentum else alone
+    if not narrow and least == ROUND:
+        tile = min(tile, ROUND // 2)  # rows of chunks of 16 tokens are short: fewer than 64 go to other instructions
     padded = max(FEWEST, 1 << (height - 1).bit_length())
-    scan, pull, tokens, gates = (own._replace(tile=min(padded, own.tile)) for own in walks)
-    if whole:
-        scan, pull = (own._replace(tile=padded) for own in (scan, pull))
-    tokens, gates = (own._replace(tile=max(least, own.tile)) for own in (tokens, gates))
-    if narrow:
-        scan, pull = (own._replace(tile=max(least, own.tile)) for own in (scan, pull))
-    return Walks(ahead, scan, pull, tokens, gates, apart, split)
+    tile = padded if whole else min(padded, tile)
+    walk, own = Launch(max(least, tile) if narrow else tile, warps), Launch(max(least, min(padded, rows)), 8)
+    return Walks(Launch(0, ahead), walk, own, narrow and momentum, 1 + narrow)
 
 
 class Chunks(NamedTuple):
@@ -116,14 +73,9 @@ def chunks_of(width: int, exact: str, *, linear: bool) -> Chunks:
     """Chunks of keys of a width in a precision. In bfloat16 a chunk is a segment where u is linear; what rows follow
     one another for, or needs more digits, goes by blocks."""
     narrow = exact == "bf16" and linear and width <= 128
-    segment = kept_every(width, exact)
+    # Tokens of a program of the backward pass: as many as a card has room for beside such keys.
+    segment = SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
     return Chunks(segment if narrow else BLOCK, segment, narrow)
-
-
-def kept_every(width: int, exact: str) -> int:
-    """Tokens between kept states, which are those of a program of the backward pass: as many as a card has room for
-    beside keys of a width in a precision."""
-    return SEGMENT // 2 if width > 128 and exact == "tf32x3" else SEGMENT
 
 
 class Documents(NamedTuple):
@@ -157,10 +109,6 @@ class Documents(NamedTuple):
         spans = at + row * length, (at // part * part + part).clamp(max=length) + row * length
         first, second = (torch.stack(table, -1).flatten(0, 1) for table in (docs, spans))
         return cls(len(first), len(second), first, second)
-
-    def each(self, states: Tensor) -> Tensor:
-        """Room for a state of every document, in the order of documents, of memories `[N, V, P]`."""
-        return states.new_empty(self.programs * len(states), *states.shape[1:])
 
     def met(self, first: Tensor, slot: Tensor, restart: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cotangents of the memories, of their slots and of what they restart at, from those that programs leave: each

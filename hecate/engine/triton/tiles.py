@@ -9,7 +9,7 @@ Nothing is written: Triton takes the text from memory, and its cache knows it by
 import hashlib
 import linecache
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import triton
@@ -23,29 +23,17 @@ from hecate.retention import Retention
 
 
 @triton.jit
-def total(inside, x):
-    """The sum of each row, `[C, 1]`."""
-    return tl.sum(tl.where(inside, x, 0.0), 1)[:, None]
+def total(AXIS: tl.constexpr, inside, x):
+    """The sum along an axis, which stays."""
+    return tl.sum(tl.where(inside, x, 0.0), AXIS, keep_dims=True)
 
 
 @triton.jit
-def top(inside, x):
-    """The largest number of each row, or NaN, which the hardware's maximum passes over."""
-    lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 1)
-    return tl.where(lost > 0, float("nan"), tl.max(tl.where(inside & (x == x), x, float("-inf")), 1))[:, None]
-
-
-@triton.jit
-def down_total(inside, x):
-    """The sum of each column of a tile, `[1, V]`."""
-    return tl.sum(tl.where(inside, x, 0.0), 0)[None, :]
-
-
-@triton.jit
-def down_top(inside, x):
-    """The largest number of each column of a tile, or NaN."""
-    lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), 0)
-    return tl.where(lost > 0, float("nan"), tl.max(tl.where(inside & (x == x), x, float("-inf")), 0))[None, :]
+def top(AXIS: tl.constexpr, inside, x):
+    """The largest number along an axis, or NaN, which the hardware's maximum passes over."""
+    lost = tl.sum(tl.where(inside & (x != x), 1.0, 0.0), AXIS, keep_dims=True)
+    most = tl.max(tl.where(inside & (x == x), x, float("-inf")), AXIS, keep_dims=True)
+    return tl.where(lost > 0, float("nan"), most)
 
 
 @triton.jit
@@ -80,21 +68,17 @@ def power(x, n):
 
 
 # `tl.` in front: the interpreter replaces what it finds in this module, not functions under names of their own.
-NAMES = {
-    **{name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()},
-    "total": "total(inside, ", "top": "top(inside, ",
-}  # fmt: skip
+NAMES = {name: f"tl.{name}(" for name in "where abs sqrt exp log sin cos erf floor".split()}
 # By whether a weight's cells are summed up, or what has one number for each of its rows or columns.
 IN_TILES = {ALONG | DOWN: "whole", ALONG: "in_p", DOWN: "in_v"}
-TURNED = {"total": "down_total", "top": "down_top", "column_total": "total", "column_top": "top"}
 
 
-def _of_rows(node: Node) -> str:
-    return NAMES.get(node.op, f"{node.op}(")
-
-
-def _of_columns(node: Node) -> str:
-    return f"{TURNED[node.op]}(inside, " if node.op in SUMS else _of_rows(node)
+def _named(node: Node, axis: int, inside: str | None = None) -> str:
+    """A node's name and what goes ahead of its inputs; axis: that values go along; inside: as a weight's cells say."""
+    if node.op not in SUMS:
+        return NAMES.get(node.op, f"{node.op}(")
+    name = node.op.removeprefix("column_")
+    return f"{name}({axis if name == node.op else 1 - axis}, {inside or IN_TILES[node.args[0].axes]}, "
 
 
 class Tiles(NamedTuple):
@@ -150,13 +134,7 @@ def _steps(step: Weights, link: Weights | None) -> Steps:
 
 def _of_weights(name: str, inputs: str, results: Sequence[Node]) -> Text:
     given = "whole", "in_p", "in_v", "N: tl.constexpr", "M: tl.constexpr", *inputs
-    return printed(name, given, results, names=_said)
-
-
-def _said(node: Node) -> str:
-    if node.op not in SUMS:
-        return NAMES.get(node.op, f"{node.op}(")
-    return f"{TURNED[node.op]}({IN_TILES[node.args[0].axes]}, "
+    return printed(name, given, results, names=partial(_named, axis=0))
 
 
 def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
@@ -166,7 +144,7 @@ def tiles_of(bias: Bias, *, turned: bool = False) -> Tiles:
 
 @lru_cache(256)
 def _tiles(formula: Formula, turned: bool) -> Tiles:
-    given, names = ("inside", "N: tl.constexpr", "p", "v"), _of_columns if turned else _of_rows
+    given, names = ("inside", "N: tl.constexpr", "p", "v"), partial(_named, axis=0 if turned else 1, inside="inside")
     psi = printed("psi", given, [formula.u], names=names)
     pull = printed("pull", (*given, "g"), formula.pulled, names=names)
     text = f"{psi.source}\n{pull.source}"
