@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import MemoryConfig
-from hecate.bias import Huber
+from hecate.bias import L2, Huber
 from hecate.engine.cpu import operator
 from hecate.errors import ConfigError
 from tests.memories import DEEP, case_of, close, config_of, flat_state
@@ -72,6 +72,24 @@ def test_a_rule_that_its_text_does_not_tell_keeps_its_numbers() -> None:
     close(y, case.scan()[0], 1e-10)
     with pytest.raises(ConfigError, match="reading that would give another rule"):
         torch.compile(lambda: case.scan(engine="compiled")[0], backend="eager", fullgraph=False)()
+
+
+@pytest.mark.spec("ENG-NUM-D10")
+def test_a_kind_that_is_defined_anew_leaves_compiled_layers_of_the_old_one_their_numbers() -> None:
+    def define(base: Any) -> Any:
+        class Own(base):  # type: ignore[misc]
+            kind: Literal["defined_anew"] = "defined_anew"
+
+        return Own
+
+    torch._dynamo.reset()
+    case = case_of(config_of(bias=define(Huber)(), retention="decay"), length=20)
+    scan = torch.compile(lambda: case.scan()[0], backend="eager", fullgraph=True)
+    before = scan()
+    define(L2)
+    close(scan(), before, 1e-10)
+    torch._dynamo.reset()
+    close(scan(), before, 1e-10)
 
 
 @pytest.mark.spec("ENG-NUM-D10")

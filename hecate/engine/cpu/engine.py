@@ -107,10 +107,19 @@ def no_kernels(plan: Plan, module: str) -> str | None:
         return f"its kernels run on the CPU, the tensors are on {plan.device}"
     if plan.dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {plan.dtype}"
-    if plan.traced and plan.config.text is None:
+    if plan.traced and not _is_told(plan.config):
         return "torch.compile hands its kernels the rule as text, and reading that would give another rule"
     missing = not NUMBA if plan.traced else load_kernels(module) is None  # which a compiler cannot trace
     return f"it needs numba: {install_line('cpu')}" if missing else None
+
+
+def _is_told(config: MemoryConfig) -> bool:
+    """True of a config that its text is read as, also now: a kind that is defined anew is another one."""
+    rule = config.rule
+    for knob in (rule.structure, rule.bias, rule.retention, rule.algorithm):
+        if type(knob)._registry.get(knob.kind) is not type(knob):
+            return False
+    return config.text is not None
 
 
 def _fits_registers(config: MemoryConfig) -> bool:
