@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import MemoryConfig
+from hecate.activation import GELU, SiLU
 from hecate.bias import L2, Huber
 from hecate.engine.cpu import operator
 from hecate.errors import ConfigError
@@ -75,18 +76,21 @@ def test_a_rule_that_its_text_does_not_tell_keeps_its_numbers() -> None:
 
 
 @pytest.mark.spec("ENG-NUM-D10")
-def test_a_kind_that_is_defined_anew_leaves_compiled_layers_of_the_old_one_their_numbers() -> None:
+@pytest.mark.parametrize(("old", "new"), [(Huber, L2), (SiLU, GELU)])
+def test_a_kind_that_is_defined_anew_leaves_compiled_layers_of_the_old_one_their_numbers(old: Any, new: Any) -> None:
     def define(base: Any) -> Any:
         class Own(base):  # type: ignore[misc]
             kind: Literal["defined_anew"] = "defined_anew"
 
-        return Own
+        return Own()
 
     torch._dynamo.reset()
-    case = case_of(config_of(bias=define(Huber)(), retention="decay"), length=20)
+    own = define(old)
+    knobs = {"bias": own} if old is Huber else {"structure": {**DEEP, "activation": own}}
+    case = case_of(config_of(**knobs, retention="decay"), length=20)
     scan = torch.compile(lambda: case.scan()[0], backend="eager", fullgraph=True)
     before = scan()
-    define(L2)
+    define(new)
     close(scan(), before, 1e-10)
     torch._dynamo.reset()
     close(scan(), before, 1e-10)
