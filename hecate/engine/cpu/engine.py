@@ -34,7 +34,6 @@ from hecate.errors import install_line
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors
-from hecate.variant import Variant
 
 # Measured by `python -m studies cost-engines`: from this length on kernels are worth loading, and up to this size of a
 # l2 state (128 x 128 in float32) they beat block products, forward and backward together; with dot, whose rows go in
@@ -118,7 +117,7 @@ def _is_told(config: MemoryConfig) -> bool:
     """True of a config that its text is read as, also now: a kind that is defined anew is another one."""
     values = [*vars(config.rule).values()]
     for value in values:  # those of knobs join on the way
-        if isinstance(value, Variant):
+        if hasattr(value, "_registry"):
             if type(value)._registry.get(value.kind) is not type(value):
                 return False
             values.extend(vars(value).values())
