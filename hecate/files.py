@@ -109,11 +109,11 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def make_folder(path: Path) -> None:
-    """The folder, with those above it, durable. Raises OSError."""
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """The folder, with those above it, durable; one that is there keeps its mode. Raises OSError."""
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode, exist_ok=True)
         sync(path.parent)
 
 

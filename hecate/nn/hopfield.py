@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hecate.checks import expect_count, expect_number, named
+from hecate.checks import described, expect_count, expect_number, named
 from hecate.errors import ConfigError, ShapeError, shorten
 from hecate.phi.base import compute_dtype
 from hecate.tape.bridge import can_inspect, without_autocast
@@ -194,9 +194,9 @@ def _prepare(
     expected = f"the patterns' shape {list(lead)} before its width"
     if values.shape[:-1] != lead:
         raise ShapeError(f"values must have {expected}, got {list(values.shape)}")
+    if mask is not None and getattr(mask, "dtype", None) != torch.bool:
+        raise ShapeError(f"mask must be bool, True where a pattern is present, got {described(mask)}")
     if mask is not None and mask.shape != lead:
         raise ShapeError(f"mask must have {expected}, got {list(mask.shape)}")
-    if mask is not None and mask.dtype != torch.bool:
-        raise ShapeError(f"mask must be bool, True where a pattern is present, got {mask.dtype}")
     wide = torch.promote_types(compute_dtype(query), patterns.dtype)
     return query.to(wide), _present(patterns, mask).to(wide)

@@ -410,7 +410,8 @@ def merged_squares(coefficients: tuple[float, float, float], d: int) -> PowerFor
             gx = gx + torch.nn.functional.pad(later, (part.start, 0))
         return gx
 
-    where, factor, first_place, second_place = _places(d)
+    places = _places.__wrapped__ if torch.compiler.is_compiling() else _places  # torch warns that it traces no cache
+    where, factor, first_place, second_place = places(d)
 
     def spread(weights: Tensor) -> Tensor:
         return _take(weights, where) * factor.to(weights)

@@ -63,6 +63,7 @@ def _unbearable(rule: MemoryConfig) -> str | None:
     return None
 
 
+OWN = 0o700  # mode of a folder that is made: what users have said is nobody else's
 _FILE, _LOCK = re.compile(r"[0-9a-f]{64}\.safetensors"), ".lock"
 
 
@@ -189,7 +190,7 @@ class PrefixCache:
         folder, names = Path(folder), set()
         _expect_no_users(folder)
         with refusing(f"write {folder}", "choose another folder"):
-            make_folder(folder)
+            make_folder(folder, OWN)
             for node in self._held.values():  # in this order, by which `open` knows their age
                 tokens = torch.tensor(node.tokens())
                 names.add(name := _file_name(self.model, tokens.tolist()))
@@ -266,7 +267,7 @@ class Memories:
         self.folder, self.model, self.max_bytes = Path(folder), model, max_bytes
         self.park, self.parked_dtype = parking(parked_dtype), parked_dtype
         with refusing(f"use {folder}", "choose another folder, or stop the server that has it"):
-            make_folder(self.folder.absolute())
+            make_folder(self.folder.absolute(), OWN)
             self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)  # as long as this process lives
             lock(self._lock, self.folder)
             for path in self.folder.glob(f"{TEMPORARY}*.safetensors-*"):  # of a writer that was killed

@@ -97,7 +97,7 @@ def parse(raw: bytes, chat: bool, texts: Texts, limits: Limits, *, model: str, r
     tokens = _tokens(body, chat, texts)
     if not 0 < len(tokens) <= limits.prompt:
         raise ConfigError(f"a prompt must have 1 to {limits.prompt} tokens, this one has {len(tokens)}")
-    stops = body.get("stop") or ()
+    stops = () if body.get("stop") in (None, "") else body["stop"]
     stops = (stops,) if isinstance(stops, str) else stops
     if not isinstance(stops, list | tuple) or len(stops) > limits.stops or not all(map(_is_text, stops)):
         raise ConfigError(f"stop must be a text or at most {limits.stops} of them, none of them empty")

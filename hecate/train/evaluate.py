@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hecate.checks import expect_ids
+from hecate.checks import expect_count, expect_ids, expect_number
 from hecate.cms import CMS, LevelHealth
 from hecate.data import IGNORED, Batch, Source, Tokenizer, places_of
 from hecate.distributed import World
@@ -270,13 +270,13 @@ class Draws:
             expect_ids(prompt, "prompt")
         if not all(prompts):
             raise ConfigError("generation needs a prompt of at least one token; give --prompt a text")
-        for name, value, bound, sound in (
-            ("temperature", temperature, "at least 0", temperature >= 0),
-            ("top_k", top_k, "at least 1", top_k is None or top_k >= 1),
-            ("top_p", top_p, "above 0 and at most 1", top_p is None or 0 < top_p <= 1),
-        ):
-            if not sound:
-                raise ConfigError(f"{name} must be {bound}, got {value}")
+        expect_number(temperature, "temperature")
+        if top_k is not None:
+            expect_count(top_k, "top_k")
+        if top_p is not None:
+            expect_number(top_p, "top_p", high=1.0)
+            if top_p == 0:
+                raise ConfigError("top_p must be above 0 and at most 1, got 0; top_k=1 takes the likeliest alone")
         if temperature and not all(isinstance(draws, torch.Generator) for draws in generators):
             raise ConfigError("generator must be a torch.Generator: torch.Generator().manual_seed(0) is one")
         self._model, self._generators, self._how = model, list(generators), (temperature, top_k, top_p)
@@ -324,6 +324,7 @@ def generate(
 
     The prompt is read once, then every token costs one step on the carried state, however long the text.
     """
+    expect_count(tokens, "tokens", 0)
     how: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "device": device}
     return Draws(model, [prompt], [generator], **how).row(0, tokens)
 

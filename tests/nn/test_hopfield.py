@@ -262,6 +262,7 @@ def test_what_cannot_be_built_or_does_not_fit():
         ((3, 4), (5, 4), {"values": torch.zeros(4, 2)}, r"values must .* \[5\] .*\[4, 2\]"),
         ((3, 4), (5, 4), {"mask": torch.zeros(4, dtype=torch.bool)}, "mask must"),
         ((3, 4), (5, 4), {"mask": torch.zeros(5)}, "mask must be bool"),
+        ((3, 4), (5, 4), {"mask": [True] * 5}, "mask must be bool.* no tensor"),
     ):
         with pytest.raises(ShapeError, match=named):
             Hopfield(1.0)(torch.zeros(query), torch.zeros(patterns), **rest)

@@ -124,6 +124,15 @@ def test_a_folder_of_users_is_not_written_over(tmp_path):
     assert memories.path("ada").exists()
 
 
+@pytest.mark.spec("SERVE-TREE-D2", "SERVE-USER-D1")
+def test_folders_that_are_made_are_nobody_elses(tmp_path):
+    Memories(tmp_path / "users", "one").close()
+    tree = PrefixCache(model="one")
+    tree.keep((1, 2), torch.ones(1, 2))
+    tree.save(tmp_path / "tree")
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"users": 0o700, "tree": 0o700}
+
+
 @pytest.mark.spec("STATE-MODEL-D1")
 def test_a_fingerprint_is_of_config_and_weights(tmp_path):
     model = made()

@@ -154,7 +154,7 @@ BODIES = [
     ({"prompt": "a", "tempreature": 1}, "'tempreature' is not served. Did you mean 'temperature'? Leave it out"),
     ({"prompt": "\ud83d"}, "half of a surrogate"),
     ({"prompt": "a", "user": "\ud83d"}, "half of a surrogate"),
-    ({"prompt": [-1, 5]}, "the vocabulary, got -1"),
+    ({"prompt": [-1, 5]}, "the vocabulary, got -1"), ({"prompt": "a", "stop": 0}, "stop must be"),
 ]  # fmt: skip
 MESSAGES = [
     None, [], {}, [1], [{"role": "user"}], [{"role": "tool", "content": "x"}],

@@ -128,14 +128,17 @@ def test_prompts_of_any_length_go_on_together_as_they_would_alone(name):
 @pytest.mark.spec("TRAIN-GEN-D2")
 def test_draws_of_nothing_are_refused():
     for how, said in (
-        ({"top_k": 0}, "top_k must be at least 1"), ({"top_p": 0.0}, "top_p must be above 0 and at most 1"),
-        ({"top_p": 1.5}, "top_p must be above"), ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"top_k": 0}, "top_k must be an integer >= 1, got 0"), ({"top_k": 1.5}, "top_k must be an integer"),
+        ({"top_p": 0.0}, "top_p must be above 0"), ({"top_p": 1.5}, r"top_p must be in \[0, 1\]"),
+        ({"temperature": -1.0}, "temperature must be a finite number >= 0"),
     ):  # fmt: skip
         model = LanguageModel(LanguageModelConfig(vocab_size=4, d_model=8, layers=1, heads=1))
         with pytest.raises(ConfigError, match=said):
             Draws(model, [[1]], seeds(1), **({"temperature": 1.0} | how))
         with pytest.raises(ConfigError, match="needs a prompt of at least one token"):
             Draws(model, [[1], []], seeds(2), temperature=1.0)
+    with pytest.raises(ConfigError, match="tokens must be an integer >= 0, got -1"):
+        generate(model, [1], -1, temperature=0.0, generator=torch.Generator())
 
 
 @pytest.mark.spec("TRAIN-GEN-D3")
