@@ -140,7 +140,7 @@ class MemoryConfig(Config):
     # with `accumulated_retain` the product of its gates, and with `frozen_gradients` the state at which they are taken;
     # `refusals` is what engines have said of it, by engine. `plans` and `launches` of scans and `programs` of single
     # tokens are kept by the looks of their tensors; no copy has them. `text` is what kernels read, in JSON, which a
-    # compiler cannot make.
+    # compiler cannot make; None where reading it would give another rule.
     accumulated_retain: ClassVar[bool]
     blocks: ClassVar[int]
     by_key: ClassVar[bool]
@@ -155,7 +155,7 @@ class MemoryConfig(Config):
     remembered_keys: ClassVar[int]
     refusals: ClassVar[dict[Any, str | None]]
     rule: ClassVar[MemoryRule]
-    text: ClassVar[str]
+    text: ClassVar[str | None]
 
     def model_post_init(self, context: object) -> None:
         """Keeps the four knobs as a rule, the config of the sum normaliser, and room for what is found of calls."""
@@ -171,8 +171,9 @@ class MemoryConfig(Config):
         if all(hasattr(fields[name], "kernel_form") for name in names):  # else it is refused when it is checked
             object.__setattr__(self, "forms", Forms.of(self.rule, self.feature_map))
             self._keep_what_chunks_are()
-            if isinstance(self.bias, Bias):
-                object.__setattr__(self, "text", self.model_dump_json(include=_OF_KERNELS, warnings=False))
+            readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
+            text = self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None
+            object.__setattr__(self, "text", text)
             cascade = self.structure.cascade()
             both: list[dict[str, Any]] = [
                 {**fields, "structure": Matrix(), "bias": bias} for bias in (cascade, self.bias)
@@ -498,6 +499,14 @@ class MemoryConfig(Config):
             yield f"{gradients}, {no_sum}; it needs algorithm gd or momentum"
         if self.normalizer == "sum" and self.query_scale != "none":
             yield f"query_scale={self.query_scale!r} cancels in the quotient; set it to 'none'"
+
+
+def _is_readable(rule: MemoryRule) -> bool:
+    """True of a rule that its text is read as: fields of a user's own kinds may be left out there, or rounded."""
+    try:
+        return MemoryRule.model_validate_json(rule.model_dump_json(warnings=False)) == rule
+    except ConfigError:
+        return False
 
 
 _ALWAYS = frozenset(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hecate import MemoryConfig
+from hecate.activation import GELU, SiLU
+from hecate.bias import L2, Huber
 from hecate.engine.cpu import operator
+from hecate.errors import ConfigError
 from tests.memories import DEEP, case_of, close, config_of, flat_state
 
 pytest.importorskip("numba")
@@ -52,6 +56,44 @@ def test_one_node_whatever_the_length_with_the_numbers_of_the_token_loop(name: s
         assert targets.count("hecate.kernel_scan.default") == 1
         nodes.append(len(targets))
     assert nodes[0] == nodes[1]
+
+
+class HiddenHuber(Huber):
+    """hidden_huber: huber whose threshold is not written out."""
+
+    kind: Literal["hidden_huber"] = "hidden_huber"
+    delta: float = Field(1.0, exclude=True)
+
+
+@pytest.mark.spec("ENG-NUM-D10")
+def test_a_rule_that_its_text_does_not_tell_keeps_its_numbers() -> None:
+    torch._dynamo.reset()
+    case = case_of(config_of(bias=HiddenHuber(delta=0.1), retention="decay"), length=20)
+    y = torch.compile(lambda: case.scan()[0], backend="eager", fullgraph=True)()
+    close(y, case.scan()[0], 1e-10)
+    with pytest.raises(ConfigError, match="reading that would give another rule"):
+        torch.compile(lambda: case.scan(engine="compiled")[0], backend="eager", fullgraph=False)()
+
+
+@pytest.mark.spec("ENG-NUM-D10")
+@pytest.mark.parametrize(("old", "new"), [(Huber, L2), (SiLU, GELU)])
+def test_a_kind_that_is_defined_anew_leaves_compiled_layers_of_the_old_one_their_numbers(old: Any, new: Any) -> None:
+    def define(base: Any) -> Any:
+        class Own(base):  # type: ignore[misc]
+            kind: Literal["defined_anew"] = "defined_anew"
+
+        return Own()
+
+    torch._dynamo.reset()
+    own = define(old)
+    knobs = {"bias": own} if old is Huber else {"structure": {**DEEP, "activation": own}}
+    case = case_of(config_of(**knobs, retention="decay"), length=20)
+    scan = torch.compile(lambda: case.scan()[0], backend="eager", fullgraph=True)
+    before = scan()
+    define(new)
+    close(scan(), before, 1e-10)
+    torch._dynamo.reset()
+    close(scan(), before, 1e-10)
 
 
 @pytest.mark.spec("ENG-NUM-D10")
