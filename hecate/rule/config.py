@@ -23,7 +23,7 @@ from hecate.rule.layer import LayerOptions
 from hecate.rule.rule import Forms, MemoryRule, acts_of
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
-from hecate.variant import Config, Conflicts, briefly
+from hecate.variant import Config, Conflicts, Variant, briefly
 
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer_options")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
@@ -503,6 +503,12 @@ class MemoryConfig(Config):
 
 def _is_readable(rule: MemoryRule) -> bool:
     """True of a rule that its text is read as: fields of a user's own kinds may be left out there, or rounded."""
+    values = [*vars(rule).values()]
+    for value in values:  # those of knobs join on the way
+        if isinstance(value, Variant):
+            values.extend(vars(value).values())
+    if all(type(value).__module__.startswith(("hecate.", "builtins")) for value in values):
+        return True
     try:
         return MemoryRule.model_validate_json(rule.model_dump_json(warnings=False)) == rule
     except ConfigError:
