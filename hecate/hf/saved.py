@@ -237,11 +237,15 @@ def _settings(folder: Path, facts: dict[str, Any]) -> tuple[dict[str, HostedConf
     every = [*(layers.values() if isinstance(layers, dict) else [layers]), *([] if mlps is None else [mlps])]
     if any(not isinstance(fields, dict) or fields.get("version") != 1 for fields in every):
         raise CheckpointError(f"{folder} has {LAYERS} or {KEY} of another version than 1; load it with a newer hecate")
+    hosted, place = {}, ""
     try:
-        hosted = {str(name): HostedConfig.model_validate(fields) for name, fields in layers.items()}
+        for name, fields in layers.items():
+            place = f" of {name}"
+            hosted[str(name)] = HostedConfig.model_validate(fields)
+        place = ""
         return hosted, None if mlps is None else MLPGraftConfig.model_validate(mlps)
     except HecateError as error:
-        raise CheckpointError(f"{folder} has settings that do not fit: {error.line}") from None
+        raise CheckpointError(f"{folder} has settings{place} that do not fit: {error.line}") from None
 
 
 def _check_all_taken(folder: Path, hosted: Mapping[str, Any], *, graft: bool, mlps: bool) -> None:
