@@ -166,10 +166,10 @@ BROKEN: dict[str, Any] = {
     "settings of .*linear_attn that do not fit: .*conv_kernel": lambda f: edited(
         f, lambda c: c["hecate_layers"][LAYER].update(conv_kernel=1)
     ),
-    "has settings that do not fit: heads: must be": lambda f: edited(
+    "has settings of .*linear_attn that do not fit: heads: must be": lambda f: edited(
         f, lambda c: c["hecate_layers"][LAYER].update(heads=0)
     ),
-    "has settings that do not fit: odd: unknown field": lambda f: edited(
+    "has settings of .*linear_attn that do not fit: odd: unknown field": lambda f: edited(
         f, lambda c: c["hecate_layers"][LAYER].update(odd=1)
     ),
     "has weights model.layers.0.linear_attn.*, of which": lambda f: edited(
