@@ -229,6 +229,18 @@ def chunk_refusal(config: MemoryConfig) -> str | None:
     return f"chunk={config.chunk}, commit={config.commit!r} take gradients at a remembered state"
 
 
+def untold(config: MemoryConfig) -> str | None:
+    """Reason why operators cannot be handed a rule as text: it would be read as another one, as of a kind that is
+    defined anew by now; None if they can."""
+    values = [*vars(config.rule).values()]
+    for value in values:  # those of knobs join on the way
+        if hasattr(value, "_registry"):
+            if type(value)._registry.get(value.kind) is not type(value):
+                return f"its operator is handed the rule as text, and {value.kind!r} is another class by now"
+            values.extend(vars(value).values())
+    return None if config.text is not None else "its operator is handed the rule as text, which reads as another one"
+
+
 def check_exact(config: MemoryConfig, asked: EngineName) -> None:
     """`ConfigError` for an engine that is not exact for a config, whatever it is called with."""
     if asked == "auto":

@@ -364,7 +364,10 @@ def exported_scan(
         "tree": pytree.treespec_dumps(spec),
         "numbers": [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves],
     }
-    call = json.dumps(fields)
+    call, read = json.dumps(fields), config_of(str(fields["config"]))
+    lost = [field for field in MemoryConfig.model_fields if getattr(read, field) != getattr(config, field)]
+    if lost:
+        raise ConfigError(f"a program keeps the rule as text, which reads as another one: {', '.join(lost)}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     answers = _filled(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
     return cast(tuple[Tensor, MemoryState], answers)

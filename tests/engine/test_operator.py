@@ -10,9 +10,10 @@ from pydantic import Field
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from hecate import MemoryConfig
+from hecate import MemoryConfig, memory_scan
 from hecate.activation import GELU, SiLU
 from hecate.bias import L2, Huber
+from hecate.engine import Engine, Plan
 from hecate.engine.cpu import operator
 from hecate.errors import ConfigError
 from tests.memories import DEEP, case_of, close, config_of, flat_state
@@ -71,8 +72,25 @@ def test_a_rule_that_its_text_does_not_tell_keeps_its_numbers() -> None:
     case = case_of(config_of(bias=HiddenHuber(delta=0.1), retention="decay"), length=20)
     y = torch.compile(lambda: case.scan()[0], backend="eager", fullgraph=True)()
     close(y, case.scan()[0], 1e-10)
-    with pytest.raises(ConfigError, match="reading that would give another rule"):
+    with pytest.raises(ConfigError, match="handed the rule as text, which reads as another one"):
         torch.compile(lambda: case.scan(engine="compiled")[0], backend="eager", fullgraph=False)()
+
+
+@pytest.mark.spec("ENG-NUM-D10", "ENG-EXPORT-D1")
+def test_no_operator_is_handed_a_rule_that_its_text_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MemoryConfig(bias=HiddenHuber(delta=0.1))
+    q = torch.ones(1, 2, 1, 4, dtype=torch.float32)
+
+    class Scan(torch.nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return memory_scan(config, q, q, q)[0]
+
+    with pytest.raises(ConfigError, match="keeps the rule as text, which reads as another one: bias"):
+        torch.export.export(Scan(), (q,), strict=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    plan = Plan.sketch(config, traced=True, device="cuda", values=torch.bfloat16)
+    for name in ("triton", "fla"):
+        assert "handed the rule as text" in (Engine.registry[name].unfit(plan) or ""), name
 
 
 @pytest.mark.spec("ENG-NUM-D10")

@@ -27,7 +27,7 @@ from torch import Tensor
 from hecate.engine.call import GENERAL, Call, Plan
 from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
 from hecate.engine.cpu.family import refusal, walked, walked_vjp
-from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain
+from hecate.engine.engine import TokenEngine, chunk_refusal, one_retain, untold
 from hecate.engine.parallel import by_coordinate, by_torch
 from hecate.engine.tokens import NUMBERS, Carry, Tokens, in_folds, run_by_hand
 from hecate.errors import install_line
@@ -107,21 +107,10 @@ def no_kernels(plan: Plan, module: str) -> str | None:
         return f"its kernels run on the CPU, the tensors are on {plan.device}"
     if plan.dtype not in (torch.float32, torch.float64):
         return f"its kernels are for float32 and float64, the state is {plan.dtype}"
-    if plan.traced and not _is_told(plan.config):
-        return "torch.compile hands its kernels the rule as text, and reading that would give another rule"
+    if plan.traced and (reason := untold(plan.config)) is not None:
+        return reason
     missing = not NUMBA if plan.traced else load_kernels(module) is None  # which a compiler cannot trace
     return f"it needs numba: {install_line('cpu')}" if missing else None
-
-
-def _is_told(config: MemoryConfig) -> bool:
-    """True of a config that its text is read as, also now: a kind that is defined anew is another one."""
-    values = [*vars(config.rule).values()]
-    for value in values:  # those of knobs join on the way
-        if hasattr(value, "_registry"):
-            if type(value)._registry.get(value.kind) is not type(value):
-                return False
-            values.extend(vars(value).values())
-    return config.text is not None
 
 
 def _fits_registers(config: MemoryConfig) -> bool:

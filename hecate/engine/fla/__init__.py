@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hecate.engine.arguments import BORDERS
 from hecate.engine.call import TRACED, Call, Plan
-from hecate.engine.engine import TokenEngine
+from hecate.engine.engine import TokenEngine, untold
 from hecate.engine.fla.kernel import PARITY, by_kernel, kernel_of, known_kernel, verdict
 from hecate.engine.tokens import Carry, Tokens, by_head, cast, run_by_hand
 from hecate.engine.triton.kernel import NORM, interpreting
@@ -71,7 +71,7 @@ class Fla(TokenEngine):
         if plan.device != "cuda":
             return f"its kernels run on a GPU, the tensors are on {plan.device}"
         if compiling:  # the operators ask when they run
-            return None
+            return untold(config)
         gated = known_kernel(config, plan.channels).takes_gate
         plain = MemoryConfig(
             bias=config.bias,

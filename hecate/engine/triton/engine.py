@@ -28,7 +28,7 @@ from torch import Tensor
 from hecate.algorithm import GD, Momentum
 from hecate.engine.arguments import BORDERS
 from hecate.engine.call import GENERAL, RATES, TRACED, Call, Plan, keep
-from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain
+from hecate.engine.engine import Engine, TokenEngine, chunk_refusal, one_retain, untold
 from hecate.engine.features import cast_inputs
 from hecate.engine.tokens import Carry, Tokens, by_head, run_by_hand
 from hecate.engine.triton.kernel import (
@@ -209,7 +209,7 @@ def _unfit(plan: Plan | Call, loops: bool, *, token: bool = False) -> str | None
     if plan.device != "cuda" and not interpreting():
         return f"its kernels run on a GPU, the tensors are on {plan.device}"
     if plan.traced:  # the operators ask when they run
-        return None
+        return untold(plan.config)
     if find_spec("triton") is None:
         return f"it needs triton: {install_line('gpu')}"
     return None if interpreting() else _trusted(plan, loops, token=token)
