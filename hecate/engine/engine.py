@@ -31,6 +31,7 @@ from hecate.engine.features import faced, normalized, to_tokens
 from hecate.engine.tokens import Carry, Tokens, cast, linear_block
 from hecate.errors import ConfigError, not_known
 from hecate.rule import MemoryConfig
+from hecate.rule.rule import knobs_of
 from hecate.structure import Memory
 from hecate.tape import STEADY, Autodiff, Block, ByHand, Run, Tensors, execute, is_traced, one, steady
 from hecate.tape.bridge import compiled_alone
@@ -232,12 +233,9 @@ def chunk_refusal(config: MemoryConfig) -> str | None:
 def untold(config: MemoryConfig) -> str | None:
     """Reason why operators cannot be handed a rule as text: it would be read as another one, as of a kind that is
     defined anew by now; None if they can."""
-    values = [*vars(config.rule).values()]
-    for value in values:  # those of knobs join on the way
-        if hasattr(value, "_registry"):
-            if type(value)._registry.get(value.kind) is not type(value):
-                return f"its operator is handed the rule as text, and {value.kind!r} is another class by now"
-            values.extend(vars(value).values())
+    for knob in knobs_of(config.rule):
+        if type(knob)._registry.get(knob.kind) is not type(knob):
+            return f"its operator is handed the rule as text, and {knob.kind!r} is another class by now"
     return None if config.text is not None else "its operator is handed the rule as text, which reads as another one"
 
 

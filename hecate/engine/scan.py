@@ -23,7 +23,7 @@ from hecate.engine.flops import counted, counters, hidden, scan_flops
 from hecate.engine.one_token import keep_program, one_by_one, short_way
 from hecate.engine.reductions import one_write_each, read_once, read_through
 from hecate.engine.triton.decode import InPlace
-from hecate.engine.triton.ops import config_of, recorded
+from hecate.engine.triton.ops import config_of, recorded, unshared
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
@@ -418,9 +418,7 @@ def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
 def memory_scan_operator(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """y and the tensors of the state."""
     config, tree, how = scan_arguments(call, tensors)
-    storages = {item.untyped_storage().data_ptr() for item in tensors}
-    answers = scan_answers(*whole_scan(config, **tree, **how))
-    return [item.clone() if item.untyped_storage().data_ptr() in storages else item.contiguous() for item in answers]
+    return unshared(scan_answers(*whole_scan(config, **tree, **how)), tensors)
 
 
 @memory_scan_operator.register_fake

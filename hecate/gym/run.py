@@ -244,7 +244,7 @@ def foreseen(memory: Memory, stream: Stream, name: str) -> str:
 
 
 def _apart(what: str, expected: Tensor, actual: Tensor, largest: float) -> str:
-    """Where two answers are first further from each other than rounding takes them; empty where they never are."""
+    """A sentence on the first token at which two answers differ by more than rounding; empty if none does."""
     apart = (expected - actual).abs().amax((0, 2)) / largest if largest else expected.new_zeros(expected.shape[1])
     if bool((apart <= ROUNDING).all()):
         return ""

@@ -20,10 +20,10 @@ from hecate.phi import FeatureMapKind, Identity
 from hecate.readout import Direct, ReadoutKind
 from hecate.retention import Decay, NoRetention, RetentionKind
 from hecate.rule.layer import LayerOptions
-from hecate.rule.rule import Forms, MemoryRule, acts_of
+from hecate.rule.rule import Forms, MemoryRule, acts_of, knobs_of
 from hecate.structure import Matrix, StructureKind
 from hecate.structure.bound import BLOCK, unbounded
-from hecate.variant import Config, Conflicts, Variant, briefly
+from hecate.variant import Config, Conflicts, briefly
 
 LAYER_FIELDS = ("layer_qk_norm", "layer_conv_kernel", "layer_activation", "layer_options")
 """Fields of a config that a layer around the memory reads, and a scan does not."""
@@ -174,12 +174,13 @@ class MemoryConfig(Config):
             readable = isinstance(self.bias, Bias) and _is_readable(self.rule)
             text = self.model_dump_json(include=_OF_KERNELS, warnings=False) if readable else None
             object.__setattr__(self, "text", text)
-            cascade = self.structure.cascade()
-            both: list[dict[str, Any]] = [
-                {**fields, "structure": Matrix(), "bias": bias} for bias in (cascade, self.bias)
-            ]
-            memories = tuple(type(self).model_construct(**each) for each in both if cascade is not None)
-            object.__setattr__(self, "cascade", memories or None)
+            cascade: Any = self.structure.cascade()
+            if cascade is not None:
+                both: list[dict[str, Any]] = [
+                    {**fields, "structure": Matrix(), "bias": b} for b in (cascade, self.bias)
+                ]
+                cascade = tuple(type(self).model_construct(**each) for each in both)
+            object.__setattr__(self, "cascade", cascade)
         if self.writes > 1:
             chunk = self.chunk * self.writes if self.chunk > 1 else 1
             one: dict[str, Any] = {**fields, "gating": Plain(), "writes": 1, "chunk": chunk}
@@ -503,11 +504,7 @@ class MemoryConfig(Config):
 
 def _is_readable(rule: MemoryRule) -> bool:
     """True of a rule that its text is read as: fields of a user's own kinds may be left out there, or rounded."""
-    values = [*vars(rule).values()]
-    for value in values:  # those of knobs join on the way
-        if isinstance(value, Variant):
-            values.extend(vars(value).values())
-    if all(type(value).__module__.startswith(("hecate.", "builtins")) for value in values):
+    if all(type(knob).__module__.startswith("hecate.") for knob in knobs_of(rule)):
         return True
     try:
         return MemoryRule.model_validate_json(rule.model_dump_json(warnings=False)) == rule

@@ -375,7 +375,16 @@ class Forms(NamedTuple):
 
 def acts_of(structure: Structure) -> set[Activation]:
     """The activations among the fields of a structure."""
-    return {value for name in type(structure).model_fields if isinstance(value := getattr(structure, name), Activation)}
+    return {value for value in vars(structure).values() if isinstance(value, Activation)}
+
+
+def knobs_of(rule: MemoryRule) -> list[Any]:
+    """The knobs, and the variants among their fields, such as an activation; torch.compile can trace it."""
+    values = [*vars(rule).values()]
+    for value in values:  # those of knobs join on the way
+        if hasattr(value, "_registry"):
+            values.extend(vars(value).values())
+    return [value for value in values if hasattr(value, "_registry")]
 
 
 def _act_without_kernel(structure: Structure) -> str | None:

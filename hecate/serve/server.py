@@ -239,7 +239,7 @@ def _host(header: str) -> str | None:
 
 
 def _finish(request: Request, cutter: Cutter) -> str:
-    """Where a text of `stop` has been met, tokens may have been made beyond it, up to the last that were asked for."""
+    """The `finish_reason`; beyond a text of `stop`, tokens may have been made up to the last that were asked for."""
     return "length" if request.finish == "length" and not cutter.ended else "stop"
 
 

@@ -269,7 +269,7 @@ class MetricsWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Where the file is no more, the folder is not either: what follows would be lost."""
+        """A write; refused once the file is gone, and the folder with it: what follows would be lost."""
         with refusing(f"write {self._path}", then=_AFTER):
             if not (self._path.exists() and os.path.samestat(os.fstat(self._file), self._path.stat())):
                 raise CheckpointError(

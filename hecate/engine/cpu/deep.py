@@ -28,6 +28,7 @@ from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
 from hecate.formula import activation_nodes
 from hecate.rule import MemoryConfig
+from hecate.rule.rule import acts_of
 from hecate.structure import Memory, Structure
 from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
@@ -118,8 +119,7 @@ def _unwalked(structure: Structure) -> str | None:
     acts = {op.act for op in ops if isinstance(op, Act)}
     if len(acts) > 1:
         return "several activations, of which its kernels know one"
-    own = [*vars(structure).values()]  # which are asked with the config; this way a compiler can trace it
-    for act in [act for act in acts if not any(act is item for item in own)]:
+    for act in acts - acts_of(structure):  # the others are asked with the config
         if isinstance(reason := activation_nodes(act), str):
             return f"an activation {act.kind!r}, which has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:

@@ -11,7 +11,6 @@ Second derivatives and batched cotangents go through the torch engines instead. 
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import math

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hecate.engine.engine import Engine
 from hecate.engine.tokens import Carry, Tokens
-from hecate.engine.triton.ops import config_of, recorded
+from hecate.engine.triton.ops import config_of, recorded, unshared
 from hecate.rule import MemoryConfig
 from hecate.structure import Memory
 from hecate.tape import ByHand, Run, Tensors
@@ -64,7 +64,7 @@ def kernel_scan(
     """y, memories and slots."""
     kernel, inputs = _kernel(Facts(engine, config, memories, list(there)), tensors)
     outputs: Any = kernel.forward(inputs, False)[0]
-    return _apart(outputs, tensors)
+    return unshared(outputs, tensors)
 
 
 @kernel_scan.register_fake
@@ -88,18 +88,7 @@ def kernel_scan_backward(
             grads_of.append(item.new_empty(0))
         elif item is not None:
             grads_of.append(torch.zeros_like(item, memory_format=torch.contiguous_format) if grad is None else grad)
-    return _apart(grads_of, (*tensors, *cotangents))
-
-
-def _apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs that share nothing with inputs, as an operator's have to, and lie as their fakes say."""
-    storages = {item.untyped_storage().data_ptr() for item in inputs}
-    return [
-        item.clone(memory_format=torch.contiguous_format)
-        if item.untyped_storage().data_ptr() in storages
-        else item.contiguous()
-        for item in outputs
-    ]
+    return unshared(grads_of, (*tensors, *cotangents))
 
 
 @kernel_scan_backward.register_fake

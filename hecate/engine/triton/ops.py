@@ -147,6 +147,17 @@ def matrix_scan_backward(
     return [item if item is not None and has else memory.new_zeros(0) for item, has in zip(found, there, strict=True)]
 
 
+def unshared(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs that share nothing with inputs, as an operator's have to, and lie as their fakes say."""
+    storages = {item.untyped_storage().data_ptr() for item in inputs}
+    return [
+        item.clone(memory_format=torch.contiguous_format)
+        if item.untyped_storage().data_ptr() in storages
+        else item.contiguous()
+        for item in outputs
+    ]
+
+
 @contextmanager
 def recorded() -> Iterator[None]:
     """Within an operator, where autograd records nothing unless told that this is no inference. Not in a thread of its
