@@ -19,6 +19,11 @@ SHARE = 1 << 20  # tokens x cells that are worth a thread of their own
 NO_MASK = torch.empty(0, dtype=torch.bool, device="cpu")  # of tokens that are all written, or never restart
 
 
+def whole(width: int, per: int) -> int:
+    """A width in whole vectors, or fours, of so many numbers."""
+    return -(-width // per) * per
+
+
 def padded(tensor: Tensor, *sizes: int) -> Tensor:
     """A tensor with zeros up to these sizes of its last axes; itself, but contiguous, where it has them."""
     tensor, given = tensor.detach(), tensor.shape[-len(sizes) :]

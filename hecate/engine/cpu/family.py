@@ -12,7 +12,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, SHARE, arrays, padded, share_out, whole
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import AlgorithmFormula, Formula, Weights
 from hecate.rule import MemoryConfig
+from hecate.structure.bound import FLOOR
 from hecate.tape import Tensors, several
 
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # and a digest: names of parts that are printed
@@ -48,20 +49,21 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A memory's parts of the walk, in the order in which it takes them."""
+    """A memory's parts of the walk, in the order in which it takes them; with a graph `predict` is its activation, and
+    there are no descend, step and gain."""
 
     learn: Part
     predict: Part
-    descend: Part
-    step: Part
+    descend: Part | None
+    step: Part | None
     link: Part
-    gain: Part
-    plain: bool  # a step is r X - lr u w^T with r of one number a row, for which the walk has one pass
+    gain: Part | None
+    plain: bool = False  # a step is r X - lr u w^T with r of one number a row, for which the walk has one pass
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Part | None, ...]:
         """The parts alone."""
-        return self.learn, self.predict, self.descend, self.step, self.link, self.gain
+        return self[:-1]
 
 
 def refusal(config: MemoryConfig) -> str | None:
@@ -144,12 +146,22 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
     return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
 
 
+def places_of(shapes: Sequence[tuple[int, ...]], vector: int) -> list[tuple[int, int, int]]:
+    """Where each weight lies in a state, with its rows and columns, padded."""
+    places, at = [], 0
+    for height, width in shapes:
+        places.append((at, whole(height, ROWS), whole(width, vector)))
+        at += places[-1][1] * places[-1][2]
+    return places
+
+
 # Compiling.
 
+RouteOf = Callable[..., Any]  # the route of a graph for shapes
 Wanted = tuple[str, tuple[Any, ...], str, bool]  # a part's name and options, its place in `Parts`, and whether back
 
 # Arguments of parts, do and back: A an array, f a number, i a whole one; of walks before their parts also B a mask, I
-# whole numbers in a row, R the rule and P a plan.
+# whole numbers in a row, R the rule and G a graph.
 _ARGUMENTS = {
     "learn": ("AAAiA", "AAAAAAiA"),
     "act": ("AAAAiA", ""),
@@ -158,20 +170,16 @@ _ARGUMENTS = {
     "step": ("AAAAAiiiiAA", "AAAAAAAAiiiiiAA"),
     "link": ("AAiiiiAA", "AAAAiiiiAA"),
     "gain": ("AAAAiiAA", "AAAAAiiAA"),
-    "walk": ("iiRAAAAAABB" + "A" * 12, "iiRAAAAAABB" + "A" * 26 + "I"),
-    "layers": (
-        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 6 + "iiiiiif" + "A" * 8,
-        "iiiiPf" + "i" * 8 + "AAAAAABB" + "A" * 13 + "iiiiiif" + "A" * 17,
-    ),
+    "walk": ("iiRGAAAAAABB" + "A" * 12, "iiRGAAAAAABB" + "A" * 26 + "I"),
 }
 PLACES = Parts._fields[:-1]
-WALKS = {"walk": (PLACES, PLACES), "layers": (("learn", "act", "link"), ("learn", "link"))}  # parts, and back
+WALKS: dict[str, tuple[str | None, ...]] = {"walk": PLACES, "layers": ("learn", "act", None, None, "link", None)}
 
 
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
     """A part or a walk as numba is to read it."""
     if name in WALKS:
-        return getattr(importlib.import_module(f"hecate.engine.cpu.{name}"), "backward" if back else "forward")
+        return getattr(importlib.import_module("hecate.engine.cpu.walk"), "backward" if back else "forward")
     if name.startswith(PRINTED):
         return importlib.import_module("hecate.engine.cpu.rows").function(name, back, *options)
     parts = importlib.import_module("hecate.engine.cpu.parts")
@@ -182,20 +190,22 @@ def _signature(place: str, back: bool, dtype: Any) -> Any:
     """Of a part in a place, or of a walk: that has its parts last, each with its numbers, then their derivatives."""
     from numba import types as nb
 
+    from hecate.engine.cpu.layers import Graph
     from hecate.engine.cpu.walk import Rule
 
     number = nb.float32 if dtype == np.float32 else nb.float64
-    array = nb.Array(number, 1, "C")
+    array, nodes = nb.Array(number, 1, "C"), nb.Array(nb.int64, 2, "C")
     kinds = {
         "A": array, "f": number, "i": nb.int64, "B": nb.Array(nb.boolean, 1, "C"), "I": nb.Array(nb.int64, 1, "C"),
-        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule), "P": nb.Array(nb.int64, 2, "C"),
+        "R": nb.NamedUniTuple(nb.int64, len(Rule._fields), Rule),
+        "G": nb.NamedTuple((nodes, array, array), Graph) if place == "layers" else nb.none,
     }  # fmt: skip
-    given = [kinds[letter] for letter in _ARGUMENTS[place][back]]
-    parts, derivatives = WALKS.get(place, ((), ()))
+    parts = WALKS.get(place, ())
+    given = [kinds[letter] for letter in _ARGUMENTS["walk" if parts else place][back]]
     for own in parts:
-        given += [nb.FunctionType(_signature(own, False, dtype)), array]
-    if back:
-        given += [nb.FunctionType(_signature(own, True, dtype)) for own in derivatives]
+        given += [nb.FunctionType(_signature(own, False, dtype)), array] if own else [nb.none, nb.none]
+    for own in parts if back else ():
+        given.append(nb.FunctionType(_signature(own, True, dtype)) if own and _ARGUMENTS[own][1] else nb.none)
     return nb.void(*given)
 
 
@@ -231,127 +241,164 @@ def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
 
 
 class Walk:
-    """The inputs of one call: states `[N, V, P]` and tokens, `[B, T, H, *]` as they lie; `[N, T, *]` are those of one
-    head."""
+    """The inputs of one call: states `[N, size]`, their weights padded, and tokens, `[B, T, H, *]` as they lie;
+    `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, inputs: Tensors) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat."""
+    def __init__(self, config: MemoryConfig, inputs: Tensors, route: RouteOf | None = None) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; `route` of a graph of layers."""
         form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
-        slots = descent.slots if isinstance(descent, AlgorithmFormula) else 0
+        slots = descent.slots if isinstance(descent, AlgorithmFormula) and route is None else 0
         self.apart = slots > 0  # the direction is none of the slots
         self.carried, self.gains = slots or int(form.momentum), form.ridge is not None
         self.moving = self.carried + self.apart
-        states = 1 + self.carried + self.gains
-        memory, *more = several(inputs[:states])
-        self.tokens = tokens = Tokens(*inputs[states + 1 :])  # type: ignore[arg-type]
-        self.config, self.memory, self.slots, self.initial = config, memory, more, inputs[states]
-        (self.count, self.values, self.channels) = memory.shape
-        vector = BYTES // memory.element_size()
-        self.height, self.width = -(-self.values // ROWS) * ROWS, -(-self.channels // vector) * vector
+        self.weights = 1 if route is None else config.structure.graph().weights
+        count = len(inputs) - len(Tokens._fields)
+        self.states, self.initial = several(inputs[: count - self.weights]), inputs[count - self.weights : count]
+        self.config, self.tokens = config, Tokens(*inputs[count:])  # type: ignore[arg-type]
+        tokens, first = self.tokens, self.states[0]
+        self.values, self.channels, self.length = tokens.v.shape[-1], tokens.phi_k.shape[-1], tokens.v.shape[1]
+        self.shapes = tuple(tuple(weight.shape[1:]) for weight in self.states[: self.weights])
+        self.count, self.new, self.zeros, vector = len(first), first.new_empty, first.new_zeros, BYTES // first.itemsize
+        self.places = places_of(self.shapes, vector)
+        self.cells = sum(rows * columns for _, rows, columns in self.places)
+        self.height, self.width = whole(self.values, vector if route else ROWS), whole(self.channels, vector)
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
-        self.length = tokens.v.shape[1]
         self.segment = max(LEAST, math.isqrt(self.length))
-        self.parts = parts_of(
-            config, channels=self.by_channel, values=tokens.retain_value is not None,
-            wide=at_once([self.channels], [self.width], vector),
-        )  # fmt: skip
+        wide = at_once([width for _, width in self.shapes], [width for _, _, width in self.places], vector)
+        self.route, self.row, self.record = None, 0, 2 * self.height
+        if route is None:
+            self.parts = parts_of(
+                config, channels=self.by_channel, values=tokens.retain_value is not None, wide=wide
+            )  # fmt: skip
+        else:
+            self.route = own = route(config.structure, self.shapes, self.channels, vector, config.forms.acts)
+            self.row, self.record = own.row, 2 * own.row + self.height
+            learn, link = printed_part(config.forms.formula), link_part(config, wide)
+            self.parts = Parts(learn, own.act, None, None, link, None)
         self.linked = self.parts.link.name != "no_link"
-
-    @property
-    def cells(self) -> int:
-        """Of a state, with padding."""
-        return self.height * self.width
+        self.anchored = config.retention.anchored
+        self.starts = tokens.reset is not None or self.anchored  # whether the start takes part
 
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the parts."""
-        most = (part.room(self.height, self.width) for part in self.parts.parts)
-        return max(self.cells + 8 * (self.height + self.width), *most)
+        rooms = (part.room(rows, columns) for part in self.parts.parts if part for _, rows, columns in self.places)
+        return max(self.cells + 8 * (self.height + self.width), *rooms)
 
-    def state(self, state: Tensor) -> Tensor:
-        """A copy of a state with padding."""
-        return padded(state, self.height, self.width).clone()
+    def packed(self, weights: Sequence[Tensor]) -> Tensor:
+        """A state of these weights."""
+        # Padding is 0 and stays so: no write, norm or sum sees it.
+        state = self.zeros(self.count, self.cells)
+        for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.places, strict=True):
+            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()
+        return state
 
-    def square(self, context: Tensor) -> Tensor:
-        """A copy of a gain's matrix with padding."""
-        return padded(context, self.width, self.width).clone()
+    def unpacked(self, state: Tensor) -> list[Tensor]:
+        """The weights of a state."""
+        return [
+            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width].contiguous()
+            for (height, width), (o, rows, columns) in zip(self.shapes, self.places, strict=True)
+        ]
 
     def copies(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of memory, of slots `[N, slots, V, P]`, the direction's place being the last, and of gain's matrix, of
+        """Copies of memory, of slots `[N, slots, size]`, the direction's place being the last, and of gain's matrix, of
         size 0 where there is none."""
-        none = self.memory.new_empty(0)
-        memory, *given = (self.state(state) for state in states[: 1 + self.carried])
+        none, step = self.new(0), self.weights
+        memory, *slots = (self.packed(states[at * step : (at + 1) * step]) for at in range(1 + self.carried))
         if self.apart:
-            given = [*given, torch.zeros_like(memory)]
-        slots = torch.stack(given, 1) if given else none
-        return [memory, slots, self.square(states[-1]) if self.gains else none]
+            slots = [*slots, torch.zeros_like(memory)]
+        square = padded(states[-1], self.width, self.width).clone() if self.gains else none
+        return [memory, torch.stack(slots, 1) if slots else none, square]
 
     def cut(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Memory, slots and gain's matrix without their padding."""
         memory, slots, square = states
-        v, p = self.values, self.channels
-        kept = [memory[:, :v, :p], *(slots[:, at, :v, :p] for at in range(self.carried))]
-        return [item.contiguous() for item in (*kept, *([square[:, :p, :p]] if self.gains else []))]
+        weights = self.unpacked(memory)
+        for at in range(self.carried):
+            weights += self.unpacked(slots[:, at])
+        return [*weights, *([square[:, : self.channels, : self.channels].contiguous()] if self.gains else [])]
 
-    def launch(self, name: str, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
+    def launch(self, back: bool, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a walk over all memories on what is given beside their tokens, each worker with scratch space of its
         own, filled with zeros."""
-        config, tokens, none = self.config, self.tokens, self.memory.new_empty(0)
+        config, tokens, none, route = self.config, self.tokens, self.new(0), self.route
         rule = importlib.import_module("hecate.engine.cpu.walk").Rule(
             tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
-            self.channels, self.segment, int(self.by_channel), int(config.retention.uses_retain),
-            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving,
-            int(self.linked), int(self.gains), int(self.parts.plain),
+            self.channels, self.cells, self.row, self.record, self.segment, int(self.by_channel),
+            int(config.retention.uses_retain), int(config.decay_order == "before_gradient"),
+            int(config.read == "before"), self.moving, int(self.linked), int(self.gains), int(self.parts.plain),
+            int(config.retention.centring), int(self.anchored),
         )  # fmt: skip
-        wide, high, back = (self.width,), (self.height,), name == "backward"
+        wide, high = (self.width,), (self.height,)
         keys = padded(tokens.phi_k, self.width)
         write, reset = (NO_MASK if mask is None else mask for mask in (tokens.write, tokens.reset))
-        initial, whole = (none, ()) if tokens.reset is None else (self.initial, (self.height, self.width))
+        initial = self.packed(several(self.initial)) if self.starts else none
         phi_w, value = keys if tokens.phi_w is None else tokens.phi_w, tokens.retain_value
         value, high_value = (none, ()) if value is None else (value, high)
-        own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial)
-        sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value, whole)
-        rows = arrays((*own, *given), chain(sizes, repeat(())))
+        own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value)
+        sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value)
+        rows = arrays((*own, initial, *given), chain(sizes, repeat(())))
         dtype = rows[0].dtype.type
-        named = [(part.name, part.options, place) for place, part in zip(PLACES, self.parts.parts, strict=True)]
-        ways = (False, True) if back else (False,)
-        run, *parts = ready((("walk", (), "walk", back), *((*item, way) for way in ways for item in named)), dtype)
+        name = "walk" if route is None else "layers"
+        named = [(place, part) for place, part in zip(WALKS[name], self.parts.parts, strict=True) if place and part]
+        wanted = [(part.name, part.options, place, False) for place, part in named]
+        wanted += [(part.name, part.options, place, True) for place, part in named if back and _ARGUMENTS[place][1]]
+        run, *parts = ready(((name, (), name, back), *wanted), dtype)
+        built = {(place, way): part for (_, _, place, way), part in zip(wanted, parts, strict=True)}
         functions: list[Any] = []
-        for part, function in zip(self.parts.parts, parts, strict=False):
-            functions += [function, np.array(part.numbers, dtype)]
-        functions += parts[len(PLACES) :]
+        for place, part in zip(WALKS[name], self.parts.parts, strict=True):
+            functions += [built.get((place, False)), np.array(part.numbers, dtype) if part else None]
+        functions += [built.get((place, True)) for place in WALKS[name]] if back else []
+        graph = None
+        if route is not None:
+            floor = FLOOR if config.blocks else 0.0
+            graph = partial(
+                importlib.import_module("hecate.engine.cpu.layers").Graph,
+                route.nodes,
+                np.array([route.eps, floor], dtype),
+            )
 
         def work(lo: int, hi: int) -> None:
-            own = arrays([none.new_zeros(size) for size in scratch])
+            own = arrays([self.zeros(size) for size in scratch])
             slots = [np.zeros(2 * self.segment, np.int64)] if back else []
-            run(lo, hi, rule, *rows, *own, *slots, *functions)
+            nodes = None if graph is None else graph(np.zeros(route.scratch, dtype))
+            run(lo, hi, rule, nodes, *rows, *own, *slots, *functions)
 
-        share_out(work, self.count, self.count * self.length * self.cells)
+        share_out(work, self.count, self.count * self.length * self.cells, SHARE if route is None else SHARE // 4)
 
 
-def walked(config: MemoryConfig, inputs: Tensors, keeps: bool) -> tuple[Tensors, Tensors]:
+def walked(
+    config: MemoryConfig, inputs: Tensors, keeps: bool, *, route: RouteOf | None = None
+) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `walked_vjp` if asked for."""
-    call = Walk(config, inputs)
+    call = Walk(config, inputs, route)
     *shape, v = call.tokens.v.shape
-    new, height, width = call.memory.new_empty, call.height, call.width
-    states = call.copies([call.memory, *call.slots])
-    y = new(*shape, height)
-    segments = -(-call.length // call.segment) if keeps else 0
-    kept = [new(call.count * segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
-    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, 3 * height + 2 * width + 2]
-    call.launch("forward", (*states, y, *kept), scratch)
+    height, width = call.height, call.width
+    states = call.copies(call.states)
+    y = call.new(*shape, height)
+    segments = call.count * -(-call.length // call.segment) if keeps else 0
+    kept = [call.new(segments * size) for size in (call.cells, call.cells * call.moving, width**2 * call.gains)]
+    scratch = [(5 + max(call.moving, 1)) * call.cells + call.spare, call.record + height + 2 * width]
+    call.launch(False, (*states, y, *kept), scratch)
     return (y[..., :v], *call.cut(states)), tuple(kept)
 
 
-def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor]) -> Tensors:
+def walked_vjp(
+    config: MemoryConfig,
+    inputs: Tensors,
+    record: Tensors,
+    cotangents: Sequence[Tensor],
+    *,
+    route: RouteOf | None = None,
+) -> Tensors:
     """Cotangents of all inputs."""
-    call = Walk(config, inputs)
+    call = Walk(config, inputs, route)
     tokens, height, width, cells = call.tokens, call.height, call.width, call.cells
     gy, *finals = cotangents
     states = call.copies(finals)
     (*shape, v), p = tokens.v.shape, call.channels
-    zeros = call.memory.new_zeros
-    initial = zeros(states[0].shape if tokens.reset is not None else 0)
+    zeros = call.zeros
+    initial = zeros(states[0].shape if call.starts else 0)
     gk, gq, gv = zeros(*shape, width), zeros(*shape, width), zeros(*shape, height)
     moves = config.algorithm.uses_momentum
     glr, gmomentum = zeros(*shape), zeros(*shape if moves else [0])
@@ -361,13 +408,13 @@ def walked_vjp(config: MemoryConfig, inputs: Tensors, record: Tensors, cotangent
     count = call.segment * (2 if tokens.reset is not None else 1) + 1
     scratch = [
         count * cells, count * cells * call.moving, count * width**2 * call.gains, count * cells * call.linked,
-        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + 2 * call.segment * height,
+        7 * cells + call.spare, width**2 * call.gains, 4 * (height + width) + 2 + call.segment * call.record,
     ]  # fmt: skip
     given = (padded(gy, height), *states, initial, gk, gq, gv, glr, gretain, gmomentum, gw, gvalue)
-    call.launch("backward", (*several(record), *given), scratch)
+    call.launch(True, (*several(record), *given), scratch)
     decays = config.retention.uses_retain
     return (
-        *call.cut(states), initial[:, :v, :p].contiguous() if tokens.reset is not None else None,
+        *call.cut(states), *(call.unpacked(initial) if call.starts else [None] * call.weights),
         gk[..., :p], gq[..., :p], gv[..., :v],
         glr, (gretain[..., :p] if call.by_channel else gretain) if decays else None, gmomentum if moves else None,
         None, None, gw[..., :p] if tokens.phi_w is not None else None,
