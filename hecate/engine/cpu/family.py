@@ -147,7 +147,7 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
 
 
 def places_of(shapes: Sequence[tuple[int, ...]], vector: int) -> list[tuple[int, int, int]]:
-    """Where each weight lies in a state, with its rows and columns, padded."""
+    """Places of weights in a state, each with its rows and columns, padded."""
     places, at = [], 0
     for height, width in shapes:
         places.append((at, whole(height, ROWS), whole(width, vector)))

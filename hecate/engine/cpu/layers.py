@@ -191,7 +191,6 @@ def _record(rule, record):
 @helper
 def weigh(rule, graph, do, X, W, x):
     """W = link(X) of every weight."""
-    out_of_line()
     link, lc = do[8], do[9]
     for n in range(len(graph.nodes)):
         op, o, V, P, _, _, _, size, _, width = node(graph.nodes, n)
@@ -202,7 +201,6 @@ def weigh(rule, graph, do, X, W, x):
 @helper
 def unweigh(rule, graph, do, undo, X, W, GW, G, x):
     """G += the cotangent of X from that of W."""
-    out_of_line()
     link_back, lc = undo[4], do[9]
     for n in range(len(graph.nodes)):
         op, o, V, P, _, _, _, size, _, width = node(graph.nodes, n)
@@ -214,7 +212,6 @@ def unweigh(rule, graph, do, undo, X, W, GW, G, x):
 @helper
 def decay(rule, graph, do, X, I, zero, rv, rp, Y, x):
     """Y = r X + (1 - r) I."""
-    out_of_line()
     scaled(X, Y, rp[0])
     if rule.anchored:
         regained(Y, I, number(rp[0], 1) - rp[0])
@@ -223,7 +220,6 @@ def decay(rule, graph, do, X, I, zero, rv, rp, Y, x):
 @helper
 def read(rule, graph, do, W, q, y, x):
     """The prediction y at q."""
-    out_of_line()
     values, _, _, _, _, _, _, _ = _rows(graph, rule)
     _evaluated(graph, do[2], do[3], W, q, values)
     last = graph.nodes[len(graph.nodes) - 1, 6]
@@ -233,7 +229,6 @@ def read(rule, graph, do, W, q, y, x):
 @helper
 def read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
     """VJP of `read`: the cotangent of its query and, added to GW, those of the weights."""
-    out_of_line()
     values, g, _, _, _, _, _, row = _rows(graph, rule)
     last = graph.nodes[len(graph.nodes) - 1, 6]
     _evaluated(graph, do[2], do[3], W, q, values)
@@ -246,7 +241,6 @@ def read_back(rule, graph, do, undo, W, q, gy, GW, gq, x):
 @helper
 def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g, z):
     """The state O, D after X, S, the gradient taken at W."""
-    out_of_line()
     learn, bc, act, ac, _, _, _, _, _, _, _, _ = do
     keys, _, values, lr, _, momentum, _, _, _, _, _ = given
     k, v, l, r, m = part(keys, at, rule.width), part(values, at, rule.height), lr[at], rp[0], momentum[at]
@@ -306,7 +300,6 @@ def _step_back(rule, nodes, X, S, I, T, G, H, x, f, l, r, m, g, up, row):
 def write_back(rule, graph, do, undo, given, at, X, W, S, direction, C, near, own, more, GA, record, rows, to, z):
     """VJP of `write`: cotangents of its key, value and gates, of G and H of the token before, and, added to GA, of the
     weights at which its gradient was taken."""
-    out_of_line()
     (_, _, v, lr, _, momentum, _, _, _, _, _), learn_back, bc = given, undo[0], do[1]
     (_, rp, _, _), (G, H, _, I, T), (_, _, grv, _, _, out), (gk, gv, _) = near, own, rows, to
     v, l, r, m = part(v, at, rule.height), lr[at], rp[0], momentum[at]

@@ -259,8 +259,8 @@ def unwritten(G, A, I, T, o, V, P, d, at, h, ho, x, to, y, yo, r):
 
 @helper
 def unwritten_on(G, H, A, S, I, T, o, V, P, d, at, h, ho, x, to, y, yo, r, m):
-    """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, T += (1 - r) G, G = r G, H = m X; returns <G, A - I> and
-    <X, S>."""
+    """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, T += (1 - r) G, G = r G, H = m X; returns
+    <G, A - I> and <X, S>."""
     out_of_line()
     e, n, minus, w = zeros(G), zeros(G), number(r, -1), number(r, 1) - r
     for c in range(0, V, ROWS):

@@ -332,7 +332,6 @@ def out_of_line(_: Any) -> Any:
 @helper
 def copy(source, target):
     """target = source, as long as the target."""
-    out_of_line()
     count, wide = target.size, per_vector(target)
     for o in range(0, count - wide + 1, wide):
         store(target, o, load(source, o, ONE))
@@ -343,7 +342,6 @@ def copy(source, target):
 @helper
 def fill(target, value):
     """The same number everywhere."""
-    out_of_line()
     count, wide, row = target.size, per_vector(target), filled(target, value)
     for o in range(0, count - wide + 1, wide):
         store(target, o, row)
@@ -353,7 +351,7 @@ def fill(target, value):
 
 @inline
 def first_token(n, heads, T):
-    """Where the tokens of a memory begin in `[B, T, heads]`: they are `heads` apart."""
+    """The first token of a memory in `[B, T, heads]`: its tokens are `heads` apart."""
     return n // heads * heads * T + n % heads
 
 

@@ -1,10 +1,10 @@
 """The token loop of one memory after the other, state in cache, made of parts that it is given. [ENG-NUM-D8]
 
 What a kernel is given beside its tensors: `rule`, whole numbers (see `Rule`), and the parts, compiled apart and called
-by their address: `do`, each with its numbers, and `undo`; for memories made of linear layers `graph`, in place of
-predict, descend, step and gain, of which only the activation is given, where predict is. Of the tokens (`given`) `keys` are what predicts, `written`
+by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `written`
 what is written with, the same array where there is no other; an array of size 0 is "not given". Scratch space is each
-worker's own.
+worker's own. The loop is compiled twice: for matrices, and with a `graph` for memories made of linear layers, which
+bring an activation in place of predict, and no descend, step and gain.
 
 Backward, a segment of tokens is run forward once more and its states are kept, one slot a state: token i starts from
 slot marks[i] and leaves slot marks[segment + i]. The cotangent of link(X) gathers in GM until the token that made X is
@@ -178,7 +178,7 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
 
 
 def _chosen(matrix, layers):
-    """A function that is the first where there is no graph, or else the second, as it is compiled."""
+    """A function that is compiled as the first where there is no graph, or else as the second."""
 
     def stub(rule, graph, *rest): ...
 
