@@ -51,9 +51,9 @@ def arrays(tensors: Iterable[Tensor | None], sizes: Iterable[tuple[int, ...]] = 
     return rows
 
 
-def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int = SHARE) -> None:
+def share_out(work: Callable[[int, int], None], count: int, cells: int, share: int | None = None) -> None:
     """Calls `work(lo, hi)` for `count` memories of so many cells x tokens in all, a thread per share of them."""
-    workers = min(torch.get_num_threads(), count, 1 + cells // share)
+    workers = min(torch.get_num_threads(), count, 1 + cells // (share or SHARE))
     if workers <= 1:
         work(0, count)
         return

@@ -99,7 +99,7 @@ class CompiledLayers(TokenEngine):
         """The kernels of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch in their
         place, which their operator has no need of."""
         plain = partial(_by_loop, config, like)
-        there, back = partial(walked, config, route=_route), partial(walked_vjp, config, route=_route)
+        there, back = partial(walked, config, route_of=_route), partial(walked_vjp, config, route_of=_route)
         return ByHand("engine.compiled_layers", there, back, plain)
 
 

@@ -12,7 +12,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hecate.algorithm import AlgorithmForm
-from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, SHARE, arrays, padded, share_out, whole
+from hecate.engine.cpu.arrays import BYTES, NO_MASK, ROWS, arrays, padded, share_out, whole
 from hecate.engine.engine import chunk_refusal
 from hecate.engine.tokens import Tokens
 from hecate.formula import AlgorithmFormula, Formula, Weights
@@ -29,6 +29,7 @@ from hecate.rule import MemoryConfig
 from hecate.structure.bound import FLOOR
 from hecate.tape import Tensors, several
 
+KERNELS = "hecate.engine.cpu.walk"
 PRINTED = "learn_", "act_", "step_", "link_", "descend_"  # and a digest: names of parts that are printed
 LEAST = 16  # tokens between kept states, and their square root where that is more
 
@@ -58,7 +59,7 @@ class Parts(NamedTuple):
     step: Part | None
     link: Part
     gain: Part | None
-    plain: bool = False  # a step is r X - lr u w^T with r of one number a row, for which the walk has one pass
+    plain: bool = False  # a step is r X - lr u w^T with r of one number, for which the walk has one pass
 
     @property
     def parts(self) -> tuple[Part | None, ...]:
@@ -120,7 +121,7 @@ def parts_of(config: MemoryConfig, *, channels: bool, values: bool, wide: tuple[
     else:
         predict, descend = Part("matrix"), Part("descent", (), (algorithm.momentum,))
     gain = Part("no_gain") if algorithm.ridge is None else Part("filtering", (1 / algorithm.ridge, algorithm.discount))
-    adds = retention.single.sum and not channels and descend == Part("descent", (), (False,))
+    adds = retention.single.sum and single and descend == Part("descent", (), (False,))
     return Parts(learn, predict, descend, own, link_part(config, wide), gain, adds)
 
 
@@ -179,7 +180,7 @@ WALKS: dict[str, tuple[str | None, ...]] = {"walk": PLACES, "layers": ("learn", 
 def _python(name: str, options: tuple[Any, ...], back: bool) -> Callable[..., Any]:
     """A part or a walk as numba is to read it."""
     if name in WALKS:
-        return getattr(importlib.import_module("hecate.engine.cpu.walk"), "backward" if back else "forward")
+        return getattr(importlib.import_module(KERNELS), "backward" if back else "forward")
     if name.startswith(PRINTED):
         return importlib.import_module("hecate.engine.cpu.rows").function(name, back, *options)
     parts = importlib.import_module("hecate.engine.cpu.parts")
@@ -244,14 +245,15 @@ class Walk:
     """The inputs of one call: states `[N, size]`, their weights padded, and tokens, `[B, T, H, *]` as they lie;
     `[N, T, *]` are those of one head."""
 
-    def __init__(self, config: MemoryConfig, inputs: Tensors, route: RouteOf | None = None) -> None:
-        """From memory, slots, initial memory and the fields of `Tokens`, flat; `route` of a graph of layers."""
+    def __init__(self, config: MemoryConfig, inputs: Tensors, route_of: RouteOf | None = None) -> None:
+        """From memory, slots, initial memory and the fields of `Tokens`, flat; `route_of` where the kernels go through
+        the structure's graph."""
         form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
-        slots = descent.slots if isinstance(descent, AlgorithmFormula) and route is None else 0
+        slots = descent.slots if isinstance(descent, AlgorithmFormula) and route_of is None else 0
         self.apart = slots > 0  # the direction is none of the slots
         self.carried, self.gains = slots or int(form.momentum), form.ridge is not None
         self.moving = self.carried + self.apart
-        self.weights = 1 if route is None else config.structure.graph().weights
+        self.weights = 1 if route_of is None else config.structure.graph().weights
         count = len(inputs) - len(Tokens._fields)
         self.states, self.initial = several(inputs[: count - self.weights]), inputs[count - self.weights : count]
         self.config, self.tokens = config, Tokens(*inputs[count:])  # type: ignore[arg-type]
@@ -261,23 +263,21 @@ class Walk:
         self.count, self.new, self.zeros, vector = len(first), first.new_empty, first.new_zeros, BYTES // first.itemsize
         self.places = places_of(self.shapes, vector)
         self.cells = sum(rows * columns for _, rows, columns in self.places)
-        self.height, self.width = whole(self.values, vector if route else ROWS), whole(self.channels, vector)
+        self.height, self.width = whole(self.values, vector if route_of else ROWS), whole(self.channels, vector)
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
         self.segment = max(LEAST, math.isqrt(self.length))
         wide = at_once([width for _, width in self.shapes], [width for _, _, width in self.places], vector)
-        self.route, self.row, self.record = None, 0, 2 * self.height
-        if route is None:
-            self.parts = parts_of(
-                config, channels=self.by_channel, values=tokens.retain_value is not None, wide=wide
-            )  # fmt: skip
+        self.route = route_of and route_of(config.structure, self.shapes, self.channels, vector, config.forms.acts)
+        self.row, self.record = 0, 2 * self.height
+        if self.route is None:
+            values = tokens.retain_value is not None
+            self.parts = parts_of(config, channels=self.by_channel, values=values, wide=wide)
         else:
-            self.route = own = route(config.structure, self.shapes, self.channels, vector, config.forms.acts)
-            self.row, self.record = own.row, 2 * own.row + self.height
+            self.row, self.record = self.route.row, 2 * self.route.row + self.height
             learn, link = printed_part(config.forms.formula), link_part(config, wide)
-            self.parts = Parts(learn, own.act, None, None, link, None)
+            self.parts = Parts(learn, self.route.act, None, None, link, None)
         self.linked = self.parts.link.name != "no_link"
-        self.anchored = config.retention.anchored
-        self.starts = tokens.reset is not None or self.anchored  # whether the start takes part
+        self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
 
     @property
     def spare(self) -> int:
@@ -288,10 +288,8 @@ class Walk:
     def packed(self, weights: Sequence[Tensor]) -> Tensor:
         """A state of these weights."""
         # Padding is 0 and stays so: no write, norm or sum sees it.
-        state = self.zeros(self.count, self.cells)
-        for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.places, strict=True):
-            state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()
-        return state
+        pairs = zip(weights, self.places, strict=True)
+        return torch.cat([padded(weight, rows, columns).flatten(1) for weight, (_, rows, columns) in pairs], 1)
 
     def unpacked(self, state: Tensor) -> list[Tensor]:
         """The weights of a state."""
@@ -321,57 +319,61 @@ class Walk:
     def launch(self, back: bool, given: Sequence[Tensor], scratch: Sequence[int]) -> None:
         """Runs a walk over all memories on what is given beside their tokens, each worker with scratch space of its
         own, filled with zeros."""
-        config, tokens, none, route = self.config, self.tokens, self.new(0), self.route
-        rule = importlib.import_module("hecate.engine.cpu.walk").Rule(
-            tokens.lr.shape[2] if tokens.lr.dim() == 3 else 1, self.length, self.height, self.width, self.values,
-            self.channels, self.cells, self.row, self.record, self.segment, int(self.by_channel),
-            int(config.retention.uses_retain), int(config.decay_order == "before_gradient"),
-            int(config.read == "before"), self.moving, int(self.linked), int(self.gains), int(self.parts.plain),
-            int(config.retention.centring), int(self.anchored),
-        )  # fmt: skip
-        wide, high = (self.width,), (self.height,)
+        tokens, none, high, kernels = self.tokens, self.new(0), (self.height,), importlib.import_module(KERNELS)
+        wide, of_retain = (self.width,), (self.width,) if self.by_channel else ()
         keys = padded(tokens.phi_k, self.width)
         write, reset = (NO_MASK if mask is None else mask for mask in (tokens.write, tokens.reset))
         initial = self.packed(several(self.initial)) if self.starts else none
         phi_w, value = keys if tokens.phi_w is None else tokens.phi_w, tokens.retain_value
-        value, high_value = (none, ()) if value is None else (value, high)
-        own = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value)
-        sizes = ((), wide, high, (), wide if self.by_channel else (), (), (), (), wide, high_value)
-        rows = arrays((*own, initial, *given), chain(sizes, repeat(())))
-        dtype = rows[0].dtype.type
-        name = "walk" if route is None else "layers"
-        named = [(place, part) for place, part in zip(WALKS[name], self.parts.parts, strict=True) if place and part]
-        wanted = [(part.name, part.options, place, False) for place, part in named]
-        wanted += [(part.name, part.options, place, True) for place, part in named if back and _ARGUMENTS[place][1]]
-        run, *parts = ready(((name, (), name, back), *wanted), dtype)
-        built = {(place, way): part for (_, _, place, way), part in zip(wanted, parts, strict=True)}
-        functions: list[Any] = []
-        for place, part in zip(WALKS[name], self.parts.parts, strict=True):
-            functions += [built.get((place, False)), np.array(part.numbers, dtype) if part else None]
-        functions += [built.get((place, True)) for place in WALKS[name]] if back else []
-        graph = None
-        if route is not None:
-            floor = FLOOR if config.blocks else 0.0
-            graph = partial(
-                importlib.import_module("hecate.engine.cpu.layers").Graph,
-                route.nodes,
-                np.array([route.eps, floor], dtype),
-            )
+        value, of_value = (none, ()) if value is None else (value, high)
+        tensors = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial, *given)
+        rows = arrays(tensors, chain(((), wide, high, (), of_retain, (), (), (), wide, of_value), repeat(())))
+        rule, dtype = self.rule(kernels), rows[0].dtype.type
+        run, *functions = self.functions(back, dtype)
 
         def work(lo: int, hi: int) -> None:
-            own = arrays([self.zeros(size) for size in scratch])
+            space, graph = arrays([self.zeros(size) for size in scratch]), None
+            if self.route is not None:
+                floor = FLOOR if self.config.blocks else 0.0
+                values = np.zeros(self.route.scratch, dtype)
+                graph = kernels.layers.Graph(self.route.nodes, np.array([self.route.eps, floor], dtype), values)
             slots = [np.zeros(2 * self.segment, np.int64)] if back else []
-            nodes = None if graph is None else graph(np.zeros(route.scratch, dtype))
-            run(lo, hi, rule, nodes, *rows, *own, *slots, *functions)
+            run(lo, hi, rule, graph, *rows, *space, *slots, *functions)
 
-        share_out(work, self.count, self.count * self.length * self.cells, SHARE if route is None else SHARE // 4)
+        # A cell of layers takes some four times as long as one of a matrix.
+        share_out(work, self.count, self.count * self.length * self.cells * (1 if self.route is None else 4))
+
+    def rule(self, kernels: types.ModuleType) -> Any:
+        """The numbers that steer a walk."""
+        config, lr, retention = self.config, self.tokens.lr, self.config.retention
+        return kernels.Rule(
+            lr.shape[2] if lr.dim() == 3 else 1, self.length, self.height, self.width, self.values, self.channels,
+            self.cells, self.row, self.record, self.segment, int(self.by_channel), int(retention.uses_retain),
+            int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving, int(self.linked),
+            int(self.gains), int(self.parts.plain), int(retention.centring), int(retention.anchored),
+        )  # fmt: skip
+
+    def functions(self, back: bool, dtype: Any) -> list[Any]:
+        """A walk in machine code, then the parts that it is given."""
+        name = "walk" if self.route is None else "layers"
+        parts = {place: part for place, part in zip(WALKS[name], self.parts.parts, strict=True) if place and part}
+        wanted = [
+            (part.name, part.options, place, way)
+            for way in (False, True)[: 1 + back] for place, part in parts.items() if _ARGUMENTS[place][way]
+        ]  # fmt: skip
+        run, *code = ready(((name, (), name, back), *wanted), dtype)
+        built = {(place, way): function for (_, _, place, way), function in zip(wanted, code, strict=True)}
+        functions: list[Any] = [run]
+        for place in WALKS[name]:
+            functions += [built[place, False], np.array(parts[place].numbers, dtype)] if place else [None, None]
+        return [*functions, *([built.get((place, True)) for place in WALKS[name]] if back else [])]
 
 
 def walked(
-    config: MemoryConfig, inputs: Tensors, keeps: bool, *, route: RouteOf | None = None
+    config: MemoryConfig, inputs: Tensors, keeps: bool, route_of: RouteOf | None = None
 ) -> tuple[Tensors, Tensors]:
     """Outputs and final states; and the record for `walked_vjp` if asked for."""
-    call = Walk(config, inputs, route)
+    call = Walk(config, inputs, route_of)
     *shape, v = call.tokens.v.shape
     height, width = call.height, call.width
     states = call.copies(call.states)
@@ -384,21 +386,16 @@ def walked(
 
 
 def walked_vjp(
-    config: MemoryConfig,
-    inputs: Tensors,
-    record: Tensors,
-    cotangents: Sequence[Tensor],
-    *,
-    route: RouteOf | None = None,
-) -> Tensors:
+    config: MemoryConfig, inputs: Tensors, record: Tensors, cotangents: Sequence[Tensor],
+    route_of: RouteOf | None = None,
+) -> Tensors:  # fmt: skip
     """Cotangents of all inputs."""
-    call = Walk(config, inputs, route)
+    call = Walk(config, inputs, route_of)
     tokens, height, width, cells = call.tokens, call.height, call.width, call.cells
     gy, *finals = cotangents
     states = call.copies(finals)
     (*shape, v), p = tokens.v.shape, call.channels
-    zeros = call.zeros
-    initial = zeros(states[0].shape if call.starts else 0)
+    initial, zeros = call.zeros(states[0].shape if call.starts else 0), call.zeros
     gk, gq, gv = zeros(*shape, width), zeros(*shape, width), zeros(*shape, height)
     moves = config.algorithm.uses_momentum
     glr, gmomentum = zeros(*shape), zeros(*shape if moves else [0])

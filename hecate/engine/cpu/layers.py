@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hecate.engine.cpu.passes import (
-    added, backs, bounded, bounded_back, centred, decayed, dots, dots_more, node, norm_pulled, normed, product,
+    added, backs, below, bounded, bounded_back, centred, decayed, dots, dots_more, node, norm_pulled, normed, product,
     product_added, products_added, pulled_once, pulled_twice, regained, regained_back, scaled, summed, unwritten,
-    unwritten_on, written, written_on,
+    written,
 )  # fmt: skip
 from hecate.engine.cpu.vectors import copy, fill, helper, number, out_of_line, part, per_vector
 
@@ -83,12 +83,6 @@ def _spread(nodes, n, x, g, row):
 
 
 @helper
-def _below(nodes, a, x):
-    """True of a layer's input that has a layer below: neither the memory's nor the constant 1 behind biases."""
-    return 0 < a < x.size - per_vector(x)
-
-
-@helper
 def _descended(nodes, W, x, f, row):
     """The cotangents of all values above the input from that of the last: d of every layer."""
     out_of_line()
@@ -96,7 +90,7 @@ def _descended(nodes, W, x, f, row):
         op, o, V, P, a, _, at, _, _, _ = node(nodes, n)
         if op != 0:
             _spread(nodes, n, x, f, row)
-        elif _below(nodes, a, x):
+        elif below(a, x):
             backs(W, o, V, P, f, at, f, a)
 
 
@@ -108,7 +102,7 @@ def _raised(nodes, W, x, f, up, g, row):
     for n in range(len(nodes)):
         op, o, V, P, a, b, at, size, wide, _ = node(nodes, n)
         if op == 0:
-            if _below(nodes, a, x):
+            if below(a, x):
                 dots_more(W, o, V, P, up, a, up, at)
         elif op == 1:
             # d_z = f'(z) d: what arrives at d_z goes to z by f''(z) d, and to d by f'(z).
@@ -149,7 +143,7 @@ def _through(nodes, W, GW, x, g, f, up, row, both):
         op, o, V, P, a, _, at, _, _, _ = node(nodes, n)
         if op != 0:
             _spread(nodes, n, x, g, row)
-        elif both > 0 and _below(nodes, a, x):
+        elif both > 0 and below(a, x):
             # In one pass over the weight: what comes through values, and what comes through d, f c^T.
             pulled_twice(W, o, GW, V, P, g, at, x, a, f, at, up, a, g, a)
         else:
@@ -261,9 +255,9 @@ def write(rule, graph, do, given, at, X, W, S, C, I, rv, rp, O, D, C2, record, g
         if op == 0:
             h, ho = _looked_at(x, a, width, P, rule.centred, row)
             if rule.moving:
-                written_on(X, S, O, D, I, o, V, P, f, at, h, ho, l, r, m)
+                written(X, S, O, D, I, o, V, P, f, at, h, ho, l, r, m)
             else:
-                written(X, O, I, o, V, P, f, at, h, ho, l, r)
+                written(X, None, O, None, I, o, V, P, f, at, h, ho, l, r, m)
 
 
 @helper
@@ -279,11 +273,10 @@ def _step_back(rule, nodes, X, S, I, T, G, H, x, f, l, r, m, g, up, row):
         if op == 0:
             h, ho = _looked_at(x, a, width, P, rule.centred, row)
             if rule.moving:
-                e, c = unwritten_on(G, H, X, S, I, T, o, V, P, f, at, h, ho, up, at, g, a, r, m)
-                gm += c
+                e, c = unwritten(G, H, X, S, I, T, o, V, P, f, at, h, ho, up, at, g, a, r, m)
             else:
-                e = unwritten(G, X, I, T, o, V, P, f, at, h, ho, up, at, g, a, r)
-            gr += e
+                e, c = unwritten(G, None, X, None, I, T, o, V, P, f, at, h, ho, up, at, g, a, r, m)
+            gr, gm = gr + e, gm + c
             for i in range(size):
                 gl -= f[at + i] * up[at + i]
                 up[at + i] *= -l

@@ -17,8 +17,8 @@ import math
 from numba import njit
 
 from hecate.engine.cpu.vectors import (
-    ONE, ROWS, add, copy, fill, get, helper, load, load_rows, mad, mul, number, out_of_line, per_vector, put, store,
-    store_rows, sums, total, zeros,
+    ONE, ROWS, add, copy, fill, get, helper, inline, load, load_rows, mad, mul, number, out_of_line, per_vector, put,
+    store, store_rows, sums, times, total, zeros,
 )  # fmt: skip
 from hecate.structure.bound import ROOT
 
@@ -110,10 +110,9 @@ def products_added(w, wo, x, at, y, yo, z, to, size):
 # One weight W [V, P] of a memory.
 
 
-@helper
+@inline
 def dots(W, o, V, P, x, at, y, to):
     """y = W x."""
-    out_of_line()
     # Four rows at once: their input is loaded once for all of them.
     for c in range(0, V, ROWS):
         acc = zeros(W)
@@ -171,10 +170,9 @@ def backs(W, o, V, P, g, at, x, to):
         o += ROWS * P
 
 
-@helper
+@inline
 def pulled_once(W, o, M, V, P, g, at, h, ho, x, to):
     """x += W^T g, M += g h^T."""
-    out_of_line()
     for c in range(0, V, ROWS):
         gc = get(g, at + c)
         for j in range(0, P, per_vector(W)):
@@ -196,88 +194,50 @@ def pulled_twice(W, o, M, V, P, g, at, h, ho, f, fo, c, co, x, to):
         o += ROWS * P
 
 
-@helper
-def written(A, B, I, o, V, P, d, at, h, ho, l, r):
-    """B = r A - l d h^T, and (1 - r) I where there is an I."""
-    out_of_line()
+@inline
+def written(A, S, B, R, I, o, V, P, d, at, h, ho, l, r, m):
+    """B = r A - l d h^T, or with a momentum S, R = m S - l d h^T and B = r A + R; and (1 - r) I where there is an I."""
     w = number(r, 1) - r
     for c in range(0, V, ROWS):
-        d0, d1, d2, d3 = get(d, at + c)
         # A row's number, so that a cell costs one product and one sum.
-        e = -l * d0, -l * d1, -l * d2, -l * d3
-        # B forgets towards I: r A + (1 - r) I.
-        if I.size > 0:
-            for j in range(0, P, per_vector(A)):
-                kept = mad(w, load_rows(I, o + j, P, ONE), mul(r, load_rows(A, o + j, P, ONE)))
-                store_rows(B, o + j, P, mad(e, load(h, ho + j, ONE), kept))
-        else:
-            for j in range(0, P, per_vector(A)):
-                store_rows(B, o + j, P, mad(e, load(h, ho + j, ONE), mul(r, load_rows(A, o + j, P, ONE))))
-        o += ROWS * P
-
-
-@helper
-def written_on(A, S, B, R, I, o, V, P, d, at, h, ho, l, r, m):
-    """R = m S - l d h^T, B = r A + R, and (1 - r) I where there is an I."""
-    out_of_line()
-    w = number(r, 1) - r
-    for c in range(0, V, ROWS):
-        d0, d1, d2, d3 = get(d, at + c)
-        e = -l * d0, -l * d1, -l * d2, -l * d3
+        e = times(-l, get(d, at + c))
         for j in range(0, P, per_vector(A)):
-            s = mad(e, load(h, ho + j, ONE), mul(m, load_rows(S, o + j, P, ONE)))
-            store_rows(R, o + j, P, s)
+            a, hj = load_rows(A, o + j, P, ONE), load(h, ho + j, ONE)
+            if S is None:
+                b = mad(e, hj, mul(r, a))
+            else:
+                s = mad(e, hj, mul(m, load_rows(S, o + j, P, ONE)))
+                store_rows(R, o + j, P, s)
+                b = mad(r, a, s)
+            # B forgets towards I: r A + (1 - r) I.
             if I.size > 0:
-                s = mad(w, load_rows(I, o + j, P, ONE), s)
-            store_rows(B, o + j, P, mad(r, load_rows(A, o + j, P, ONE), s))
+                b = mad(w, load_rows(I, o + j, P, ONE), b)
+            store_rows(B, o + j, P, b)
         o += ROWS * P
 
 
-@helper
-def unwritten(G, A, I, T, o, V, P, d, at, h, ho, x, to, y, yo, r):
-    """The reverse of `written`: x = G h, y += G^T d, T += (1 - r) G, G = r G; returns <G, A - I>."""
-    out_of_line()
-    e, minus, w = zeros(G), number(r, -1), number(r, 1) - r
-    for c in range(0, V, ROWS):
-        acc, dc = zeros(G), get(d, at + c)
-        for j in range(0, P, per_vector(G)):
-            g = load_rows(G, o + j, P, ONE)
-            acc = mad(g, load(h, ho + j, ONE), acc)
-            store(y, yo + j, add(load(y, yo + j, ONE), total(dc, g)))
-            a = load_rows(A, o + j, P, ONE)
-            if I.size > 0:
-                # r scales A - I, so that is what the cotangent of r is a product with.
-                a = mad(minus, load_rows(I, o + j, P, ONE), a)
-                store_rows(T, o + j, P, mad(w, g, load_rows(T, o + j, P, ONE)))
-            e = mad(g, a, e)
-            store_rows(G, o + j, P, mul(r, g))
-        put(x, to + c, sums(acc))
-        o += ROWS * P
-    e0, e1, e2, e3 = sums(e)
-    return e0 + e1 + e2 + e3
-
-
-@helper
-def unwritten_on(G, H, A, S, I, T, o, V, P, d, at, h, ho, x, to, y, yo, r, m):
-    """The reverse of `written_on`, X = G + H: x = X h, y += X^T d, T += (1 - r) G, G = r G, H = m X; returns
-    <G, A - I> and <X, S>."""
-    out_of_line()
+@inline
+def unwritten(G, H, A, S, I, T, o, V, P, d, at, h, ho, x, to, y, yo, r, m):
+    """The reverse of `written`, with X = G or, with a momentum, G + H: x = X h, y += X^T d, T += (1 - r) G, G = r G,
+    H = m X; returns <G, A - I> and <X, S>."""
     e, n, minus, w = zeros(G), zeros(G), number(r, -1), number(r, 1) - r
     for c in range(0, V, ROWS):
         acc, dc = zeros(G), get(d, at + c)
         for j in range(0, P, per_vector(G)):
             g, a = load_rows(G, o + j, P, ONE), load_rows(A, o + j, P, ONE)
             if I.size > 0:
+                # r scales A - I, so that is what the cotangent of r is a product with.
                 a = mad(minus, load_rows(I, o + j, P, ONE), a)
                 store_rows(T, o + j, P, mad(w, g, load_rows(T, o + j, P, ONE)))
             e = mad(g, a, e)
             store_rows(G, o + j, P, mul(r, g))
-            # From here on X = G + H: B = r A + R hands G to R.
-            g = add(g, load_rows(H, o + j, P, ONE))
+            if H is not None:
+                # From here on X = G + H: B = r A + R hands G to R.
+                g = add(g, load_rows(H, o + j, P, ONE))
+                n = mad(g, load_rows(S, o + j, P, ONE), n)
+                store_rows(H, o + j, P, mul(m, g))
             acc = mad(g, load(h, ho + j, ONE), acc)
             store(y, yo + j, add(load(y, yo + j, ONE), total(dc, g)))
-            n = mad(g, load_rows(S, o + j, P, ONE), n)
-            store_rows(H, o + j, P, mul(m, g))
         put(x, to + c, sums(acc))
         o += ROWS * P
     (e0, e1, e2, e3), (n0, n1, n2, n3) = sums(e), sums(n)
@@ -347,6 +307,12 @@ def node(nodes, n):
 
 
 @helper
+def below(a, x):
+    """True of a layer's input that has a layer below: neither the memory's nor the constant 1 behind biases."""
+    return 0 < a < x.size - per_vector(x)
+
+
+@helper
 def _square(x, at, size):
     """|x|^2."""
     s = number(x[at], 0)
@@ -360,7 +326,6 @@ def bounded(nodes, W, x, v, t):
     """The sum over layers of b |h|^2, and what it is made of in v and t."""
     out_of_line()
     one, found, root = number(x[0], 1), number(x[0], 0), number(x[0], ROOT)
-    hidden = x.size - per_vector(x)
     fill(v, 0.0)
     fill(t, 0.0)
     # The derivative of the prediction by itself is the identity: of columns of length 1, and of norm 1.
@@ -372,7 +337,7 @@ def bounded(nodes, W, x, v, t):
         if op == 0:
             # A layer's part of |J|^2: |h|^2 times the square norm of the derivative by its outputs.
             found += (t[at] + root) * _square(x, a, P)
-            if 0 < a < hidden:
+            if below(a, x):
                 columns(W, o, V, P, v, a)
                 s = number(x[0], 0)
                 for j in range(P):
@@ -389,7 +354,7 @@ def bounded(nodes, W, x, v, t):
             t[a] = s
         elif op == 2:
             for k in (a, b):
-                if 0 < k < hidden:
+                if below(k, x):
                     copy(v[at : at + wide], v[k : k + wide])
                     t[k] = t[at]
         elif op == 3:
@@ -411,7 +376,7 @@ def bounded(nodes, W, x, v, t):
 def bounded_back(nodes, W, M, x, v, t, e, gv, gt, g, row):
     """The reverse of `bounded` for the cotangent e of its sum: added to g those of the values, to M of the weights."""
     out_of_line()
-    hidden, two = x.size - per_vector(x), number(x[0], 2)
+    two = number(x[0], 2)
     fill(gv, 0.0)
     fill(gt, 0.0)
     for n in range(len(nodes)):
@@ -420,7 +385,7 @@ def bounded_back(nodes, W, M, x, v, t, e, gv, gt, g, row):
             c, w = e * _square(x, a, P), two * e * (t[at] + number(x[0], ROOT))
             for j in range(P):
                 g[a + j] += w * x[a + j]
-            if 0 < a < hidden:
+            if below(a, x):
                 fill(row[:P], 0.0)
                 columns(W, o, V, P, row, at - at)
                 for j in range(P):
@@ -436,7 +401,7 @@ def bounded_back(nodes, W, M, x, v, t, e, gv, gt, g, row):
                 g[a + i] += two * v[at + i] * q * x[at + 2 * wide + i] * r
         elif op == 2:
             for k in (a, b):
-                if 0 < k < hidden:
+                if below(k, x):
                     for i in range(wide):
                         gv[at + i] += gv[k + i]
                     gt[at] += gt[k]

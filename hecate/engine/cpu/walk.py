@@ -1,7 +1,7 @@
 """The token loop of one memory after the other, state in cache, made of parts that it is given. [ENG-NUM-D8]
 
 What a kernel is given beside its tensors: `rule`, whole numbers (see `Rule`), and the parts, compiled apart and called
-by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `written`
+by their address: `do`, each with its numbers, and `undo`. Of the tokens (`given`) `keys` are what predicts, `others`
 what is written with, the same array where there is no other; an array of size 0 is "not given". Scratch space is each
 worker's own. The loop is compiled twice: for matrices, and with a `graph` for memories made of linear layers, which
 bring an activation in place of predict, and no descend, step and gain.
@@ -19,8 +19,10 @@ from numba import types
 from numba.extending import overload
 
 from hecate.engine.cpu import layers
-from hecate.engine.cpu.parts import plus, write_rank_one, write_rank_one_back
-from hecate.engine.cpu.vectors import ONE, OPTIONS, copy, fill, first_token, helper, inline, load, part, per_vector
+from hecate.engine.cpu.passes import added, regained, unwritten, written
+from hecate.engine.cpu.vectors import (
+    OPTIONS, ROWS, copy, fill, first_token, get, helper, inline, part, put, scores, times,
+)  # fmt: skip
 
 
 class Rule(NamedTuple):
@@ -30,7 +32,7 @@ class Rule(NamedTuple):
     channels: without; cells: of a state; row: values of a graph; record: numbers of a token for its reverse; segment:
     tokens between kept states; by_channel: retain per phi channel; decays: a retain gate; ahead: the gradient sees the
     decayed memory; before: reads come first; moving: slots, the last of which is the direction; linked: the memory is a
-    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number a row, and one pass;
+    link's; gains: keys are turned to gains; plain: a step is r X - lr u w^T, r of one number, and one pass;
     centred: steps go without the mean of a row; anchored: towards the start.
     """
 
@@ -54,13 +56,6 @@ class Rule(NamedTuple):
     plain: int
     centred: int
     anchored: int
-
-
-@helper
-def _join(target, source):
-    """target += source, whole vectors."""
-    for o in range(0, target.size, per_vector(target)):
-        plus(target, o, load(source, o, ONE))
 
 
 @inline
@@ -119,9 +114,9 @@ def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, 
     """The state O, D, C2 after X, S, C, the gradient taken at M, and a record of the token: its u and prediction. The
     last of D is the direction."""
     learn, bc, predict, pc, descend, dc, step, sc, _, _, gain, gc = do
-    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
+    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
     V, P = rule.height, rule.width
-    k, w, u, p = part(keys, at, P), part(written, at, P), part(record, 0, V), part(record, 1, V)
+    k, w, u, p, o = part(keys, at, P), part(others, at, P), part(record, 0, V), part(record, 1, V), at - at
     # The order of the token loop: predict, learn, the key's gain, descend, step.
     predict(M, k, p, V, P, x, pc)
     learn(p, part(v, at, V), u, rule.values, bc)
@@ -129,7 +124,7 @@ def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, 
         gain(C, k, g, C2, P, rule.channels, x, gc)
         w = g
     if rule.plain:
-        write_rank_one(X, u, w, lr[at], rv, rp, O, V, P)
+        written(X, None, O, None, X[:0], o, V, P, u, o, w, o, lr[at], rp[0], lr[at])
     else:
         descend(M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc)
         step(X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc)
@@ -138,13 +133,13 @@ def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, 
 @inline
 def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, own, more, GA, record, rows, to, x):
     """The reverse of `_write`."""
-    keys, _, v, lr, _, momentum, _, _, written, _, _ = given
+    keys, _, v, lr, _, momentum, _, _, others, _, _ = given
     _, bc, _, pc, descend, dc, _, sc, _, _, gain, gc = do
     learn_back, predict_back, descend_back, step_back, _, gain_back = undo
     (_, GY, Y, YM, _, zero, D), (rv, rp, g, spare), (G, H, GC, _, _) = more, near, own
     (gu, gp, grv, gg, grp, out), (gk, gv, gw) = rows, to
     V, P, p = rule.height, rule.width, rule.channels
-    k, w, u = part(keys, at, P), part(written, at, P), part(record, 0, V)
+    k, w, u, o = part(keys, at, P), part(others, at, P), part(record, 0, V), at - at
     if rule.ahead:
         # The gradient met the decayed state Y, not A: what it sends there goes through the decay below.
         fill(GY, 0.0)
@@ -156,7 +151,15 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
         fill(gg, 0.0)
         w, gw = g, gg
     if rule.plain:
-        out[0] = write_rank_one_back(A, u, w, lr[at], rv, rp, G, grv, gu, gw, V, P)
+        l, by_w, none = lr[at], part(x, 0, P), A[:0]
+        fill(by_w, 0.0)
+        grv[0], gl = unwritten(G, None, A, None, none, none, o, V, P, u, o, w, o, gu, o, by_w, o, rp[0], l)
+        for r in range(0, V, ROWS):
+            d = get(gu, r)
+            gl -= scores(get(u, r), d)
+            put(gu, r, times(-l, d))
+        out[0] = gl
+        regained(gw, by_w, -l)
     else:
         # Without a momentum the direction is not kept, and made once more.
         if not rule.moving:
@@ -174,7 +177,7 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
             unweigh(rule, graph, do, undo, Y, YM, GA, GY, x)
             fill(GA, 0.0)
         step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
-        _join(G, GY)
+        added(GY, o, G, o, G.size)
 
 
 def _chosen(matrix, layers):
@@ -208,12 +211,12 @@ def _ahead(rule, graph, do, X, I, zero, rv, rp, Y, YM, x):
 
 
 def forward(
-    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, X, S, C, y, keep_X,
+    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, X, S, C, y, keep_X,
     keep_S, keep_C, states, rows, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc,
 ):  # fmt: skip
     """Outputs y and, in place, the final X, S and C; with keep_X given, the state of every segment's first token."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
-    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    given = (keys, q, v, lr, retain, momentum, write, reset, others, kept, initial)
     heads, T, V, P, segment, linked = rule.heads, rule.length, rule.height, rule.width, rule.segment, rule.linked
     # Scratch space is one array, cut up here: a kernel allocates nothing.
     cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
@@ -376,7 +379,7 @@ def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
 @helper
 def _restart_back(rule, g_initial, G, H, own):
     """The cotangents of a memory that starts anew, to those of its start."""
-    _join(g_initial, G)
+    added(G, G.size - G.size, g_initial, G.size - G.size, G.size)
     fill(G, 0.0)
     fill(H, 0.0)
     if rule.gains:
@@ -384,7 +387,7 @@ def _restart_back(rule, g_initial, G, H, own):
 
 
 def backward(
-    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, written, kept, initial, keep_X, keep_S, keep_C,
+    lo, hi, rule, graph, keys, q, v, lr, retain, momentum, write, reset, others, kept, initial, keep_X, keep_S, keep_C,
     gy, GX, GS, GC, g_initial, gk, gq, gv, glr, gr, gm, gw, gkept, states_X, states_S, states_C, states_M, many, spare,
     rows, marks, learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc, learn_back, predict_back,
     descend_back, step_back, link_back, gain_back,
@@ -392,7 +395,7 @@ def backward(
     """Cotangents of all inputs from those of y (gy) and, in place, of the final X, S and C (GX, GS, GC)."""
     do = (learn, bc, predict, pc, descend, dc, step, sc, link, lc, gain, gc)
     undo = (learn_back, predict_back, descend_back, step_back, link_back, gain_back)
-    given = (keys, q, v, lr, retain, momentum, write, reset, written, kept, initial)
+    given = (keys, q, v, lr, retain, momentum, write, reset, others, kept, initial)
     states = (states_X, states_S, states_C, states_M)
     heads, T, V, P, segment = rule.heads, rule.length, rule.height, rule.width, rule.segment
     cells, square, segments = rule.cells, P * P, (T + segment - 1) // segment
