@@ -9,7 +9,6 @@ on disk. Threads share memories as in `compiled`. [ENG-LAYERS-D1]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from hecate.activation import Activation, ReLU
 from hecate.engine.call import Call, Plan
 from hecate.engine.cpu.arrays import whole
 from hecate.engine.cpu.engine import TOKENS, no_kernels
-from hecate.engine.cpu.family import places_of, printed_part, walked, walked_vjp
+from hecate.engine.cpu.family import layout_of, printed_part, walked, walked_vjp
 from hecate.engine.engine import TokenEngine, chunk_refusal
 from hecate.engine.loop import sequential
 from hecate.engine.tokens import Carry, Tokens, in_folds
@@ -145,14 +144,18 @@ class Route:
         scratch: numbers that the kernels need beside.
     """
 
-    def __init__(self, graph: Graph, shapes: Sequence[tuple[int, ...]], inputs: int, per: int) -> None:
-        self.act, self.eps, lying = printed_part(activation_nodes(_activation(graph))), 0.0, places_of(shapes, per)
+    def __init__(self, graph: Graph, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int) -> None:
+        self.act, self.eps, places = (
+            printed_part(activation_nodes(_activation(graph))),
+            0.0,
+            layout_of(shapes, per).places,
+        )
         at, ats, sizes = whole(inputs, per), [0], [inputs]
         rows: list[list[int]] = []
         for node in graph.nodes:
             if isinstance(node, Linear):
                 size, columns = shapes[node.weight]
-                rows.append([0, *lying[node.weight], node.source, 0, at, size, whole(size, per), columns])
+                rows.append([0, *places[node.weight], node.source, 0, at, size, whole(size, per), columns])
                 behind = 0
             else:
                 size = sizes[node.sources[0]]

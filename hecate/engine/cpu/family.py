@@ -12,7 +12,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -147,13 +147,33 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
     return Part(*importlib.import_module("hecate.engine.cpu.rows").part(found, kind))
 
 
-def places_of(shapes: Sequence[tuple[int, ...]], vector: int) -> list[tuple[int, int, int]]:
-    """Places of weights in a state, each with its rows and columns, padded."""
+class Layout(NamedTuple):
+    """How weights lie in a state.
+
+    Fields:
+        places: of each weight, with its rows and columns, padded.
+        cells: numbers of a state.
+        largest: rows and columns that no weight has more of.
+        wide: as `at_once` says of them.
+    """
+
+    places: tuple[tuple[int, int, int], ...]
+    cells: int
+    largest: tuple[int, int]
+    wide: tuple[int, bool]
+
+
+@lru_cache(maxsize=256)
+def layout_of(shapes: tuple[tuple[int, ...], ...], vector: int) -> Layout:
+    """The layout of weights of these shapes, a vector having so many numbers."""
     places, at = [], 0
     for height, width in shapes:
         places.append((at, whole(height, ROWS), whole(width, vector)))
         at += places[-1][1] * places[-1][2]
-    return places
+    _, rows, columns = zip(*places, strict=True)
+    return Layout(
+        tuple(places), at, (max(rows), max(columns)), at_once([width for _, width in shapes], columns, vector)
+    )
 
 
 # Compiling.
@@ -238,6 +258,23 @@ def ready(wanted: tuple[Wanted, ...], dtype: Any) -> list[Any]:
     return kernels
 
 
+@cache
+def functions_of(name: str, parts: Parts, back: bool, dtype: Any) -> list[Any]:
+    """A walk in machine code, then the parts that it is given."""
+    places = [(place, part) for place, part in zip(WALKS[name], parts.parts, strict=True) if place and part]
+    wanted = [
+        (part.name, part.options, place, way)
+        for way in (False, True)[: 1 + back] for place, part in places if _ARGUMENTS[place][way]
+    ]  # fmt: skip
+    run, *code = ready(((name, (), name, back), *wanted), dtype)
+    built: dict[Any, Any] = {(place, way): function for (_, _, place, way), function in zip(wanted, code, strict=True)}
+    numbers: dict[Any, Any] = {place: np.array(part.numbers, dtype) for place, part in places}
+    functions = [run]
+    for place in WALKS[name]:
+        functions += [built.get((place, False)), numbers.get(place)]
+    return functions + [built.get((place, True)) for place in WALKS[name]] if back else functions
+
+
 # Running.
 
 
@@ -248,25 +285,28 @@ class Walk:
     def __init__(self, config: MemoryConfig, inputs: Tensors, route_of: RouteOf | None = None) -> None:
         """From memory, slots, initial memory and the fields of `Tokens`, flat; `route_of` where the kernels go through
         the structure's graph."""
-        form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
-        slots = descent.slots if isinstance(descent, AlgorithmFormula) and route_of is None else 0
-        self.apart = slots > 0  # the direction is none of the slots
-        self.carried, self.gains = slots or int(form.momentum), form.ridge is not None
-        self.moving = self.carried + self.apart
-        self.weights = 1 if route_of is None else config.structure.graph().weights
         count = len(inputs) - len(Tokens._fields)
-        self.states, self.initial = several(inputs[: count - self.weights]), inputs[count - self.weights : count]
+        if route_of is None:
+            form, descent = config.algorithm.token_form() or AlgorithmForm(), config.forms.descent
+            slots = descent.slots if isinstance(descent, AlgorithmFormula) else 0
+            self.carried, self.gains, self.weights = slots or int(form.momentum), form.ridge is not None, 1
+            self.apart = slots > 0  # the direction is none of the slots
+        else:
+            self.weights = config.structure.graph().weights
+            self.carried, self.gains, self.apart = count // self.weights - 2, False, False
+        self.moving = self.carried + self.apart
+        self.states = several(inputs[: count - self.weights])
+        self.initial: Any = inputs[count - self.weights : count]
         self.config, self.tokens = config, Tokens(*inputs[count:])  # type: ignore[arg-type]
         tokens, first = self.tokens, self.states[0]
         self.values, self.channels, self.length = tokens.v.shape[-1], tokens.phi_k.shape[-1], tokens.v.shape[1]
-        self.shapes = tuple(tuple(weight.shape[1:]) for weight in self.states[: self.weights])
+        self.shapes = tuple([weight.shape[1:] for weight in self.states[: self.weights]])
         self.count, self.new, self.zeros, vector = len(first), first.new_empty, first.new_zeros, BYTES // first.itemsize
-        self.places = places_of(self.shapes, vector)
-        self.cells = sum(rows * columns for _, rows, columns in self.places)
+        self.layout = layout_of(self.shapes, vector)
+        self.cells, wide = self.layout.cells, self.layout.wide
         self.height, self.width = whole(self.values, vector if route_of else ROWS), whole(self.channels, vector)
         self.by_channel = tokens.retain.dim() > tokens.lr.dim()
         self.segment = max(LEAST, math.isqrt(self.length))
-        wide = at_once([width for _, width in self.shapes], [width for _, _, width in self.places], vector)
         self.route = route_of and route_of(config.structure, self.shapes, self.channels, vector, config.forms.acts)
         self.row, self.record = 0, 2 * self.height
         if self.route is None:
@@ -277,34 +317,44 @@ class Walk:
             learn, link = printed_part(config.forms.formula), link_part(config, wide)
             self.parts = Parts(learn, self.route.act, None, None, link, None)
         self.linked = self.parts.link.name != "no_link"
-        self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
+        self.anchored = config.retention.anchored
+        self.starts = tokens.reset is not None or self.anchored  # whether the start takes part
 
     @property
     def spare(self) -> int:
         """Numbers of scratch space for the parts."""
-        rooms = (part.room(rows, columns) for part in self.parts.parts if part for _, rows, columns in self.places)
-        return max(self.cells + 8 * (self.height + self.width), *rooms)
+        most = self.cells + 8 * (self.height + self.width)
+        for part in self.parts.parts:
+            if part is not None and any(part.scratch):
+                most = max(most, part.room(*self.layout.largest))
+        return most
 
     def packed(self, weights: Sequence[Tensor]) -> Tensor:
         """A state of these weights."""
         # Padding is 0 and stays so: no write, norm or sum sees it.
-        pairs = zip(weights, self.places, strict=True)
-        return torch.cat([padded(weight, rows, columns).flatten(1) for weight, (_, rows, columns) in pairs], 1)
+        flat = []
+        for weight, (_, rows, columns) in zip(weights, self.layout.places, strict=True):
+            if weight.shape[1:] != (rows, columns):
+                weight = padded(weight, rows, columns)
+            flat.append(weight.detach().flatten(1))
+        return torch.cat(flat, 1)
 
     def unpacked(self, state: Tensor) -> list[Tensor]:
         """The weights of a state."""
         return [
             state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width].contiguous()
-            for (height, width), (o, rows, columns) in zip(self.shapes, self.places, strict=True)
+            for (height, width), (o, rows, columns) in zip(self.shapes, self.layout.places, strict=True)
         ]
 
     def copies(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Copies of memory, of slots `[N, slots, size]`, the direction's place being the last, and of gain's matrix, of
         size 0 where there is none."""
-        none, step = self.new(0), self.weights
-        memory, *slots = (self.packed(states[at * step : (at + 1) * step]) for at in range(1 + self.carried))
+        none, slots = self.new(0), []
+        for at in range(0, self.weights * (1 + self.carried), self.weights):
+            slots.append(self.packed(states[at : at + self.weights]))
+        memory = slots.pop(0)
         if self.apart:
-            slots = [*slots, torch.zeros_like(memory)]
+            slots.append(torch.zeros_like(memory))
         square = padded(states[-1], self.width, self.width).clone() if self.gains else none
         return [memory, torch.stack(slots, 1) if slots else none, square]
 
@@ -321,15 +371,16 @@ class Walk:
         own, filled with zeros."""
         tokens, none, high, kernels = self.tokens, self.new(0), (self.height,), importlib.import_module(KERNELS)
         wide, of_retain = (self.width,), (self.width,) if self.by_channel else ()
-        keys = padded(tokens.phi_k, self.width)
-        write, reset = (NO_MASK if mask is None else mask for mask in (tokens.write, tokens.reset))
-        initial = self.packed(several(self.initial)) if self.starts else none
-        phi_w, value = keys if tokens.phi_w is None else tokens.phi_w, tokens.retain_value
-        value, of_value = (none, ()) if value is None else (value, high)
-        tensors = (keys, tokens.phi_q, tokens.v, *tokens[3:6], write, reset, phi_w, value, initial, *given)
-        rows = arrays(tensors, chain(((), wide, high, (), of_retain, (), (), (), wide, of_value), repeat(())))
+        write = NO_MASK if tokens.write is None else tokens.write
+        reset = NO_MASK if tokens.reset is None else tokens.reset
+        initial = self.packed(self.initial) if self.starts else none
+        value, of_value = (none, ()) if tokens.retain_value is None else (tokens.retain_value, high)
+        tensors = (*tokens[:6], write, reset, tokens.phi_w, value, initial, *given)
+        rows = arrays(tensors, chain((wide, wide, high, (), of_retain, (), (), (), wide, of_value), repeat(())))
+        if tokens.phi_w is None:
+            rows[8] = rows[0]
         rule, dtype = self.rule(kernels), rows[0].dtype.type
-        run, *functions = self.functions(back, dtype)
+        run, *functions = functions_of("walk" if self.route is None else "layers", self.parts, back, dtype)
 
         def work(lo: int, hi: int) -> None:
             space, graph = arrays([self.zeros(size) for size in scratch]), None
@@ -350,23 +401,8 @@ class Walk:
             lr.shape[2] if lr.dim() == 3 else 1, self.length, self.height, self.width, self.values, self.channels,
             self.cells, self.row, self.record, self.segment, int(self.by_channel), int(retention.uses_retain),
             int(config.decay_order == "before_gradient"), int(config.read == "before"), self.moving, int(self.linked),
-            int(self.gains), int(self.parts.plain), int(retention.centring), int(retention.anchored),
+            int(self.gains), int(self.parts.plain), int(retention.centring), int(self.anchored),
         )  # fmt: skip
-
-    def functions(self, back: bool, dtype: Any) -> list[Any]:
-        """A walk in machine code, then the parts that it is given."""
-        name = "walk" if self.route is None else "layers"
-        parts = {place: part for place, part in zip(WALKS[name], self.parts.parts, strict=True) if place and part}
-        wanted = [
-            (part.name, part.options, place, way)
-            for way in (False, True)[: 1 + back] for place, part in parts.items() if _ARGUMENTS[place][way]
-        ]  # fmt: skip
-        run, *code = ready(((name, (), name, back), *wanted), dtype)
-        built = {(place, way): function for (_, _, place, way), function in zip(wanted, code, strict=True)}
-        functions: list[Any] = [run]
-        for place in WALKS[name]:
-            functions += [built[place, False], np.array(parts[place].numbers, dtype)] if place else [None, None]
-        return [*functions, *([built.get((place, True)) for place in WALKS[name]] if back else [])]
 
 
 def walked(

@@ -194,13 +194,14 @@ def weigh(rule, graph, do, X, W, x):
 
 @helper
 def unweigh(rule, graph, do, undo, X, W, GW, G, x):
-    """G += the cotangent of X from that of W."""
+    """Hands the cotangent GW of the weights to G, that of X, and clears it."""
     link_back, lc = undo[4], do[9]
     for n in range(len(graph.nodes)):
         op, o, V, P, _, _, _, size, _, width = node(graph.nodes, n)
         if op == 0:
             end = o + V * P
             link_back(X[o:end], W[o:end], GW[o:end], G[o:end], V, P, size, width, x, lc)
+    fill(GW, 0.0)
 
 
 @helper

@@ -99,8 +99,9 @@ def _weigh(rule, graph, do, X, M, x):
 
 @inline
 def _unweigh(rule, graph, do, undo, X, M, GM, G, x):
-    """Adds to G, the cotangent of a state, what that of its weights, GM, has for it."""
+    """Hands the cotangent GM of a state's weights to G, that of the state, and clears it."""
     undo[4](X, M, GM, G, rule.height, rule.width, rule.values, rule.channels, x, do[9])
+    fill(GM, 0.0)
 
 
 @inline
@@ -175,7 +176,6 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
     if rule.ahead:
         if rule.linked:
             unweigh(rule, graph, do, undo, Y, YM, GA, GY, x)
-            fill(GA, 0.0)
         step_back(A, zero, rv, rp, GY, D, grv, grp, 0, V, P, rule.values, p, x, sc)
         added(GY, o, G, o, G.size)
 
@@ -347,7 +347,6 @@ def _unwrite(rule, graph, do, undo, given, at, a, b, states, more, near, own, re
     # Every read and prediction of this state has been gathered in GM by now.
     if rule.linked:
         unweigh(rule, graph, do, undo, part(states_X, b, cells), part(states_M, b, cells), GM, G, x)
-        fill(GM, 0.0)
         W, GA = part(states_M, a, cells), GM
     _spread(rule, given, at, rv, rp)
     if rule.ahead:
@@ -379,7 +378,8 @@ def _to_gates(rule, at, rv, rp, grv, grp, out, glr, gr, gm, gkept):
 @helper
 def _restart_back(rule, g_initial, G, H, own):
     """The cotangents of a memory that starts anew, to those of its start."""
-    added(G, G.size - G.size, g_initial, G.size - G.size, G.size)
+    o = rule.heads - rule.heads  # a literal would be compiled for
+    added(G, o, g_initial, o, G.size)
     fill(G, 0.0)
     fill(H, 0.0)
     if rule.gains:
@@ -426,9 +426,8 @@ def backward(
             # The reverse of the token loop: read after the write, write, read before it, restart.
             for i in range(end - start - 1, -1, -1):
                 at, a, b = first + (start + i) * heads, marks[i], marks[segment + i]
-                writes, query, gquery, gout = (
-                    write.size == 0 or write[at], part(q, at, P), part(gq, at, P), part(gy, at, V)
-                )  # fmt: skip
+                writes, query = write.size == 0 or write[at], part(q, at, P)
+                gquery, gout = part(gq, at, P), part(gy, at, V)
                 if writes:
                     if not rule.before:
                         read_back(rule, graph, do, undo, part(weights, b, cells), query, gout, GW, gquery, x)
@@ -443,11 +442,7 @@ def backward(
                     read_back(rule, graph, do, undo, part(weights, a, cells), query, gout, GW, gquery, x)
                 if reset.size > 0 and reset[at]:
                     if rule.linked:
-                        A = part(states_X, a, cells)
-                        unweigh(rule, graph, do, undo, A, part(states_M, a, cells), GM, G, x)
-                        fill(GM, 0.0)
+                        unweigh(rule, graph, do, undo, part(states_X, a, cells), part(states_M, a, cells), GM, G, x)
                     _restart_back(rule, part(g_initial, n, cells), G, H, GC_n)
             if rule.linked:
-                A = part(states_X, 0, cells)
-                unweigh(rule, graph, do, undo, A, part(states_M, 0, cells), GM, G, x)
-                fill(GM, 0.0)
+                unweigh(rule, graph, do, undo, part(states_X, 0, cells), part(states_M, 0, cells), GM, G, x)
