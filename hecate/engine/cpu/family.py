@@ -148,10 +148,10 @@ def printed_part(found: Formula | Weights | AlgorithmFormula | tuple[Any, ...] |
 
 
 class Layout(NamedTuple):
-    """How weights lie in a state.
+    """Places of weights in a state.
 
     Fields:
-        places: of each weight, with its rows and columns, padded.
+        places: where each weight begins, with its rows and columns, padded.
         cells: numbers of a state.
         largest: rows and columns that no weight has more of.
         wide: as `at_once` says of them.

@@ -1,4 +1,4 @@
-"""What a walk does on memories made of linear layers: their graph, gone through for one token.
+"""Walks over memories made of linear layers: their graph, gone through for one token.
 
 What `hecate.structure.graph` does for many memories these do for one token of one: evaluate, descend, and pull back
 both, with a weight passed over as seldom as may be. A graph is a table of numbers, and so are gates; what bias,
@@ -174,7 +174,7 @@ def _rows(graph, rule):
 
 @helper
 def _record(rule, record):
-    """What a token leaves for its reverse: values, d of every layer, and u."""
+    """The record of a token for its reverse: values, d of every layer, and u."""
     L = rule.row
     return part(record, 0, L), part(record, 1, L), record[2 * L :]
 
