@@ -125,7 +125,7 @@ def _write(rule, graph, do, given, at, X, M, S, C, I, rv, rp, O, D, C2, record, 
         gain(C, k, g, C2, P, rule.channels, x, gc)
         w = g
     if rule.plain:
-        written(X, None, O, None, X[:0], o, V, P, u, o, w, o, lr[at], rp[0], lr[at])
+        written(X, None, O, None, part(X, o, o), o, V, P, u, o, w, o, lr[at], rp[0], lr[at])
     else:
         descend(M, S, u, w, lr[at], momentum[at], D, V, P, rule.values, rule.channels, x, dc)
         step(X, part(D, _last(rule), V * P), rv, rp, O, V, P, rule.values, rule.channels, x, sc)
@@ -152,7 +152,7 @@ def _write_back(rule, graph, do, undo, given, at, A, W, S, direction, C, near, o
         fill(gg, 0.0)
         w, gw = g, gg
     if rule.plain:
-        l, by_w, none = lr[at], part(x, 0, P), A[:0]
+        l, by_w, none = lr[at], part(x, 0, P), part(A, o, o)
         fill(by_w, 0.0)
         grv[0], gl = unwritten(G, None, A, None, none, none, o, V, P, u, o, w, o, gu, o, by_w, o, rp[0], l)
         for r in range(0, V, ROWS):
