@@ -27,7 +27,7 @@ TAKEN_BY = {"retain": ("retention", "decay"), "momentum": ("algorithm", "momentu
 
 
 def check_config(config: MemoryConfig) -> MemoryConfig:
-    """The config itself; refuses what is no config, once per object."""
+    """The config, validated once per object; refuses anything but a `MemoryConfig`."""
     if not isinstance(config, MemoryConfig):
         raise ConfigError(
             f"config must be a MemoryConfig, got {shorten(config)} ({type(config).__name__}); make one by "
@@ -426,7 +426,7 @@ def check_named(what: str, tensors: Named) -> None:
 
 
 def check_tensors(what: str, tensors: Named, expected: Shapes, k: Tensor, *, batch: int | None = None) -> None:
-    """Refuses named tensors without the expected shapes, or with `batch` the same shapes behind a batch axis."""
+    """Refuses named tensors whose shapes are not those expected; with `batch`, they may have that axis in front."""
     if tensors.keys() != expected.keys():
         raise ShapeError(
             f"{what} must hold {sorted(expected) or 'nothing'}, got {sorted(tensors) or 'nothing'}; was it made with "

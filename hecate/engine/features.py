@@ -73,8 +73,8 @@ def featured(
 
 
 def faced(config: MemoryConfig, tokens: Tokens, run: Run) -> Tokens:
-    """Tokens with keys and values exchanged, for a memory that learns keys from values; retain_value, which decays value
-    channels, then decays the channels of its keys. Other tokens stay as they are."""
+    """Tokens with keys and values exchanged, for a memory that learns keys from values; retain_value, which decays
+    value channels, then decays the channels of its keys. Other tokens stay as they are."""
     if not config.forms.transposed:
         return tokens
     retain, value = tokens.retain, tokens.retain_value
@@ -92,7 +92,7 @@ def cast_inputs(
     for tensor in inputs[:6]:
         fits = tensor.dtype == dtype or (narrow and tensor.itemsize < dtype.itemsize)
         tensors.append(tensor if fits else one(run(cast(dtype), tensor, label="inputs")))
-    q, rest = tensors[0], tensors[1:]  # not `*rest`: older compilers make it a tuple
+    q, rest = tensors[0], tensors[1:]  # a list, also when traced
     if inputs.write is not None:
         # A masked token may carry garbage: it must not even be multiplied by zero.
         rest = [one(run(SELECT, inputs.write, tensor, torch.zeros_like(tensor), label="write_mask")) for tensor in rest]

@@ -379,7 +379,7 @@ class Memory(RuleParameters, MemoryLayer):
         if self.feature_memory is not None:
             across: Any = {} if self.context is None else {"scan": partial(context_scan, context=self.context)}
             q, k, features = self.with_features(x, q, k, features, autodiff=self.autodiff, **masks, **across)
-        v, gates, skip, gating_state = v.unflatten(-1, per_head), self.gates(x), None, None
+        v, gates, skip, after = v.unflatten(-1, per_head), self.gates(x), None, None
         if (norm := self.config.layer_v_norm) != "none":
             v = normalise_qk(v, norm)
         # Only now, as a restart of the memory leaves the convolution alone.
@@ -387,8 +387,7 @@ class Memory(RuleParameters, MemoryLayer):
             reset_mask = restart_mask if reset_mask is None else restart_mask | reset_mask
         if self.gating is not None:
             before = None if state is None else state.gating
-            masked = Masks(write_mask, reset_mask)
-            written, gating_state = self._apply_gating(self.gating, (x, q, k, v, gates), before, masked)
+            written, after = self._apply_gating(self.gating, (x, q, k, v, gates), before, Masks(write_mask, reset_mask))
             (q, k, v, _, skip), gates = written, Gates(**written.gates)
         memory, projection = (None, None) if state is None else (state.memory, state.projection)
         arguments: Any = (self.phi_params, self.initial.tensors, memory, write_mask, reset_mask)
@@ -396,7 +395,7 @@ class Memory(RuleParameters, MemoryLayer):
         if self.query_projection != "none":
             q, k, projection = project_queries(self.query_projection, asked, projection)
             asked = asked._replace(config=self.projected, q=q, k=k, phi_params=None)
-        return asked, (conv, segment, features, projection, gating_state or None), skip
+        return asked, (conv, segment, features, projection, after or None), skip
 
     def _gating_tensors(self, state: LayerState, batch: int) -> dict[str, tuple[Tensor | None, Any]]:
         """The gating's tensors in a state, each with the shape that it must have, for `check_state`."""
