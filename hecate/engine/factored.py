@@ -68,7 +68,7 @@ def factored(config: MemoryConfig, tokens: Tokens, carry: Carry, initial: Memory
 
 
 class _Record(NamedTuple):
-    """What the backward pass needs of one token: the states before and after it, the weights at which its gradient was
+    """Record of one token for the backward pass: the states before and after it, the weights at which its gradient was
     taken, its prediction, the residuals of bias and step, and the factors."""
 
     before: State

@@ -1,4 +1,4 @@
-"""What engines work on: tokens in phi-space, and the state between them as tensors of N = batch x heads memories."""
+"""Inputs of engines: tokens in phi-space, and the state between them as tensors of N = batch x heads memories."""
 
 from __future__ import annotations
 
