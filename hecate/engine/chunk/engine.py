@@ -145,7 +145,7 @@ def steps_of(plan: Plan, longest: int | None = None) -> int:
 
 
 def span_size(config: MemoryConfig, *, channelwise: bool, late: bool = False) -> int:
-    """The most tokens in one step; `late`: on a device, where fewer launches count."""
+    """The most tokens in one step; `late`: on a device, where each launch costs time."""
     if config.blocks:
         return min(config.chunk, BLOCK)
     if config.commit == "chunk" and config.decay_order == "with_step":

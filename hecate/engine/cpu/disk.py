@@ -1,9 +1,9 @@
 """Compiled kernels on disk, in a folder that is the user's own. [ENG-NUM-D9]
 
-numba stores pickles, and loading one may run any code. So they lie in a folder of mode 0700 that belongs to this user;
-if there can be no such folder, nothing is stored or loaded. A folder's name is a digest of the kernels' sources and of
-the versions of numba, LLVM and Python: a second environment finds the kernels of the first, and after an edit of a
-kernel all are compiled anew.
+What numba keeps are pickles, and reading one may run anything. So they lie in a folder of mode 0700 that belongs to
+this user; where there can be none, nothing is kept and nothing read. Folders are named after all that kernels are made
+of, their sources and the versions of what compiles them: a second environment finds the kernels of the first, and
+whoever edits a kernel finds none.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import llvmlite
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-DAYS = 30  # for which kernels of other sources are kept after their last use
+DAYS = 30  # that kernels of other sources are kept after their last use
 
 
 @cache
 def digest() -> str:
-    """Digest of the kernels' sources and of the versions of numba, LLVM and Python; code printed from formulas has its
-    own digest in its name. Files of this folder that import torch call kernels and contain none."""
+    """Of the kernels' sources, numba, LLVM and Python; what is printed from formulas has a name of its own. Sources in
+    this folder that import torch call kernels, and hold none."""
     found = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {sys.version}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_bytes()
@@ -67,7 +67,7 @@ def drop_unused(kernels: Path) -> None:
 
 
 class _Locator(_CacheLocator):  # type: ignore[misc]
-    """Place of a function's machine code on disk, and the stamp that tells if it is out of date, for numba."""
+    """Of a function: where its machine code lies, and when that is out of date."""
 
     def __init__(self, path: Path, line: int) -> None:
         self.path, self.line = path, line
@@ -83,11 +83,11 @@ class _Locator(_CacheLocator):  # type: ignore[misc]
         return str(self.path)
 
     def get_source_stamp(self) -> str:
-        """The folder's name, the digest of all sources."""
+        """The folder's name, which is made of all sources."""
         return self.path.name
 
     def get_disambiguator(self) -> str:
-        """The line of the function, as several functions of a file may have the same name."""
+        """The line of a function, which may share its name with another in its file."""
         return str(self.line)
 
 
@@ -100,7 +100,7 @@ class _Kept(FunctionCache):  # type: ignore[misc]
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """The function as a kernel, which is compiled, or loaded from disk, when it is first called."""
+    """The function, to be compiled or taken from disk when it is first called."""
     kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False, **options)(function)
     with suppress(RuntimeError):  # by numba, where there is no folder
         kernel._cache = _Kept(function)
