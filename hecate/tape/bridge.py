@@ -85,7 +85,7 @@ class ByHand(NamedTuple):
     """A forward pass, its hand-written backward pass, and the same in plain torch.
 
     forward: (inputs, keeps) -> (outputs, record). The record, tensors in any nesting, is for `vjp`, and may be empty if
-        `keeps` is False.
+    `keeps` is False.
     vjp: (inputs, record, cotangents) -> cotangents of the inputs. It may write into tensors that it makes itself.
     plain: (*inputs) -> outputs by differentiable operations only: runs instead wherever torch must see them all.
     """
