@@ -116,7 +116,7 @@ class Tokens(DataConfig):
             its state, in the order of the text; gradients end with the batch.
         validation: null takes the folder's own validation tokens, a number holds out that share at the end of the
             training tokens, a path names another folder or file.
-        vocab_size: taken from the folder if left out, and at least the folder's; required for `.bin` files.
+        vocab_size: filled from the folder if left out, and at least the folder's; required for `.bin` files.
         tokenizer_file: a tokenizer.json, or bytes, for files without a tokenizer.
 
     Shapes: tokens, targets `[B, T]`; resets `[B, T]`.

@@ -154,7 +154,7 @@ class ShardedContent(Manifest):
     tensors: dict[str, Spread]
 
     def conflicts(self) -> Conflicts:
-        """Those of any manifest, and blocks in files that are not listed or too small."""
+        """Conflicts of any manifest, and blocks in files that are not listed or too small."""
         yield from super().conflicts()
         claimed = Counter[str]()
         for name, spread in self.tensors.items():
