@@ -375,9 +375,9 @@ def gym(
     quick: bool = False,
     listed: Annotated[bool, typer.Option("--list")] = False,
 ) -> None:
-    """Test what memories remember, learn and track, on generated streams with known best scores; writes one table,
-    gym.json, gym.csv and a figure. Settings are chosen on another seed; differences to the reference are corrected by
-    Dunnett's method; contenders that look ahead, or are no better than chance, are marked.
+    """Test what memories remember, learn and track, on generated streams with known scores to compare with; writes one
+    table, gym.json, gym.csv and a figure. Settings are chosen on another seed; differences to the reference are
+    corrected by Dunnett's method; contenders that look ahead, or are no better than chance, are flagged.
 
     Args:
         named: Contenders: names from --list, rules, YAML of a rule or a file, several rules joined by + (levels) or |
