@@ -220,8 +220,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
     follows: ClassVar[tuple[str, ...]] = ()
     """Fields whose values, if left out, follow from other fields."""
     retired: ClassVar[Mapping[str, str]] = {}
-    """Fields of earlier versions, and why they are no longer needed: files that have them still load, with a
-    warning."""
+    """Fields of earlier versions, and why they are not needed: files that have them still load, with a warning."""
 
     @model_validator(mode="before")
     @classmethod
@@ -302,8 +301,7 @@ class Config(BaseModel, metaclass=_ConfigMeta):
                 ) from None
 
     def brief(self) -> dict[str, Any]:
-        """The fields that are not at their default, as plain values: the shortest mapping that is read as this
-        config."""
+        """The fields that are not at their default, as plain values: a mapping that is read as the same config."""
         changes = {}
         for name, field in type(self).model_fields.items():
             value = vars(self).get(name)

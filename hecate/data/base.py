@@ -74,8 +74,7 @@ class Source(ABC):
     ordered: bool = False
     """True if batches are consecutive parts of one order over the data, instead of independent draws."""
     lengths: Tensor | None = None
-    """Bytes of text that each token stands for, int64 `[vocabulary]`; None if tokens are bytes or the lengths are
-    unknown."""
+    """Bytes of text that each token stands for, int64 `[vocabulary]`; None if tokens are bytes, or if not known."""
 
     @abstractmethod
     def train_batch(self, seed: int, step: int, batch_size: int, seq_len: int, rows: range | None = None) -> Batch:

@@ -184,8 +184,7 @@ def become(layer: Any, kind: Any) -> None:
 # Documents in a row.
 
 PACKING = ("cu_seq_lens_q", "seq_idx")
-"""Keywords that say where documents begin, whatever the positions: the number of tokens before each document, and the
-number of each token's document."""
+"""Keywords that say where documents begin: the number of tokens before each document; each token's document number."""
 CACHED = (
     "a row of several documents cannot fill a cache or go on from one: the next token belongs to the last document "
     "alone; set use_cache=False, or give the documents in rows of their own"

@@ -221,7 +221,7 @@ class StateLayer(Remembering, CacheLayerMixin):
 
 
 def _written_counts(past: Recorded, count: int) -> Tensor:
-    """How many of the last `count` tokens each row has written, `[B]`."""
+    """Number of the last `count` tokens that each row has written, `[B]`."""
     masks = [
         torch.ones_like(call.x[..., 0], dtype=torch.bool) if call.write_mask is None else call.write_mask
         for call in past.calls

@@ -31,8 +31,7 @@ Train = Literal["memory", "all"]
 GRAFT = "hecate_graft"
 """Key of an attention graft in a model's config."""
 MASKS = "hecate_masks"
-"""Keyword with which masks are passed through a model's layers: `write_mask` and `reset_mask`, bool `[B, T]` or
-None."""
+"""Keyword that passes masks through a model's layers: `write_mask` and `reset_mask`, bool `[B, T]` or None."""
 BRANCH = "hecate"
 """Name of the submodule with the memory, in an attention or MLP."""
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

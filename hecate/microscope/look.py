@@ -35,23 +35,23 @@ def look(
         view["blocks.0.memory"].attention.map   # [B, H, T, T]
         view["blocks.0.memory"].save("memory.png")
 
-    The model runs once, in evaluation mode and without gradients, and is left as it was. What its memories were asked
-    is then scanned again in float64, so that the numbers are those of the pictured rule rather than of its rounding.
+    The model runs once, in evaluation mode and without gradients, and its mode is restored. The calls of its memories
+    are then repeated in float64, so that results show the rule rather than rounding errors.
     Every `nn.Memory` is found wherever it is: alone, as a level of a CMS, beside attention; so are feature memories,
-    and the boxes of self-referential ones, whose values are what the boxes were taught. Where a token has several
-    writes, each is shown as a token. The sums of a causal `nn.LinearAttention` (`PerformerAttention` has one) are a
-    memory per query head; with positions in the numerator or in a table they are none, and left out.
+    and the boxes of self-referential ones, with the boxes' targets as values. If a token has several writes, each is
+    shown as a token. The sums of a causal `nn.LinearAttention` (also inside `PerformerAttention`) are shown as a memory
+    per query head; with positions in the numerator or in a table they are not a memory, and are left out.
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
             `model(x, state, write_mask=..., reset_mask=...)`.
-        x: what it reads.
-        state: the state to go on from.
+        x: the tokens or inputs that it reads.
+        state: the state to start from.
         write_mask, reset_mask: bool `[B, T]`.
-        points: most moments at which states are looked at, besides the start.
+        points: largest number of moments at which states are analysed, besides the start.
 
     Raises:
-        ConfigError: a model without memories, or none that was written.
+        ConfigError: a model without memories, or none of them was written.
         ShapeError: no tokens.
     """
     model = getattr(model, "_orig_mod", model)  # hooks do not run inside torch.compile's wrapper

@@ -325,8 +325,7 @@ class Signals:
 
 
 WRAPPED = 32
-"""Width in characters to which a cell may be wrapped; if the terminal is too narrow for that, rows are printed one by
-one."""
+"""Columns to which a cell may be wrapped; if a terminal is too narrow for that, rows are printed one by one."""
 
 
 def print_tables(tables: Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]]) -> None:

@@ -199,8 +199,7 @@ NUMBERS = frozenset((
     *CLOCK, "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "peak_memory", "mfu", "seconds",
     "validation_loss", "accuracy", "bits_per_byte", "perplexity",
 ))  # fmt: skip
-"""Facts that must be numbers: in a record from an untrusted file, those that are not are ignored, and any may be
-missing."""
+"""Facts that must be numbers: those in an untrusted file that are not are ignored, and any may be missing."""
 MOST = 1 << 63
 """Bound of the integers in records."""
 _HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
