@@ -244,7 +244,7 @@ def without_storage(
 
 
 def readable(count: float) -> str:
-    """A number of bytes in words."""
+    """A number of bytes as text, in the largest fitting unit."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.4g} {unit}"

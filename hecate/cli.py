@@ -172,7 +172,7 @@ def tape(source: _Source, overrides: _Set = None, tokens: Annotated[int, typer.O
     cotangents that came back through it.
 
     Args:
-        tokens: How many to scan.
+        tokens: Number of tokens to scan.
 
     Examples: hecate tape mqar | hecate tape cms --tokens 4
     """

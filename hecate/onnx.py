@@ -366,7 +366,7 @@ def _softplus(op: Any, x: Any) -> Any:
 
 
 def _rms(op: Any, x: Any, axes: Any, eps: Any, scale: Any) -> Any:
-    """`torch.rms_norm`."""
+    """The pattern of `torch.rms_norm`."""
     return op.Mul(op.Mul(x, op.Reciprocal(op.Sqrt(op.Add(op.ReduceMean(op.Pow(x, 2.0), axes), eps)))), scale)
 
 

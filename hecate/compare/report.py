@@ -146,7 +146,7 @@ def _images(comparison: Comparison) -> dict[str, bytes]:
                     )
             short = max(len(label(name)) for name in curves) <= SHORT
             finish(other, "first seed", "tokens read", "training loss (nats)", xscale="log", legend=short)
-            if not short:  # names on both sides would leave the axes no room
+            if not short:  # names on both sides would leave no room for the axes
                 one_legend(figure, other, 1)
 
     return images((12 if drawn else 8, 1.5 + max(0.4 * len(facts), 2.5 * drawn)), draw)

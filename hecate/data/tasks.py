@@ -276,7 +276,7 @@ def _sums(rng: np.random.Generator, rows: int, length: int, modulus: int) -> tup
 
 
 def _swaps(degree: int) -> list[tuple[int, ...]]:
-    """The transpositions."""
+    """All transpositions of `degree` letters."""
     return [tuple({a: b, b: a}.get(n, n) for n in range(degree)) for a, b in combinations(range(degree), 2)]
 
 

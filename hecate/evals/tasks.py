@@ -22,7 +22,7 @@ from hecate.evals.base import Encoder, Evaluation, Given, Ids, Part, Row, check_
 from hecate.variant import Conflicts
 
 MOST = 1 << 20
-"""Characters of a text that are used."""
+"""Largest number of characters of a text that are used."""
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's noise, which is repeated line by line as the haystack."""
 _SENTENCE, _LINE = re.compile(r"(?<=[.!?])\s+|\n+"), re.compile(r"\n+")

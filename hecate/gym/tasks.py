@@ -229,7 +229,7 @@ class LinearMap(_Predicted):
         return torch.ones(self.length, dtype=torch.bool), {"D to 4 D": _span(self.length, start, end)}
 
     def known(self) -> dict[str, float]:
-        """The delta rule with lr 1, and least squares."""
+        """Errors of the delta rule with lr 1, and of least squares."""
         end = min(4 * self.width, self.length)
         return {"delta rule, lr 1": _mean_error(self.width, self.width, end), "least squares": 0.0}
 
@@ -290,7 +290,7 @@ class Outliers(_Predicted):
         return written, {f"right ones of the {name}": part & right for name, part in parts.items()}
 
     def known(self) -> dict[str, float]:
-        """The delta rule with lr 1."""
+        """The limit of the delta rule with lr 1."""
         rate = 1 - 1 / self.width
         return {"delta rule, lr 1": (1 + self.times**2) * (1 - rate**9) / (9 * (1 - rate**10))}
 
@@ -380,7 +380,7 @@ class Recall(GymTask):
         return ~asked, {"all pairs": asked}
 
     def chance(self) -> float:
-        """One of the values."""
+        """Accuracy of guessing one of the values."""
         return 1 / self.pairs
 
 
@@ -414,11 +414,11 @@ class Overwrite(GymTask):
         return ~asked, {"all keys": asked}
 
     def chance(self) -> float:
-        """One of all values."""
+        """Accuracy of guessing one of all values."""
         return 1 / (self.keys * self.times)
 
     def known(self) -> dict[str, float]:
-        """Any value of the right key."""
+        """Accuracy of guessing a value of the right key."""
         return {"any value of the key": 1 / self.times}
 
 
@@ -528,7 +528,7 @@ class Facts(GymTask):
         return ~asked, {"all distances": asked, **parts}
 
     def chance(self) -> float:
-        """One of the facts' values."""
+        """Accuracy of guessing one of the facts' values."""
         return 1 / (self.width // 2)
 
     def quick(self) -> Self:

@@ -409,7 +409,7 @@ def _check_engine(layer: nn.Module, rule: str, engine: EngineName) -> None:
         memory_scan(kernels.RULES[rule], tokens, tokens, tokens, Gates(lr=tokens[..., 0], retain=retain), engine=engine)
 
 
-# Packed rows.
+# Rows of several documents.
 
 
 def _models(module: nn.Module) -> list[Any]:

@@ -212,11 +212,11 @@ class StateLayer(Remembering, CacheLayerMixin):
         self.seen += tokens_to_remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> NoReturn:
-        """Refused: a memory's state has no keys and values."""
+        """Raises `ConfigError`: a memory's state has no keys and values."""
         raise ConfigError("a memory's state has no keys and values: give past_key_values to a hecate model alone")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a memory's state has no keys and values."""
+        """Raises `ConfigError`: a memory's state has no keys and values."""
         self.lazy_initialization(key_states, value_states)
 
 

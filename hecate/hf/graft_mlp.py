@@ -203,7 +203,7 @@ def build_mlps(decoder: Any, config: MLPGraftConfig, generator: torch.Generator 
 def install_mlps(
     model: Any, decoder: Any, config: MLPGraftConfig, grafts: dict[int, tuple[str, Fast]], train: str
 ) -> Any:
-    """Puts what was built into the model."""
+    """Adds the memories that `build_mlps` made to the model; returns the model."""
     if train == "memory":
         freeze(model)
     for index, (name, fast) in grafts.items():

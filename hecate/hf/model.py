@@ -144,7 +144,7 @@ class HecateConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing is left to do: every folder that is written names its classes."""
+        """Does nothing: every folder that is written names its classes."""
 
 
 def _plain(model: LanguageModelConfig | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,7 +238,7 @@ class HecatePreTrainedModel(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Nothing is left to do: every folder that is written names its classes."""
+        """Does nothing: every folder that is written names its classes."""
 
 
 class HecateModel(HecatePreTrainedModel):

@@ -230,7 +230,7 @@ class Cutter:
             text = text.removesuffix("\ufffd")  # a character whose last bytes may follow
             overlaps = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
             text = text[: len(text) - max(overlaps, default=0)]
-        if not text.startswith(self._shown):  # what was shown cannot be taken back
+        if not text.startswith(self._shown):  # shown text cannot be taken back
             text = self._shown
         fresh, self._shown = text[len(self._shown) :], text
         return fresh

@@ -90,7 +90,7 @@ class Progress:
         self._began = time.monotonic()
         self._before = 0.0
         self.tokens = self.step = 0
-        self._now = _Mark()  # of this process
+        self._now = _Mark()  # progress of this process
         self._marks: list[_Mark] = []
         self._quickest = math.inf
         self._mean = self._size = 0.0
@@ -180,7 +180,7 @@ class Progress:
 
 
 def counted(number: float) -> str:
-    """12,345,678 as `12.3M`."""
+    """A number in short, such as `12.3M` for 12,345,678."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}" if number < 999.5 * size else f"{number / size:.0f}{unit}"
@@ -208,7 +208,7 @@ class _Bar(Bar):
     """A bar with the facts of its task in a line below."""
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar, then the facts."""
+        """The renderables: the bar, then the facts."""
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             if task.visible and task.fields["facts"]:

@@ -23,7 +23,7 @@ from hecate.rule import Gates, bytes_of
 from hecate.tape import Tape
 from hecate.train.config import ExperimentConfig
 
-FLOAT = 4  # bytes
+FLOAT = 4  # bytes of a float32
 
 
 class Sizes(NamedTuple):
@@ -110,7 +110,7 @@ class _Pairs(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         q, k, v = args[:3]
         # Causal: half of all pairs count.
-        self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half of twice
+        self.flops += q.shape[:-1].numel() * k.shape[-2] * (q.shape[-1] + v.shape[-1])  # half the pairs, each twice
         return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 

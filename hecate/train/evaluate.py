@@ -98,7 +98,7 @@ def evaluate(
             size += count if lengths is None else int(lengths[part.targets[part.targets != IGNORED]].sum())
             # The mean times the number of labels, so that every label has the same weight in whatever batch.
             loss += float(batch_loss(logits, targets)) * count if count else 0.0
-            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED is no token
+            correct += int((logits.argmax(-1) == targets).sum())  # IGNORED never equals a token
             labels += count
     if world is not None and world.size > 1:
         loss = float(world.sum(torch.tensor(loss, dtype=torch.float64)))

@@ -202,7 +202,7 @@ NUMBERS = frozenset((
 """Facts that must be numbers: those in an untrusted file that are not are ignored, and any may be missing."""
 MOST = 1 << 63
 """Bound of the integers in records."""
-_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # of a sample
+_HEADER = re.compile(rb"^--- step (\d+)\n", re.MULTILINE)  # the header of a sample
 _AFTER = "continue with --resume"
 
 

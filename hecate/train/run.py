@@ -355,7 +355,7 @@ class _Run:
         """Evaluates, samples and saves when due. Saving comes last: the checkpoint then has the score of its step."""
         trainer, budget = self.trainer, self.trainer.config.budget
         if trainer.step >= budget.steps:
-            return  # the end does all of this
+            return  # `_finish` does all of this
         # After a resume, the checkpoint of this step may have the score already.
         known = self.saved is not None and self.saved[0] == trainer.step and self.saved[1]
         if trainer.step % budget.eval_every == 0 and not known:

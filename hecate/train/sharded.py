@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 Block = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
-"""Tensor, file, offset, shape and dtype."""
+"""Tensor, file, offset, shape and dtype of a block."""
 
 
 class Team:

@@ -128,7 +128,7 @@ def open_model(folder: Path | str, which: str = "best", device: str | None = Non
     model = build_model(config)
     model.load_state_dict(model_state(model, checkpoint.tensors, str(path)))
     home = home_of(path)
-    file = None if home is None else home / TOKENIZER  # a copy: the data are not needed
+    file = None if home is None else home / TOKENIZER  # a copy, so that the data are not needed
     tokenizer = open_tokenizer(file) if file is not None and file.is_file() else config.data.tokenizer()
     return Trained(model.to(place).eval(), config, facts.step, tokenizer, place)
 
@@ -236,7 +236,7 @@ def tables(trained: Trained, source: Source, scores: Sequence[OfLength]) -> list
     return [(header, rows), table_by_position((score.length, score.positions) for score in scores)]
 
 
-# Weights.
+# Export and import of weights.
 
 FORMATS = ("safetensors", "torch", "dcp")
 _INDEX = "model.safetensors.index.json"
