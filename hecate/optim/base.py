@@ -218,7 +218,11 @@ class MatrixOptimizer(Optimizer):
         if isinstance(params, nn.Module):
             kind = type(params).__name__
             raise ConfigError(f"params must be parameters, got the module {kind}; write {kind.lower()}.parameters()")
-        bound = signature.bind(params, *args, **named)
+        try:
+            bound = signature.bind(params, *args, **named)
+        except TypeError as error:  # Python's own, without the name of the class
+            places = ", ".join(("params", *self.positional))
+            raise ArgumentError(f"{type(self).__name__} got {error}; by place it takes {places}") from None
         bound.apply_defaults()
         super().__init__(params, self.prepared({k: v for k, v in bound.arguments.items() if k != "params"}))
         for name, (option, values) in self.only_with.items():

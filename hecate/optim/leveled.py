@@ -19,6 +19,7 @@ from torch import Tensor
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
 from hecate.optim.base import Group, MatrixOptimizer, name_of, refuse_misspelt
+from hecate.optim.memories import DGD
 from hecate.optim.tensors import state_dtype
 
 
@@ -72,6 +73,11 @@ class Leveled(torch.optim.Optimizer):
             raise ConfigError(
                 f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
                 "past gradients cannot do; use an optimiser whose step needs no closure"
+            )
+        if isinstance(self.inner, DGD):
+            raise ConfigError(
+                "DGD steps by the samples of one backward pass, which a window of gradients does not hold and `zero_grad` "
+                "of Leveled does not forget; use it by itself"
             )
         self._windows: dict[Tensor, Tensor] = {}
         # Whether it makes state in its first step, not when it is built.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hecate import phi
-from hecate.errors import ConfigError, NonFiniteError, ShapeError
+from hecate.errors import ArgumentError, ConfigError, NonFiniteError, ShapeError
 from hecate.optim import DGD, M3, DeepMomentum, DeltaMomentum, KernelMomentum, Muon, PhiMomentum
 from tests.optim.test_edges import KINDS, RFF
 
@@ -227,6 +227,13 @@ def test_refused_options():
     for options, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             PhiMomentum([torch.nn.Parameter(torch.zeros(3, 4))], **{"lr": 0.1, **options})
+
+
+@pytest.mark.spec("OPT-BASE-D4")
+@pytest.mark.parametrize(("arguments", "what"), [((0.1, 0.9, 1.0, "rows"), "too many"), ((0.1, 0.9), "multiple values")])
+def test_arguments_without_a_place_are_refused_by_name(arguments, what):
+    with pytest.raises(ArgumentError, match=f"DeltaMomentum got {what}.*by place it takes params, lr, momentum, erase$"):
+        DeltaMomentum(model().parameters(), *arguments, **({"lr": 0.1} if "multiple" in what else {}))
 
 
 def test_an_option_that_one_group_has_a_use_for_is_taken():
