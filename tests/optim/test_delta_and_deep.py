@@ -38,10 +38,9 @@ def test_erase_follows_lr():
 
 
 @pytest.mark.spec("OPT-DELTA-D1")
-def test_a_gradient_that_erases_all_leaves_nothing():
+def test_a_gradient_that_erases_all_leaves_nothing(float32):
     """Nor what rounding momentum to the default dtype would leave."""
     w = parameter(3, 5)
-    torch.set_default_dtype(torch.float32)
     optimizer = DeltaMomentum([w], 0.02, 0.8, 9.0, reading="scalar")
     assert follow(w, optimizer, reference.DeltaMomentum(0.02, 0.8, 9.0, "scalar")) <= 1e-14
 
