@@ -72,12 +72,8 @@ def look(
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
-    given = (x, state)
-    if state is None:
-        try:
-            inspect.signature(model.forward).bind(*given, **arguments)
-        except TypeError:  # it takes no state, as nn.Sequential
-            given = (x,)
+    places = [p for p in inspect.signature(model.forward).parameters.values() if p.kind <= p.VAR_POSITIONAL]
+    given = (x,) if state is None and len(places) == 1 else (x, state)  # nn.Sequential takes no state
     calls = _observe(model, names, lambda: model(*given, **arguments))
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")

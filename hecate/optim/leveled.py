@@ -75,10 +75,7 @@ class Leveled(torch.optim.Optimizer):
                 "past gradients cannot do; use an optimiser whose step needs no closure"
             )
         if isinstance(self.inner, DGD):
-            raise ConfigError(
-                "DGD steps by the samples of one backward pass, which a window of gradients does not hold and `zero_grad` "
-                "of Leveled does not forget; use it by itself"
-            )
+            raise ConfigError("DGD steps by the samples of one backward pass, and a window has none; use it alone")
         self._windows: dict[Tensor, Tensor] = {}
         # Whether it makes state in its first step, not when it is built.
         self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)
