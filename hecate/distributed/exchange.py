@@ -7,7 +7,6 @@ So each result here comes with an anchor, a zero that depends on it, which the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hecate.errors import ConfigError
+from hecate.states import with_tensors
 
 AXES = 8  # most axes of a tensor that is handed on
 
@@ -245,7 +245,7 @@ def receive(like: Any, ranks: Ranks) -> tuple[Any, Tensor | float]:
     if not tensors:
         return like, 0.0
     received = _Receive.apply(_handle(tensors[0]), ranks, tensors)  # type: ignore[no-untyped-call]
-    return _with(leaves, spec, received), anchor_of(*received)
+    return with_tensors(leaves, spec, received), anchor_of(*received)
 
 
 def send(state: Any, ranks: Ranks) -> Tensor | float:
@@ -273,10 +273,4 @@ def from_last(state: Any, ranks: Ranks, *, alike: bool) -> Any:
         copies.append(item.detach().contiguous() if ranks.last else item.new_empty(shape))
         if copies[-1].numel():
             dist.broadcast(copies[-1], group=ranks.group, group_src=ranks.size - 1)
-    return state if ranks.last else _with(leaves, spec, copies)
-
-
-def _with(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
-    """The pytree with other tensors, in their order."""
-    replacements = iter(tensors)
-    return pytree.tree_unflatten([next(replacements) if isinstance(item, Tensor) else item for item in leaves], spec)
+    return state if ranks.last else with_tensors(leaves, spec, copies)
