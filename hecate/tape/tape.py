@@ -1,4 +1,4 @@
-"""Blocks, the unit of differentiation, and the tape: a ledger of their calls that is printed, queried and replayed."""
+"""Blocks, the unit of differentiation, and the tape, which records their calls and can print, query and replay them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(NamedTuple):
     `forward(*inputs) -> (outputs, residuals)` returns a tuple of tensors and whatever its VJP needs; `vjp(residuals,
     *cotangents) -> input cotangents` returns one tensor or None per input, None meaning "no gradient flows here". A
     cotangent of an output that nobody used, or of integers, arrives as zeros. Without a `vjp` the block is
-    differentiated by `torch.func.vjp`, from the one evaluation that is recorded; `hand_written` tells which.
+    differentiated by `torch.func.vjp`, from the one evaluation that is recorded, and `hand_written` is False.
 
     `program` is set on blocks that are programs themselves, so that a tape can look inside. A block that `recomputes`
     has its inputs as residuals and runs its program again in the VJP. `record` is a forward that keeps what the VJP
@@ -337,7 +337,7 @@ def replay(
     views = _variables(inputs)
     tape._remembered = list(reversed(remembered))
     outputs = [out for out in program(tape, *views) if out is not None]
-    tape._known.clear()  # which would hold on to what the calls let go of
+    tape._known.clear()  # else it would keep alive what the calls release
     calls = (tape.calls.pop() for _ in range(len(tape.calls)))
     return tape._walk(calls, outputs, cotangents, views)
 
