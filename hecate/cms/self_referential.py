@@ -1,5 +1,4 @@
-"""A memory whose projections are themselves memories of the same rule, called boxes: it learns how to read and
-write."""
+"""A memory whose projections are memories of the same rule, boxes: it learns how to read and write."""
 
 from __future__ import annotations
 
@@ -241,8 +240,7 @@ class Boxes(HeldRule):
         return one(execute(norm, phi))
 
     def read(self, carried: Weights, phi: Tensor) -> tuple[Tensor, ...]:
-        """Answers `[B, T, H, D]` to the same phi from each of the boxes whose state is `carried`, `[B, boxes H,
-        ...]`."""
+        """Answers `[B, T, H, D]` to one phi from each of the boxes with the state `carried` `[B, boxes H, ...]`."""
         batch, _, heads, _ = phi.shape
         boxes = next(iter(carried.values())).shape[1] // heads
         queries = phi.transpose(1, 2).unsqueeze(1).expand(-1, boxes, -1, -1, -1).flatten(0, 2)
