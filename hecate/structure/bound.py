@@ -75,8 +75,7 @@ def spread(past: Trace, columns: dict[int, Tensor]) -> list[Tensor | None]:
 
 
 class _Rows(NamedTuple):
-    """Rows sqrt(b + `ROOT`) h of every layer; where b is 1, rows are h, and `scales` is the factor of their
-    products."""
+    """Rows sqrt(b + `ROOT`) h of every layer; where b is 1, rows are h, and their products have the factor `scales`."""
 
     past: Trace
     columns: dict[int, Tensor]
