@@ -154,7 +154,7 @@ class CMS(nn.Module):
         engine, autodiff: passed to `memory_scan`; they change speed and memory only.
         name: what errors call the layer; a level is `name/level`.
         generator: source of all draws: it gives one number, and every level draws from a generator seeded with that and
-        the level's name, so that other levels do not change its start; None uses torch's default generator.
+            the level's name, so that other levels do not change its start; None uses torch's default generator.
 
     Raises:
         ConfigError: sizes that do not fit, with the path of the level.

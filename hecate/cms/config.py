@@ -92,7 +92,7 @@ class CMSConfig(Config):
         aggregation: how "independent" adds up outputs: "sum"; "rsqrt" times 1/sqrt(levels);
             "learned" times a weight per level and channel; "gated" times sigmoid(W x + b).
         carry_levels: number of levels of that tree, of periods 1, 2, 4, ...; T tokens need ceil(log2 T) + 1, and older
-        content stays in the last level.
+            content stays in the last level.
     """
 
     levels: tuple[LevelConfig, ...] = Field(min_length=1)

@@ -210,12 +210,12 @@ class LevelHealth(NamedTuple):
         name, period: of the level.
         commits: number of commits in a sequence.
         fired: share of tokens and heads that fire; None without a firing gate. norm_start, norm_end: Frobenius norm of
-        a head's memory before and after.
+            a head's memory before and after.
         output_rms: root mean square of the level's output.
         half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
         cotangent: norm of the cotangents of the level's output and state from a unit cotangent of y.
         strength: largest change of an answer by a write, relative to its error or value; None if no write can be
-        followed for 32 tokens. [NN-WRITE-D1]
+            followed for 32 tokens. [NN-WRITE-D1]
         dead: why the level is dead, None if it is not.
     """
 

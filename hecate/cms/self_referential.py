@@ -43,15 +43,15 @@ class SelfReferenceConfig(Config):
 
     Fields:
         memory: the rule of every box; `algorithm.lr` is the ceiling of the lr gate. Its `layer_conv_kernel`,
-        `layer_activation` and `layer_v_norm` are for a plain layer, and do not apply here.
+            `layer_activation` and `layer_v_norm` are for a plain layer, and do not apply here.
         phase: 1, projections stay as they start; 2, boxes learn k_t -> v_t; 3, each box learns
             k_t -> its own answer to v_t.
         adaptive: the projections that are written; None means none in phase 1, and in phases 2 and 3 all but q, which
-        the paper keeps static.
+            the paper keeps static.
         erase: "once" by the bias alone; "twice" by delta gradient descent on top of bias l2, as printed, whose fixed
             point is half the target.
         chunk: number of tokens whose projections and targets are read from the boxes as they were before the first of
-        them; None takes `memory.chunk`, the number of tokens whose gradients are taken at one state.
+            them; None takes `memory.chunk`, the number of tokens whose gradients are taken at one state.
         qk_norm: normalisation of q and k before phi; left out, `memory.layer_qk_norm`, if that names one.
         input_norm: normalisation of the boxes' inputs, x and v; without one, boxes can grow without bound.
 

@@ -85,8 +85,7 @@ def cached_formula(variant: Variant, make: Callable[[Any], T]) -> T | str:
 
 
 def _methods(variant: Variant) -> Iterator[Any]:
-    """The methods that define a variant's formulas, the values that they read, and the same for variants in its
-    fields."""
+    """The methods of a variant's formulas, the values that they read, and the same for variants in its fields."""
     for name in variant._formulas:
         yield (method := getattr(type(variant), name, None))
         yield from _outside(method, set())

@@ -39,7 +39,7 @@ class Means(NamedTuple):
             block (*inputs, held) -> (output, held) on one after the other; only the states `held` between spans are
             kept.
         recall: `(q, k, codes, lr, retain, held) -> (answers, held)` of a linear memory K of codes, K' = diag(retain) K
-        + lr code k^T with a retain per code; its state `held` is `[B, H, P, codes]`.
+            + lr code k^T with a retain per code; its state `held` is `[B, H, P, codes]`.
         late: whether a token is read after it is written.
     """
 

@@ -235,13 +235,13 @@ class Decay(Forgetting):
             is wide; None: w as it is.
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in
-            [1e-3, 1e-1], and `retain` but the default of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
+            [1e-3, 1e-1], and `retain` only the gate of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
             per head starting at 1, as in GLM-5 and Ling, at `retain` at first.
         lowest: least log retain of the gate "bounded".
         towards: the weights left when all is forgotten: "zero", or "start", the weights M0 of the memory's start. None
-        is "start" if the structure is deep, else "zero". All weights at zero are a point where every
-            gradient of a deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), cannot
-            be written after some 300 tokens at retain .99. [RET-START-D2]
+            is "start" if the structure is deep, else "zero". All weights at zero are a point where every gradient of a
+            deep memory vanishes: one that forgets to zero, as printed for Titans (Eq 13 and 14), cannot be written
+            after some 300 tokens at retain .99. [RET-START-D2]
 
     Formula: $M_t = \alpha_t M_{t-1} + D_t$
     $M_t = M_0 + \alpha_t (M_{t-1} - M_0) + D_t \quad \text{if towards the start}$

@@ -218,7 +218,8 @@ class MirrorRetention(Decaying):
         token:  link(A_t), every token's own dual state;
         chunk:  link(A_0), those at which the chunk's gradients are taken;
         linear: W_t = retain_t W_t-1 + D_t from W_0 = link(A_0), which is A_t + a_t (link(A_0) - A_0): within the chunk
-        the memory moves in the primal, and at its end A has taken the same steps, as Moneta is trained. [RET-MIRROR-D3]
+            the memory moves in the primal, and at its end A has taken the same steps, as Moneta is trained.
+            [RET-MIRROR-D3]
 
     If a constant along a row of A does not change M, and rows share a gate, D is centred along rows: M is the same, and
     no constant grows in A over a million tokens.
