@@ -333,8 +333,8 @@ class DeepMomentum(Carrying):
         return over(lr, grad) * step.reshape(grad.shape), change, w_out
 
     def factored_form(self) -> Block | None:
-        """With G = u p^T all rows of G are multiples of p, so H = tanh(u z^T) with z = W_1 p, and of answers only their
-        products with W_2 and H count: what is left are products of V, P and `width` by `width`. [ALG-DEEP-I2]"""
+        """With G = u p^T all rows of G are multiples of p, so H = tanh(u z^T) with z = W_1 p, and only products of
+        answers with W_2 and H are needed: matrices of sides V, P and `width` by `width`. [ALG-DEEP-I2]"""
         if self.objective != "descent" or not still_declared(self, "factored_form", self._formulas):
             return None
         return Block("algorithm.deep_momentum.factored", self._factored, self._factored_vjp)

@@ -287,7 +287,7 @@ class Lp(ErrorBias):
 
     def _sizes(self, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         live = error != 0
-        # Where the error is 0 a 1 stands in: a power of 0 has no usable derivative under autograd.
+        # A 1 replaces errors of 0, as a power of 0 has no usable derivative under autograd.
         safe = torch.where(live, error, 1.0)
         if self.p >= 2:
             return safe.abs(), safe.abs(), live

@@ -79,10 +79,10 @@ def places(asked: ScanArguments, count: int = 4, later: int = LATER) -> list[int
 
 @torch.no_grad()
 def write_strength(asked: ScanArguments, tokens: Sequence[int] | None = None, *, later: int = LATER) -> Strength | None:
-    """Effect of the writes of some tokens; None if no write can be followed for so long.
+    """Effect of the writes of some tokens; None if no write can be followed for `later` tokens.
 
     Args:
-        asked: the scan, as `Memory.asked` makes it, one write a token.
+        asked: the scan, as `Memory.asked` returns it, with one write per token.
         tokens: the tokens whose writes are measured; None takes those of `places`.
         later: number of tokens after which they are measured again.
 

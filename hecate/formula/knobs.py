@@ -269,7 +269,7 @@ class Weights(NamedTuple):
 
     @property
     def gate(self) -> Node | None:
-        """The cotangent of r cell by cell, of which that of one retain for all is the sum; None if it is no sum."""
+        """The cotangent of r for each cell, whose sum is that of one retain for all; None if that is not a sum."""
         gate = self.pulled[-1]
         if gate.axes or gate.literal(0):
             return gate

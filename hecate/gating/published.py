@@ -495,7 +495,7 @@ def _shares(scores: Tensor, top: int) -> Tensor:
     """The `top` largest sigmoids over their sum, 0 elsewhere; as a softmax of logarithms, which never divides by 0."""
     logs = logsigmoid(scores)
     if top < scores.shape[-1]:
-        # By scores, which differ where their sigmoids have reached 1; stable, so that equal ones are chosen alike.
+        # By scores, which differ even where their sigmoids have reached 1; stable, so that ties always go to the first.
         order = scores.detach().sort(dim=-1, descending=True, stable=True).indices
         unchosen = torch.ones_like(scores, dtype=torch.bool).scatter(-1, order[..., :top], False)
         logs = logs.masked_fill(unchosen, -torch.inf)

@@ -1,7 +1,7 @@
 """Parameters that are updated at different rates: the continuum of levels, for a model's own weights.
 
-A level is a parameter group with a period C. Its gradients are collected for C steps while its parameters stand still;
-then one step of an ordinary torch optimiser is taken for it alone.
+A level is a parameter group with a period C. Its gradients are collected for C steps while its parameters do not
+change; then one step of an ordinary torch optimiser is taken for it alone.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Leveled(torch.optim.Optimizer):
             self.inner.step()
 
     def _show_windows(self, group: Group) -> None:
-        """Moves the windows of a group to where an optimiser looks for gradients."""
+        """Moves the windows of a group into `.grad`, for the optimiser."""
         for parameter in dict.fromkeys(group["params"]):
             window = self._windows.pop(parameter, None)
             dtype = parameter.dtype if parameter.grad is None else parameter.grad.dtype

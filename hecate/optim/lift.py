@@ -491,8 +491,8 @@ class PhiOptimizer(MatrixOptimizer):
                 f"{missed}, more than max_decode_error = {group['max_decode_error']}; use {advice}more features, a "
                 "wider bandwidth, or lift='vjp'"
             )
-        # A wrong part of size e turns an update by up to e: momentum then feeds oscillations where e sqrt(lr curvature)
-        # is above what it loses per step, 1 - momentum. [OPT-LIFT-I3]
+        # An error of size e turns an update by up to e: momentum then feeds oscillations if e sqrt(lr curvature) is
+        # above its loss per step, 1 - momentum. [OPT-LIFT-I3]
         slack = 1 - float(torch.as_tensor(group["momentum"]).detach())
         if error > slack > 0:
             warn(

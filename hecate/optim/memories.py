@@ -43,7 +43,7 @@ class DeltaMomentum(MatrixOptimizer):
     added. Eq. 49 writes -lr g into m and adds m to w, which is the same while lr is constant. Its g^T g lacks the step
     size that descent would give it; here that is `erase`, a number or `"lr"`.
 
-    reading: the meaning of g^T g. `matrix`: over all rows; `rows`: each row of m is erased along its own row of g;
+    reading: what g^T g is. `matrix`: over all rows; `rows`: each row of m is erased along its own row of g;
     `scalar`: the number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with
     `erase="lr"`, beat tuned momentum on two thirds of eq. 53's surfaces.
     form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no eigenvalue of the bracket

@@ -1,4 +1,4 @@
-"""The structure: what the memory is, as a function of its weights."""
+"""The structure: the model that a memory is, as a function of its weights."""
 
 from __future__ import annotations
 
