@@ -209,8 +209,8 @@ class LevelHealth(NamedTuple):
     Fields:
         name, period: of the level.
         commits: number of commits in a sequence.
-        fired: share of tokens and heads that fire; None without a firing gate. norm_start, norm_end: Frobenius norm of
-            a head's memory before and after.
+        fired: share of tokens and heads that fire; None without a firing gate.
+        norm_start, norm_end: Frobenius norm of a head's memory before and after.
         output_rms: root mean square of the level's output.
         half_life: tokens after which the retain gates leave half of a memory, median over heads (and channels).
         cotangent: norm of the cotangents of the level's output and state from a unit cotangent of y.

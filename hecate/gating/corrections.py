@@ -70,7 +70,7 @@ class Comba(Gating):
 
 
 class Complement(Gating):
-    r"""complement: retain = sigmoid(a k + b) per channel; what is not kept is written, with the key 1 - retain.
+    r"""complement: retain = sigmoid(a k + b) per channel; the written key is 1 - retain.
 
     The layer's key is the forget gate's logit, as in the released layer, which does not normalise it
     (`layer_qk_norm="none"`) and has neither an activation for it nor lr. a starts at 1, b at retain 0.9 for k = 0:
@@ -196,7 +196,8 @@ class Hypergradient(Gating):
     over tokens.
     References: OSDN (Zhou et al., 2026, arXiv 2605.13473), taken from its authors' programs (Lhongpei/OSLA), not from
     the paper. d starts at 0 in their first, as here at 1 in their last; later trials have eta 0.003, d in [2/3, 1.5].
-    Ours: an unwritten token leaves d, and its start is kept within the bounds. [GATE-OSDN-D1, GATE-OSDN-I1]
+    That an unwritten token leaves d, and that its start is kept within the bounds, is ours.
+    [GATE-OSDN-D1, GATE-OSDN-I1]
     """
 
     kind: Literal["hypergradient"] = "hypergradient"

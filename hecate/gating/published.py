@@ -40,7 +40,7 @@ from hecate.tape.ops import unit
 
 
 class Mamba2(Gating):
-    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to what is read.
+    r"""mamba2: M' = exp(-A dt) M + dt v k^T, d v added to the answer.
 
     dt = softplus(W x + b) per head is the duration of a token: it is lr, and sets retain. A and d are per head. d
     starts at 0; in the released layer it starts at 1, which outweighs the answers of a fresh memory.
@@ -85,7 +85,7 @@ class Mamba3(_TwoWrites):
 
     dt = softplus(W x + b), a = exp(-max(softplus(W x), 1e-4) dt), l = sigmoid(W x). theta_t = theta_{t-1} + dt pi
     tanh(W x) modulo 2 pi; pairs (2 i, 2 i + 1) of norm(q) + bias and norm(k) + bias turn by it, a share `turned` of
-    them. The token's own key and the one before are two writes of one token; d v is added to what is read.
+    them. The token's own key and the one before are two writes of one token; d v is added to the answer.
 
     Formula: $M_t = \alpha_t M_{t-1} + (1 - \lambda_t) \Delta_t \alpha_t v_{t-1} k_{t-1}^\top + \lambda_t \Delta_t v_t
     k_t^\top,\quad y_t = M_t q_t + d \odot v_t$

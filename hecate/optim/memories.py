@@ -43,9 +43,9 @@ class DeltaMomentum(MatrixOptimizer):
     added. Eq. 49 writes -lr g into m and adds m to w, which is the same while lr is constant. Its g^T g lacks the step
     size that descent would give it; here that is `erase`, a number or `"lr"`.
 
-    reading: what g^T g is. `matrix`: over all rows; `rows`: each row of m is erased along its own row of g;
-    `scalar`: the number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with
-    `erase="lr"`, beat tuned momentum on two thirds of eq. 53's surfaces.
+    reading: what g^T g is. `matrix`, of all rows; `rows`, each row of m is erased along its own row of g; `scalar`, the
+    number |g|^2 of the whole gradient, m <- max(0, momentum - erase |g|^2) m + g. The last two, with `erase="lr"`, beat
+    tuned momentum on two thirds of eq. 53's surfaces.
     form: `stable`, c = erase / (1 + erase |g|^2) with |g| of the matrix or row, so that no eigenvalue of the bracket
     leaves [momentum - 1, momentum]; for `scalar` the max. `hope`, c = erase and no max, as printed; a gradient with
     erase |g|_2^2 > 1 + momentum, at which m grows, is refused (`beyond="raise"`) or warned of (`"warn"`).
@@ -278,8 +278,8 @@ class DGD(MatrixOptimizer):
     unattached: treatment of parameters that are not the weight of an attached layer, such as biases: `refuse`, or
     `sgd`, w <- (1 - lr weight_decay) w - lr gradient.
 
-    rescaled: treatment of a gradient that is a multiple of the samples' sum, as after clipping by norm or under a loss
-    scaler: `refuse`, or `follow`, which multiplies each g by the same factor.
+    rescaled: treatment of a gradient that is a multiple of the samples' sum, after clipping by norm or under a loss
+    scaler, for instance: `refuse`, or `follow`, which multiplies each g by the same factor.
 
     Shapes: w `[out, in]`; inputs `[..., in]`. No state.
     Cost: `mean` two products of n out in; `sequential` also n CHUNK (in + out).

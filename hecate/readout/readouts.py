@@ -62,8 +62,9 @@ class Readout(Variant, family="readout"):
     """A map of every query to another one, which the memory answers, by a second state that is built from keys alone,
     under the memory's own gates.
 
-    That state starts and restarts at zero, and a token that is not written leaves it. The memory stays linear in what
-    is written, so every engine that runs it runs it here. A variant defines `turned` and the shapes of its state.
+    That state starts and restarts at zero, and a token that is not written leaves it. The memory stays linear in its
+    writes, so every engine that runs the plain memory runs it with a readout, too. A variant defines `turned` and the
+    shapes of its state.
 
     Shapes: q and k `[B, T, H, P]`; state `[B, H, ...]` by name.
     """
@@ -125,10 +126,10 @@ ReadoutKind = Readout
 class Ridge(Readout):
     r"""ridge: y = G (q + mix (x - q)), (H + diag(ridge + relative |H|_F)) x = q.
 
-    H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is the
-    answer W q of the least squares sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2, c_i the lr of a token times the
-    retain since: unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or per
-    phi channel, and `mix` in [0, 1] take precedence over the fields.
+    H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is W q
+    for the W that minimises sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2, c_i the lr of a token times the retain
+    since: unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or per phi
+    channel, and `mix` in [0, 1] take precedence over the fields.
 
     `exact` factors the matrix. `cg` takes `iterations` steps of conjugate gradients from q over its diagonal,
     `chebyshev` as many of Chebyshev's iteration for a spectrum in [least ridge, largest ridge + |H|_F]: relative errors

@@ -34,8 +34,8 @@ class Retention(Variant, family="retention"):
     """The new memory from the old one and a direction D (the step, sign included).
 
     A variant defines `step` and `step_vjp` for one weight tensor; the latter falls back to `torch.func`. The state
-    carried from step to step is the memory itself, unless the variant defines `weights`, which computes the memory from
-    it: then it is a dual state, as in mirror descent.
+    carried from step to step is the memory itself. If the variant defines `weights`, which computes the memory from the
+    state, it is a dual state, as in mirror descent.
 
     Shapes: memory and direction `[N, ...]`; retain `[N]`, or `[N, P]` per phi channel (the last axis).
     """
@@ -231,8 +231,8 @@ class Decay(Forgetting):
         retain: where it starts, and the gate of a scan without gates: a number for all heads, one for each, or
             "retnet", 1 - 2^(-5-h) for head h = 0, 1, ...
         channels: a logit per phi channel, s = w.x + b with a w and b each, instead of per head.
-        rank: w = w_2 W_1 with so many rows in W_1, which all heads share; "head": as many as a key
-            is wide; None: w as it is.
+        rank: w = w_2 W_1 with this many rows in W_1, which all heads share; "head": as many as a key is wide; None: w
+            as it is.
         gate: "sigmoid": sigmoid(s), "root": sigmoid(s)^(1/16) as in GLA, both starting at `retain`;
             "softplus": exp(-A softplus(s)) as in KDA, A per head starting in U(1, 16), softplus(b) log-uniform in
             [1e-3, 1e-1], and `retain` only the gate of a scan without gates; "bounded": exp(lowest sigmoid(A s)), A
@@ -462,12 +462,12 @@ class Sphere(Decaying):
 @delegating("retention", "uses_retain", "default_retain", "per_head", "default_retains", "gate_form", "dual", "centred")
 @delegating("retention", "needs_weights", "centring")
 class NormCap(Retention):
-    r"""norm_cap: M' = X min(1, norm/|X|_F), X what the inner retention makes of M and D.
+    r"""norm_cap: M' = X min(1, norm/|X|_F), X the inner retention's step from M and D.
 
     The memory is projected onto a ball after every step: inside it nothing happens; a memory that outgrows it is scaled
-    down as a whole. Each weight of a deep memory has its own ball. Bounds what an undecayed or unstable memory can
-    become. Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the projection
-    is lazy, as in dual averaging, and bounds the memory that predicts and is read, while A keeps every step.
+    down as a whole. Each weight of a deep memory has its own ball. It bounds memories without decay, and unstable ones.
+    Around a retention that carries a dual state A, X is the memory of A and A goes on as it is: the projection is lazy,
+    as in dual averaging, and bounds the memory that predicts and is read, while A keeps every step.
 
     Formula: $M_t = X \min\left(1, \frac{\mathrm{norm}}{\Vert X \Vert_F}\right),\quad X = \mathrm{retention}(M_{t-1},
     D_t)$
