@@ -128,8 +128,8 @@ class Ridge(Readout):
 
     H = retain H + lr k k^T gathers the keys as the memory G = retain G + lr v k^T gathers values, so that G x is W q
     for the W that minimises sum_i c_i |W k_i - v_i|^2 + sum_p ridge_p |W e_p|^2, c_i the lr of a token times the retain
-    since: unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or per phi
-    channel, and `mix` in [0, 1] take precedence over the fields.
+    since then. Unlike algorithm `rls` with its discount, the ridge does not fade. The gates `ridge`, per head or per
+    phi channel, and `mix` in [0, 1] take precedence over the fields.
 
     `exact` factors the matrix. `cg` takes `iterations` steps of conjugate gradients from q over its diagonal,
     `chebyshev` as many of Chebyshev's iteration for a spectrum in [least ridge, largest ridge + |H|_F]: relative errors
