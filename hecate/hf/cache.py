@@ -292,8 +292,8 @@ def document_starts(
 ) -> Tensor | None:
     """Tokens that begin another document than the one before them in their row, bool `[B, T]`; None if none does.
 
-    `borders` `[N + 1]` counts the tokens before each document of one row, `positions` begin at 0 in each. The first
-    token of a new row needs no start. [HF-PACK-D1]
+    `borders` `[N + 1]` counts the tokens before each document of one row; `positions` begin at 0 in each, or, where no
+    mask says what is padding, step by 1 within each alone. The first token of a new row needs no start. [HF-PACK-D1]
     """
     batch, length = shape
     continued = past is not None and past.seen > 0
@@ -313,7 +313,10 @@ def document_starts(
     else:
         here = torch.ones(shape, dtype=torch.bool, device=positions.device) if written is None else written
         before = here.cumsum(1) > here.long()
-        starts = (positions == 0) & here & (before | continued)
+        starts = positions == 0
+        if written is None:
+            starts = starts | (torch.diff(positions, prepend=positions[:, :1] - 1) != 1)
+        starts = starts & here & (before | continued)
     if torch.compiler.is_compiling():
         return starts
     return starts if bool(starts.any()) else None

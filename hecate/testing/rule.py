@@ -70,7 +70,7 @@ def check_knobs(
         return 0.2 + 0.7 * torch.rand(*shape, dtype=torch.float64, generator=generator)
 
     def check(block: Any, *inputs: Tensor, shape: torch.Size | None = None) -> None:
-        """Derivatives of a block, that no memory sees another, and the shape of its output."""
+        """Checks a block's derivatives, that memories do not affect one another, and the shape of its output."""
         alone, _ = block.apply(tuple(item[:1] for item in inputs))
         for one, beside in zip(alone, block.apply(inputs)[0], strict=True):
             if shape is not None:
@@ -89,7 +89,7 @@ def check_knobs(
     _check_structure(config, memory, p, u)
 
     def slots_of(weight: Tensor) -> list[Tensor]:
-        """Slots as writes leave them: not every tensor is one (a mean of squares is >= 0)."""
+        """Slots after two writes: not every tensor is a valid slot (a mean of squares is >= 0)."""
         sizes = config.algorithm.slot_shapes(tuple(weight.shape[1:])).values()
         slots: list[Any] = [torch.zeros(n, *size, dtype=torch.float64) for size in sizes]
         for _ in range(2):
@@ -153,7 +153,7 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
 
 
 def torch_names(dtype: torch.dtype) -> dict[str, Any]:
-    """The names of a text as torch runs it."""
+    """Torch's functions for the names in a text."""
 
     def where(condition: Tensor, x: Any, y: Any) -> Tensor:
         x, y = (item if isinstance(item, Tensor) else torch.tensor(item, dtype=dtype) for item in (x, y))
@@ -168,7 +168,7 @@ def torch_names(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def in_torch(text: Text, dtype: torch.dtype, width: int, height: int = 1) -> Callable[..., Any]:
-    """A text as torch runs it, of tensors and the numbers c."""
+    """A text as a function of tensors and the numbers c, run by torch."""
     names = torch_names(dtype) | {"N": float(width), "M": float(height)}
     exec(compile(text.source, f"<formula {text.name}>", "exec"), names)
     return names[text.name]

@@ -34,7 +34,7 @@ from hecate.structure.bound import FLOOR
 from hecate.structure.graph import Act, Add, Apply, Graph, Linear, Multiply, Normalise, Op
 from hecate.tape import ByHand, Run, Tensors, execute, several
 
-SHARE = 1 << 18  # tokens x cells that are worth a thread of their own
+SHARE = 1 << 18  # tokens x cells that are worth another thread
 OPS: dict[type, int] = {Act: 1, Add: 2, Multiply: 3, Normalise: 4}
 
 
@@ -81,7 +81,7 @@ class CompiledLayers(TokenEngine):
         return math.inf if plan.length < TOKENS else 70.0 * plan.length
 
     def about(self, plan: Plan) -> str:
-        """Tells whether the call is long enough for its kernels."""
+        """A word on whether the call is long enough for its kernels."""
         if plan.length < TOKENS:
             return f"its kernels are worth loading from {TOKENS} tokens on"
         return "a kernel walks the layers, the state in cache"
@@ -100,14 +100,14 @@ class CompiledLayers(TokenEngine):
         return y, carry._replace(memory=tuple(states[:count]), slots=tuple(states[count:]))
 
     def kernel(self, config: MemoryConfig, like: Any) -> ByHand:
-        """The kernels of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch in their
-        place, which their operator has no need of."""
+        """Kernels as a `ByHand` of (*memory, *slots, *initial, *tokens); like: a carry of that layout, for plain torch,
+        which the operator for torch.compile does not need."""
         plain = partial(_by_loop, config, like)
         return ByHand("engine.compiled_layers", partial(_scan, config), partial(_scan_vjp, config), plain)
 
 
 def _unwalked(structure: Structure) -> str | None:
-    """The part of a graph that the kernels cannot walk; None if there is none."""
+    """The first part of a structure's graph that the kernels cannot walk; None if they can walk all of it."""
     graph = structure.graph()
     layers = [node.weight for node in graph.nodes if isinstance(node, Linear)]
     ops: list[Op] = [node.op for node in graph.nodes if isinstance(node, Apply)]
@@ -119,7 +119,7 @@ def _unwalked(structure: Structure) -> str | None:
     acts = {op.act for op in ops if isinstance(op, Act)}
     if len(acts) > 1:
         return "several activations, of which its kernels know one"
-    for act in acts - acts_of(structure):  # the others are asked with the config
+    for act in acts - acts_of(structure):  # the config's own are checked with the config
         if isinstance(reason := activation_nodes(act), str):
             return f"an activation {act.kind!r}, which has no kernel: {reason}"
     if len({op.eps for op in ops if isinstance(op, Normalise)}) > 1:
@@ -179,7 +179,7 @@ class Route:
             sizes.append(size)
             at += padded(size) + behind
         self.ones, self.row, self.last = at, at + per, ats[-1]
-        ats.append(self.ones)  # of ONE, which is -1
+        ats.append(self.ones)  # the index -1, for ONE
         for row in rows:
             row[5], row[6] = ats[row[5]], ats[row[6]]
         self.nodes = np.array(rows, dtype=np.int64)
@@ -190,8 +190,8 @@ class Route:
 def _route(
     structure: Structure, shapes: tuple[tuple[int, ...], ...], inputs: int, per: int, acts: tuple[Any, ...]
 ) -> Route:
-    # Of other nodes of its activations, as where these were made anew, it is another.
-    return Route(structure.graph(), shapes, inputs, per)  # graphs of other operations may be equal as tuples
+    # If its activations have other nodes, as after a redefinition, it is another graph.
+    return Route(structure.graph(), shapes, inputs, per)  # as tuples, graphs of different operations may be equal
 
 
 def _activation(graph: Graph) -> Activation:
@@ -214,7 +214,7 @@ class Scan:
         first, self.inputs, self.width = self.memory[0], tokens.phi_k.shape[-1], tokens.v.shape[-1]
         self.per = BYTES // first.element_size()
         keys, values = ((-(-size // self.per) * self.per,) for size in (self.inputs, self.width))
-        self.sizes = keys, keys, values  # of phi(k), phi(q) and v in whole vectors
+        self.sizes = keys, keys, values  # sizes of phi(k), phi(q) and v in whole vectors
         self.shapes = [tuple(weight.shape[1:]) for weight in self.memory]
         self.route = _route(config.structure, tuple(self.shapes), self.inputs, self.per, config.forms.acts)
         self.count, self.length = len(first), tokens.v.shape[1]
@@ -222,7 +222,7 @@ class Scan:
         self.segment = max(1, math.isqrt(max(self.length - 1, 0)) + 1)
         self.new, self.zeros = first.new_empty, first.new_zeros
         self.link = link_part(config, self.route.wide)
-        self.starts = tokens.reset is not None or config.retention.anchored  # whether the start takes part
+        self.starts = tokens.reset is not None or config.retention.anchored  # whether the start is used
 
     @property
     def spare(self) -> int:
@@ -232,8 +232,8 @@ class Scan:
         return max([self.link.room(height, width) for _, height, width in self.route.places])
 
     def packed(self, weights: Memory) -> Tensor:
-        """A state `[N, size]`, its weights in whole vectors and fours."""
-        # Padding is 0 and stays so: no write, norm or sum sees it.
+        """A state `[N, size]` from its weights, padded to whole vectors and whole fours of rows."""
+        # Padding is 0 and stays 0, so it changes no write, norm or sum.
         state = self.zeros(self.count, self.route.size)
         for weight, (height, width), (o, rows, columns) in zip(weights, self.shapes, self.route.places, strict=True):
             state[:, o : o + rows * columns].unflatten(1, (rows, columns))[:, :height, :width] = weight.detach()
