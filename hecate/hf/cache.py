@@ -241,6 +241,8 @@ def state_layers(cache: Cache, count: int) -> list[StateLayer]:
     `ConfigError` for a cache of another model, and for one whose kind asks for what states do not do (static,
     quantized, offloaded).
     """
+    if not isinstance(cache, Cache):
+        raise ShapeError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
     strange = next((layer for layer in cache.layers if type(layer) not in (StateLayer, DynamicLayer)), None)
     if strange is not None or cache.offloading:
         kind = "is offloaded" if strange is None else f"has a {type(strange).__name__}"

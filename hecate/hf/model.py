@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from hecate.checks import check_room
+from hecate.checks import check_room, expect, expect_tokens
 from hecate.errors import ConfigError, Problem, install_line, shorten
 from hecate.files import make_folder, refusing, write_file
 from hecate.hf.cache import (
@@ -294,6 +294,10 @@ class HecateModel(HecatePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("give either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            expect_tokens(input_ids, "input_ids")
+        else:
+            expect(inputs_embeds, "B T d_model", name="inputs_embeds")
         _check_known(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training

@@ -209,16 +209,17 @@ class MatrixOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, *args: Any, **named: Any) -> None:
         signature: inspect.Signature = getattr(type(self), "__signature__")  # noqa: B009
-        unknown = [name for name in named if name not in signature.parameters]
-        if unknown:
-            known = [name for name in signature.parameters if name != "params"]
-            raise ArgumentError(
-                f"{type(self).__name__} got an unexpected keyword argument {unknown[0]!r}{not_known(unknown[0], known)}"
-            )
         if isinstance(params, nn.Module):
             kind = type(params).__name__
             raise ConfigError(f"params must be parameters, got the module {kind}; write {kind.lower()}.parameters()")
-        bound = signature.bind(params, *args, **named)
+        try:
+            bound = signature.bind(params, *args, **named)
+        except TypeError as error:  # Python's own, without the name of the class
+            known = [name for name in signature.parameters if name != "params"]
+            unknown = next((name for name in named if name not in known), None)
+            hint = f"; by place it takes params, {', '.join(self.positional)}"
+            hint = hint if unknown is None else not_known(unknown, known)
+            raise ArgumentError(f"{type(self).__name__} got {str(error).removeprefix('got ')}{hint}") from None
         bound.apply_defaults()
         super().__init__(params, self.prepared({k: v for k, v in bound.arguments.items() if k != "params"}))
         for name, (option, values) in self.only_with.items():

@@ -19,6 +19,7 @@ from torch import Tensor
 from hecate.checks import expect_count
 from hecate.errors import CheckpointError, ConfigError, ShapeError, did_you_mean, shorten
 from hecate.optim.base import Group, MatrixOptimizer, name_of, refuse_misspelt
+from hecate.optim.memories import DGD
 from hecate.optim.tensors import state_dtype
 
 
@@ -73,6 +74,8 @@ class Leveled(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} evaluates its loss again within a step, which a window of "
                 "past gradients cannot do; use an optimiser whose step needs no closure"
             )
+        if isinstance(self.inner, DGD):
+            raise ConfigError("DGD steps by the samples of one backward pass, and a window has none; use it alone")
         self._windows: dict[Tensor, Tensor] = {}
         # Whether the wrapped optimiser makes its state in its first step rather than at construction.
         self._lazy = not (isinstance(self.inner, MatrixOptimizer) or self.inner.state)

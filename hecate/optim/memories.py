@@ -120,7 +120,7 @@ class DeltaMomentum(MatrixOptimizer):
         weight = _erase(group) * size * size
         square = (g * g).sum(-1, keepdim=True) if rows else (g * g).sum()
         if group["reading"] == "scalar":
-            momentum = torch.as_tensor(group["momentum"]).to(square)
+            momentum = torch.as_tensor(group["momentum"], dtype=square.dtype, device=square.device)
             factor = weight * square
             return ((torch.minimum(factor, momentum) if stable else factor) * m).reshape(memory.shape)
         if stable:

@@ -19,7 +19,7 @@ from hecate.formula.printer import Text, printed
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
 from hecate.structure import Structure
-from hecate.tape import several
+from hecate.tape import Block, several
 from hecate.tape.ops import over
 from hecate.testing.block import SIGNAL_FLOOR, check_vjp, close, require
 
@@ -100,6 +100,8 @@ def check_knobs(
     shape = memory[0].shape
     inputs = (draw(*shape), gate(n), gate(n), *slots_of(memory[0]))
     check(config.algorithm.block(), *inputs)
+    if not config.algorithm.uses_momentum:
+        _check_unread(config.algorithm.block(), inputs, "momentum")
     _check_algorithm(config.algorithm, *inputs)
     gates = [gate(n)]
     if config.retention.uses_retain and config.structure.linear:
@@ -108,11 +110,20 @@ def check_knobs(
     slots = [slot for weight in memory for slot in slots_of(weight)]
     for retain in gates:
         check(config.retention.block(), start(draw(*shape)), draw(*shape), retain, shape=shape)
+        if not config.retention.uses_retain:
+            _check_unread(config.retention.block(), (start(draw(*shape)), draw(*shape), retain), "retain")
         moved = config.retention.step(start(draw(*shape)), draw(*shape), retain)
         check(config.retention.weights_block(), moved, shape=shape)
         states = [start(draw(*weight.shape)) for weight in memory]
         check(config.rule.step_block(), gate(n), retain, gate(n), *grads, *states, *slots)
         _check_retention(config, draw(*shape), draw(*shape), retain)
+
+
+def _check_unread(block: Block, inputs: tuple[Tensor, ...], gate: str) -> None:
+    """Moves the gate that a variant does not say that it takes, the third of its inputs."""
+    before, after = (block.apply((*inputs[:2], scale * inputs[2], *inputs[3:]))[0] for scale in (1.0, 0.5))
+    same = all(torch.equal(*pair) for pair in zip(several(before), several(after), strict=True))
+    require(same, f"{block.name}: it reads the {gate} gate, which it does not declare; set uses_{gate} = True")
 
 
 def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor) -> None:
@@ -127,6 +138,10 @@ def _check_bias(config: MemoryConfig, pred: Tensor, target: Tensor, way: Tensor)
     lhs = (bias.grad_jvp(pred, target, way) * other).sum(-1)
     rhs = (bias.grad_jvp(pred, target, other) * way).sum(-1)
     close(f"{name}: the Hessian is not symmetric", lhs, rhs)
+    if bias.linear:
+        one, zero = torch.ones_like(pred), torch.zeros_like(pred)
+        a, b = bias.grad(one, zero)[..., :1], bias.grad(zero, one)[..., :1]
+        close(f"{name}: declared linear, grad against a pred + b v", bias.grad(pred, target), a * pred + b * target)
     if bias.curvature is not None:
         most = (bias.grad_jvp(pred, target, way) * way).sum(-1) / way.square().sum(-1)
         within = bool((most <= bias.curvature + 1e-12).all())
