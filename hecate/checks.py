@@ -126,6 +126,12 @@ def expect(
         expect_beside(tensor, like, name, other)
 
 
+def expect_tokens(tokens: object, name: str = "tokens") -> None:
+    """Refuses anything but an int64 or int32 tensor of token ids `[B, T]`."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"{name} must be int64 or int32 [B, T], got {described(tokens)}")
+
+
 TURNED = "; T and H look swapped: tokens are [B, T, H, D], of [B, H, T, D] give x.transpose(1, 2)"
 
 

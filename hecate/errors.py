@@ -199,6 +199,7 @@ _SENTENCES = {
     "less_than_equal": "must be <= {le}, got {shown}",
     "literal_error": "must be {expected}, got {shown}",
     "missing": "is required",
+    "too_short": "must be a list of {min_length} or more, got {shown}",
     "finite_number": "must be a finite number, got {shown}",
     "int_type": "must be an integer, got {shown} ({type})",
     "float_type": "must be a number, got {shown} ({type})",

@@ -188,23 +188,22 @@ def _halve(model: Any) -> None:
     model.graph.node.extend(nodes)
 
 
-def _rule_of(model: nn.Module) -> MemoryConfig | None:
-    """The rule of a model or a layer, if it has one."""
-    config = getattr(model, "config", None)
-    rule = getattr(config, "memory", config)
-    return rule if isinstance(rule, MemoryConfig) else None
+def _rules_of(model: nn.Module) -> list[MemoryConfig]:
+    """The rules of a model's memories, each once."""
+    configs = (getattr(layer, "config", None) for layer in model.modules())
+    return list(dict.fromkeys(config for config in configs if isinstance(config, MemoryConfig)))
 
 
 def _title(model: nn.Module) -> str:
-    """Name of a model for messages: its class and its rule."""
-    rule, name = _rule_of(model), type(model).__name__
-    return name if rule is None else f"{name} of {rule_repr(rule)}, readout={rule.readout.kind}"
+    """Name of a model for messages: its class, and the rule of its memories if all have the same."""
+    rules, name = _rules_of(model), type(model).__name__
+    return f"{name} of {rule_repr(rules[0])}, readout={rules[0].readout.kind}" if len(rules) == 1 else name
 
 
 def _by_torch(model: nn.Module) -> list[str]:
     """Knobs of a user's own with derivatives left to `torch.func`, and the methods that would define them."""
-    rule = _rule_of(model)
-    knobs = () if rule is None else (rule.bias, rule.retention, rule.algorithm, rule.structure)
+    rules = _rules_of(model)
+    knobs = dict.fromkeys(k for rule in rules for k in (rule.bias, rule.retention, rule.algorithm, rule.structure))
     return [f"{k._family} {k.kind!r} ({', '.join(k._derivatives)})" for k in knobs if not k.hand_written()]
 
 

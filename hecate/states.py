@@ -402,3 +402,9 @@ def _batch(state: Any) -> int:
 def each_row(state: Tree, change: Callable[[Tensor], Tensor]) -> Tree:
     """The state with `change` applied to its tensors `[B, ...]`; scalars that apply to all rows stay."""
     return pytree.tree_map_only(Tensor, lambda item: change(item) if item.dim() else item, state)
+
+
+def with_tensors(leaves: list[Any], spec: Any, tensors: Iterable[Tensor]) -> Any:
+    """The flattened pytree with other tensors in place of its own, in order."""
+    replacements = iter(tensors)
+    return pytree.tree_unflatten([next(replacements) if isinstance(item, Tensor) else item for item in leaves], spec)

@@ -27,6 +27,7 @@ from hecate.engine.triton.ops import config_of, recorded, unshared
 from hecate.errors import ConfigError, ShapeError
 from hecate.phi import Params
 from hecate.rule import Gates, MemoryConfig, MemoryState
+from hecate.states import with_tensors
 from hecate.tape import Autodiff, Tape, differentiate, execute, several
 from hecate.tape.bridge import without_autocast
 from hecate.tape.ops import joined
@@ -371,7 +372,7 @@ def exported_scan(
     if lost:
         raise ConfigError(f"a program keeps the rule as text, which reads as another one: {', '.join(lost)}")
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    answers = _filled(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
+    answers = with_tensors(*pytree.tree_flatten(_first(call, tensors)), memory_scan_operator(call, tensors))
     return cast(tuple[Tensor, MemoryState], answers)
 
 
@@ -408,12 +409,6 @@ def _first(call: str, tensors: Sequence[Tensor]) -> tuple[Tensor, MemoryState]:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(answers).result()
-
-
-def _filled(leaves: list[Any], spec: Any, tensors: Sequence[Tensor]) -> Any:
-    """The tree of `leaves` and `spec`, with its tensors replaced by these, in order."""
-    rest = iter(tensors)
-    return pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 @torch.library.custom_op("hecate::memory_scan", mutates_args=())
@@ -485,9 +480,9 @@ def as_loop(call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
     def step(*inputs: Tensor) -> list[Tensor]:
         before, rest = inputs[: len(start)], inputs[len(start) :]
-        token = _filled(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
-        token |= _filled(fixed, fixed_spec, rest[len(rows) :])
-        y, after = whole_scan(config, **token, state=_filled(state_leaves, state_spec, before), **way)
+        token = with_tensors(each, each_spec, [item.unsqueeze(1) for item in rest[: len(rows)]])
+        token |= with_tensors(fixed, fixed_spec, rest[len(rows) :])
+        y, after = whole_scan(config, **token, state=with_tensors(state_leaves, state_spec, before), **way)
         return [*(item.clone() for item in scan_answers(y, after)[1:]), y.squeeze(1)]
 
     outputs = torch.ops.higher_order.scan(step, start, rows, tuple(further))

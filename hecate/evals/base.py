@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hecate.data import IGNORED
-from hecate.errors import ConfigError
+from hecate.errors import ConfigError, NonFiniteError
 from hecate.train.evaluate import Buckets, Positions, evaluating
 from hecate.variant import Variant
 
@@ -208,6 +208,8 @@ class _Tally:
                 raise ConfigError(f"a label is token {largest}, and the model has logits for {logits.shape[-1]}")
             chosen = logits[mask.to(logits.device)].float().cpu()
             losses = functional.cross_entropy(chosen, labels[mask], reduction="none").double()
+            if bool(losses.isnan().any()):  # the likeliest of them would be the first
+                raise NonFiniteError(f"the model's logits for tokens {first} and on hold NaN, which are no answers")
             right[:, first : first + logits.shape[1]][mask] = chosen.argmax(-1) == labels[mask]
             self.buckets.add(torch.nonzero(mask)[:, 1] + first, losses)
             self.loss += float(losses.sum())

@@ -243,6 +243,8 @@ def state_layers(cache: Cache, count: int) -> list[StateLayer]:
     `ConfigError` for a cache of another model, and for kinds of caches that states do not support (static, quantized,
     offloaded).
     """
+    if not isinstance(cache, Cache):
+        raise ShapeError(f"past_key_values must be a Cache of transformers, got a {type(cache).__name__}")
     strange = next((layer for layer in cache.layers if type(layer) not in (StateLayer, DynamicLayer)), None)
     if strange is not None or cache.offloading:
         kind = "is offloaded" if strange is None else f"has a {type(strange).__name__}"
@@ -292,8 +294,9 @@ def document_starts(
 ) -> Tensor | None:
     """Mask, bool `[B, T]`, True at the first token of every further document in a row; None if there is none.
 
-    `borders` `[N + 1]` are the numbers of tokens before each document of a single row; `positions` start at 0 in each
-    document. The first token of a new row is not marked. [HF-PACK-D1]
+    `borders` `[N + 1]` are the numbers of tokens before each document of a single row. `positions` start at 0 in each
+    document; without a padding mask, any step other than 1 begins one, too. The first token of a new row is not marked.
+    [HF-PACK-D1]
     """
     batch, length = shape
     continued = past is not None and past.seen > 0
@@ -313,7 +316,10 @@ def document_starts(
     else:
         here = torch.ones(shape, dtype=torch.bool, device=positions.device) if written is None else written
         before = here.cumsum(1) > here.long()
-        starts = (positions == 0) & here & (before | continued)
+        starts = positions == 0
+        if written is None:
+            starts = starts | (torch.diff(positions, prepend=positions[:, :1] - 1) != 1)
+        starts = starts & here & (before | continued)
     if torch.compiler.is_compiling():
         return starts
     return starts if bool(starts.any()) else None

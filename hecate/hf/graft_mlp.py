@@ -77,7 +77,7 @@ class MLPGraftConfig(Config):
     layers: tuple[Annotated[Depth, Field(ge=0)], ...] = Field(min_length=1)
     memory: MemoryConfig | None = None
     fast: Literal["last", "whole"] = "last"
-    periods: tuple[Count, ...] | None = Field(None, min_length=1)
+    periods: tuple[Annotated[Count, Field(ge=1)], ...] | None = Field(None, min_length=1)
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
 
     def conflicts(self) -> Conflicts:

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
-from hecate.checks import check_room
+from hecate.checks import check_room, expect, expect_tokens
 from hecate.errors import ConfigError, Problem, install_line, shorten
 from hecate.files import make_folder, refusing, write_file
 from hecate.hf.cache import (
@@ -289,7 +289,8 @@ class HecateModel(HecatePreTrainedModel):
         Args:
             input_ids: `[B, T]`; or `inputs_embeds`, rows of the embedding `[B, T, d_model]`.
             attention_mask: `[B, T]`, or of all tokens so far; 0 at padding, which is neither read nor written.
-            position_ids: `[B, T]`; a 0 after other tokens begins another document in the row.
+            position_ids: `[B, T]`; a 0 after other tokens begins another document in the row, and without
+                attention_mask so does any step other than 1.
             past_key_values: the cache with the states after earlier tokens; it is updated.
             use_cache: whether to make a cache if none is given; None means as in the config, but not in training. With
                 gradient checkpointing in training no cache is made, with a warning.
@@ -297,6 +298,10 @@ class HecateModel(HecatePreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ConfigError("give either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            expect_tokens(input_ids, "input_ids")
+        else:
+            expect(inputs_embeds, "B T d_model", name="inputs_embeds")
         _check_known(kwargs)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training

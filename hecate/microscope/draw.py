@@ -147,8 +147,8 @@ def _gates(axis: Any, view: Any, row: int) -> None:
 
 def _recall(axis: Any, view: Any, row: int) -> None:
     finish(axis, "recall against age", "age in tokens, 1 the newest", "cosine of answer and value", legend=False)
-    if not view.recall.known(row):
-        axis.text(0.5, 0.5, "nothing was written", ha="center", transform=axis.transAxes)
+    if view.unasked or not view.recall.known(row):
+        axis.text(0.5, 0.5, view.unasked or "nothing was written", ha="center", wrap=True, transform=axis.transAxes)
         return
     cosine, chance = (view.recall.by_age(name, row) for name in ("cosine", "chance"))
     _band(axis, cosine.ages + 1, cosine.means, 0, "its own value")

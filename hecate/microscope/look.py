@@ -44,7 +44,8 @@ def look(
 
     Args:
         model: a model of tokens or a layer of `x [B, T, d_model]`, called as
-            `model(x, state, write_mask=..., reset_mask=...)`.
+            `model(x, state, write_mask=..., reset_mask=...)`, with only the masks that are given, and with
+            a state (None included) only if it takes one.
         x: the tokens or inputs that it reads.
         state: the state to start from.
         write_mask, reset_mask: bool `[B, T]`.
@@ -71,7 +72,9 @@ def look(
         raise ShapeError(f"there are no tokens to look at: x is {list(x.shape)}")
     masks = {"write_mask": write_mask, "reset_mask": reset_mask}
     arguments = {name: mask for name, mask in masks.items() if mask is not None}
-    calls = _observe(model, names, lambda: model(x, state, **arguments))
+    places = [p for p in inspect.signature(model.forward).parameters.values() if p.kind <= p.VAR_POSITIONAL]
+    given = (x,) if state is None and len(places) == 1 else (x, state)  # nn.Sequential takes no state
+    calls = _observe(model, names, lambda: model(*given, **arguments))
     if not calls:
         raise ConfigError("no memory was written: write_mask leaves out every token")
     return View({name: MemoryView(name, _scans_of(run), points, unread=run[0].unread) for name, run in calls.items()})

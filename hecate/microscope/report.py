@@ -132,8 +132,8 @@ def _facts(view: MemoryView) -> tuple[str, str, str, str, str]:
     norm, rank = (
         " -> ".join(f"{_mean(items, at):.3g}" for at in (0, -1)) if items else "-" for items in (view.norms, view.ranks)
     )
-    recall = "nothing was written"
-    if view.recall.known():
+    recall = view.unasked or "nothing was written"
+    if not view.unasked and view.recall.known():
         recalled = view.recall.by_age().means.nanmean(0)
         recall = f"{float(recalled[0]):.2f} -> {float(recalled[-1]):.2f}"
     strength, write = view.strength, "too short to tell"

@@ -216,6 +216,12 @@ class MemoryView:
         """Reason why there is no attention map; None if there is one."""
         return self.unread or nonlinearity(self.config)
 
+    @property
+    def unasked(self) -> str | None:
+        """Reason why there is no recall; None if there is."""
+        readout = self.config.readout
+        return None if readout.plain else f"readout {readout.kind!r} asks the memory other than by phi"
+
     @cached_property
     @torch.no_grad()
     def attention(self) -> Attention:
@@ -253,17 +259,23 @@ class MemoryView:
     @property
     def times(self) -> Tensor:
         """Number of tokens read at each of the N moments, from 0 to T."""
-        return self.recall.times
+        return self._over_time[0]
 
     @property
     def recall(self) -> Recall:
-        """Recall of written values, over time."""
-        return self._over_time[0]
+        """Recall of written values, over time.
+
+        Raises:
+            ConfigError: a readout other than direct.
+        """
+        if self.unasked is not None:
+            raise ConfigError(f"{self.name} has no recall: {self.unasked}")
+        return Recall(self.times, **{name: item.cpu() for name, item in self._over_time[1].items()})
 
     @property
     def norms(self) -> dict[str, Tensor]:
         """Frobenius norm of each weight at each moment, `[B, H, N]`."""
-        return self._over_time[1]
+        return self._over_time[2]
 
     @property
     def ranks(self) -> dict[str, Tensor]:
@@ -273,7 +285,7 @@ class MemoryView:
         and the rank, which it equals if all non-zero s are equal; 0 for a matrix of zeros. A diagonal memory counts as
         the matrix with its weights on the diagonal.
         """
-        return self._over_time[2]
+        return self._over_time[3]
 
     @cached_property
     def strength(self) -> Strength | None:
@@ -283,8 +295,8 @@ class MemoryView:
 
     @cached_property
     @torch.no_grad()
-    def _over_time(self) -> tuple[Recall, dict[str, Tensor], dict[str, Tensor]]:
-        """Recall, norms and ranks, in one pass over the moments, so that no state is kept."""
+    def _over_time(self) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Moments, recall, norms and ranks, in one pass over the moments, so that no state is kept."""
         norms, ranks, times, recalled = [], [], [], []
         lr = self.gates["lr"]
         written = _Written(self.scans, lr > 0 if lr.dim() == 3 else (lr > 0).any(-1))
@@ -292,10 +304,9 @@ class MemoryView:
             weights = memory_weights(self.config, state)
             norms.append({name: weight.flatten(2).norm(dim=2) for name, weight in weights.items()})
             ranks.append(_ranks_of(weights, diagonal=self.config.structure.diagonal))
-            recalled.append(written.recalled(tokens, state))
+            recalled.append({} if self.unasked else written.recalled(tokens, state))
             times.append(tokens)
-        columns = {name: item.cpu() for name, item in _stack(recalled).items()}
-        return Recall(torch.tensor(times), **columns), _stack(norms), _stack(ranks)
+        return torch.tensor(times), _stack(recalled), _stack(norms), _stack(ranks)
 
     def draw(self, figure: Any = None, *, row: int = 0, heads: int = 4) -> Any:
         """Draws sequence `row`, with maps of at most `heads` heads; returns the matplotlib figure."""
@@ -327,10 +338,14 @@ class View(dict[str, MemoryView]):
         """Reasons why the other memories have none."""
         return {name: item.refusal for name, item in self.items() if item.refusal is not None}
 
+    @property
+    def recall(self) -> dict[str, Recall]:
+        """Recall of those memories that are asked by phi."""
+        return {name: item.recall for name, item in self.items() if item.unasked is None}
+
     gates: dict[str, dict[str, Tensor]] = _of_each("gates")
     norms: dict[str, dict[str, Tensor]] = _of_each("norms")
     ranks: dict[str, dict[str, Tensor]] = _of_each("ranks")
-    recall: dict[str, Recall] = _of_each("recall")
     strength: dict[str, Strength | None] = _of_each("strength")
 
     def save(self, folder: Path | str, *, row: int = 0, heads: int = 4) -> list[Path]:
@@ -382,8 +397,6 @@ class _Written:
 
 def answered(config: MemoryConfig, state: MemoryState, phi: Tensor) -> Tensor:
     """A state's answers `[B, T, H, V]` to features `[B, T, H, P]`, without query_scale."""
-    if not config.readout.plain:
-        raise ConfigError(f"readout {config.readout.kind!r} asks the memory other than by phi; look at a direct one")
     batch, _, heads, _ = phi.shape
     queries = phi.transpose(1, 2).flatten(0, 1)
     memory = tuple(weight.flatten(0, 1) for weight in memory_weights(config, state).values())

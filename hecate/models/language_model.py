@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, named, outside_vocabulary
+from hecate.checks import MAX_SIZE, Depth, Size, Taps, check_shapes, expect_tokens, named, outside_vocabulary
 from hecate.cms import (
     CMS,
     Aggregation,
@@ -321,8 +321,7 @@ class LanguageModel(nn.Module):
         self, tokens: Tensor, state: tuple[Any, ...] | None = None, *, write_mask: Mask = None, reset_mask: Mask = None
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Logits of the next token at every position, and the state after the last one."""
-        if tokens.dim() != 2 or tokens.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(f"tokens must be int64 or int32 [B, T], got {tokens.dtype} {list(tokens.shape)}")
+        expect_tokens(tokens)
         if state is not None and len(state) != len(self.blocks):
             raise ShapeError(
                 f"state must hold one state for each of {len(self.blocks)} layers, got {len(state)}; was it made by "

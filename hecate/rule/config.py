@@ -364,6 +364,9 @@ class MemoryConfig(Config):
         if self.retention.additive and not isinstance(formula, str) and not formula.adds:
             sums = "the carried state times its retain gate, or 1 without, plus the direction"
             yield ("retention",), f"{self.retention.kind!r} is declared linear, and its `step` is not {sums}"
+        if not (retention.uses_retain or isinstance(formula, str)) and "in r" in formula.single.operations:
+            unsaid = "reads the retain gate, which it is not declared to take; set uses_retain = True"
+            yield ("retention",), f"the `step` of {retention.kind!r} {unsaid}"
         self.check_step(self.algorithm.lr)
 
     def _no_bound(self) -> Conflicts:
